@@ -1,0 +1,60 @@
+# Every target first makes .venv with all that it needs; when it is there, that costs nothing.
+#
+#   make test ARGS="-k store"         more arguments for the command that the target runs
+#   make test PYTHON=python3.12       the interpreter (3.11 or later) that a new .venv is made with
+#   make test TORCH=torch==2.11.0     the torch that a new .venv gets, e.g. on a machine with GPUs
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
+
+.PHONY: help train test check format bench clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+train: $(READY) ## Train a small language model on two processes of this machine.
+	$(BIN)/disttrain-launch --standalone --nproc-per-node 2 examples/train_lm.py $(ARGS)
+
+test: $(READY) ## Run all tests.
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+check: $(READY) ## Format, lint, types, import layers, dead code, spelling.
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
+	$(BIN)/codespell
+
+format: $(READY) ## Format the code and mend what the linter can mend.
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Run the benchmarks, each against its twin in torch.distributed.
+	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+clean: ## Remove caches and builds; .venv stays.
+	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# torch goes first and by itself, at an exact version: left to the resolver, it may draw gigabytes of CUDA packages.
+# pyuv may fail (no compiler, no headers): the store then runs on uvloop, which is libuv as well.
+$(READY): pyproject.toml Makefile tools/pyuv_compat.h
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "disttrain needs Python 3.11 or later; '$(PYTHON)' is not. Try: make PYTHON=python3.12"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	  { echo "making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear .venv; }
+	@echo "installing $(TORCH) (minutes, the first time)"
+	@$(PIP) '$(TORCH)'
+	@echo "installing disttrain with its tools"
+	@$(PIP) --editable '.[dev,examples]'
+	@echo "building pyuv"
+	@CFLAGS='-include "$(CURDIR)/tools/pyuv_compat.h"' $(PIP) pyuv==1.4.0 >.venv/pyuv.log 2>&1 && \
+	  $(BIN)/python -c 'import pyuv' 2>>.venv/pyuv.log || \
+	  echo "pyuv could not be built here (.venv/pyuv.log says why); the store runs on uvloop instead"
+	@touch $@

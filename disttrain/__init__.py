@@ -1,0 +1,68 @@
+"""disttrain: train models over many processes, GPUs and machines.
+
+This is the front door: process groups, collectives and meshes, under torch.distributed's names. The parts are imported
+from their own packages (`disttrain.dtensor`, `disttrain.fsdp2`, `disttrain.checkpoint`, ...).
+
+Importing `disttrain` loads no torch: each name below is fetched from its package when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from disttrain.mesh import DeviceMesh as DeviceMesh
+    from disttrain.mesh import init_device_mesh as init_device_mesh
+    from disttrain.process_group import *  # noqa: F403
+
+_HOMES = {
+    "disttrain.process_group": (
+        "NON_GROUP_MEMBER",
+        "Call",
+        "Fabric",
+        "Observer",
+        "ProcessGroup",
+        "ReduceOp",
+        "Work",
+        "World",
+        "all_gather_into_tensor",
+        "all_reduce",
+        "barrier",
+        "broadcast",
+        "current_world",
+        "destroy_process_group",
+        "entered_world",
+        "get_backend",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "init_process_group",
+        "irecv",
+        "is_available",
+        "is_initialized",
+        "isend",
+        "new_group",
+        "recv",
+        "reduce_scatter_tensor",
+        "send",
+    ),
+    "disttrain.mesh": ("DeviceMesh", "init_device_mesh"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'disttrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

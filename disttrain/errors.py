@@ -1,0 +1,133 @@
+"""Every error that disttrain raises on purpose.
+
+    DisttrainError                   catch this to catch them all
+    ├── SettingError                 an environment variable or option with a value that makes no sense
+    ├── StoreError                   the rendezvous store
+    │   ├── StoreConnectionError         nobody answers, or the connection broke
+    │   ├── StoreTimeoutError            a key, or a member of a barrier, did not come in time
+    │   ├── StoreAddressError            the server cannot listen where it should
+    │   ├── StoreAuthError               wrong token, or none where one is needed
+    │   └── StoreLimitError              a key, value or frame over its limit
+    ├── RendezvousError              nodes or ranks that don't fit together
+    ├── GroupError                   no such group, not a member, already destroyed, rank out of range
+    ├── BackendError                 no transport serves the device, or the transport failed
+    │   ├── CollectiveTimeoutError       a collective did not end in time
+    │   └── CollectiveMismatchError      ranks called different collectives
+    ├── ShapeError                   sizes, dtypes or memory formats that don't fit (a ValueError too)
+    ├── MeshError                    a mesh that cannot be, or an axis it does not have (a ValueError too)
+    ├── LayoutError                  placements that cannot be, or an operation with no rule for them
+    ├── ShardingError                fully_shard or a parallel style on a module it cannot take
+    ├── CheckpointError              a save that cannot be written or read
+    │   └── CheckpointCorruptError       bytes that are not those that were saved
+    ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
+    └── LaunchError                  a job that cannot be started
+
+An error is an answer, in one line: what was asked, which values offend which rule, what to do, and where it happened:
+`shard: dim 0 has size 6, mesh axis 'tp' has size 4; even sharding needs a multiple. Pad to 8. [rank 3, dp=2 tp=4]`
+"""
+
+from __future__ import annotations
+
+
+class DisttrainError(Exception):
+    """An answer: `operation: problem remedy [rank R, where]`.
+
+    Args: operation  the public name that was called;  problem  offending values and the rule, a whole sentence;
+          remedy  what to do, a whole sentence;  rank  the global rank, when there is one;  where  mesh, group, host.
+    """
+
+    def __init__(
+        self, operation: str, problem: str, remedy: str = "", *, rank: int | None = None, where: str = ""
+    ) -> None:
+        self.operation = operation
+        self.problem = problem
+        self.remedy = remedy
+        self.rank = rank
+        self.where = where
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        places = [] if self.rank is None else [f"rank {self.rank}"]
+        places += [self.where] if self.where else []
+        answer = " ".join(part for part in (f"{self.operation}: {self.problem}", self.remedy) if part)
+        return f"{answer} [{', '.join(places)}]" if places else answer
+
+
+class SettingError(DisttrainError, ValueError):
+    """An environment variable or option has a value that makes no sense."""
+
+
+class StoreError(DisttrainError):
+    """The rendezvous store could not do what was asked."""
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """Nobody answers at the store's address, or the connection broke."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A key, or a member of a barrier, did not come in time."""
+
+
+class StoreAddressError(StoreError):
+    """The store's server cannot listen at its address: taken, not this machine's, or not allowed."""
+
+
+class StoreAuthError(StoreError):
+    """The other side could not prove that it knows the job's token."""
+
+
+class StoreLimitError(StoreError, ValueError):
+    """A key, value or frame is over its limit; the message names the limit's setting."""
+
+
+class RendezvousError(DisttrainError):
+    """Nodes or ranks don't fit together: world sizes differ, a rank is taken twice, somebody never came."""
+
+
+class GroupError(DisttrainError):
+    """No such group, not a member of it, a destroyed one, or a rank out of its range."""
+
+
+class BackendError(DisttrainError):
+    """No transport serves the tensor's device, or the transport failed."""
+
+
+class CollectiveTimeoutError(BackendError, TimeoutError):
+    """A collective did not end in time."""
+
+
+class CollectiveMismatchError(BackendError):
+    """Ranks of one group called different collectives, or the same with different sizes."""
+
+
+class ShapeError(DisttrainError, ValueError):
+    """Sizes, dtypes or memory formats don't fit together."""
+
+
+class MeshError(DisttrainError, ValueError):
+    """A mesh that cannot be, or an axis it does not have."""
+
+
+class LayoutError(DisttrainError):
+    """Placements that cannot be, or an operation that has no rule for them."""
+
+
+class ShardingError(DisttrainError):
+    """`fully_shard` or a parallel style met a module or parameter it cannot take."""
+
+
+class CheckpointError(DisttrainError):
+    """A save that cannot be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """Bytes on disk are not those that were saved."""
+
+
+class FlightDumpError(DisttrainError):
+    """A dump of the flight recorder cannot be made, or nothing in the file can be used."""
+
+
+class LaunchError(DisttrainError):
+    """A job that cannot be started as asked."""

@@ -1,0 +1,168 @@
+"""Every environment variable that disttrain reads, in one table; nothing else reads `os.environ`.
+
+A setting is read when it is asked for, never at import, so that a test or a launcher may change it beforehand.
+`docs/settings.md` is made from this table (`python -m disttrain.settings`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from disttrain.errors import SettingError
+
+T = TypeVar("T")
+
+SETTINGS: dict[str, Setting] = {}
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One variable: `name`, how its text is parsed, its default when unset or empty, and what it means."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def __post_init__(self) -> None:
+        SETTINGS[self.name] = self
+
+    def read(self, environ: Mapping[str, str] | None = None) -> T:
+        """The value now. Raises SettingError when the text does not parse."""
+        text = (os.environ if environ is None else environ).get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SettingError(
+                "settings", f"{self.name}={text!r} is not valid: {error}.", f"It means: {self.meaning}"
+            ) from None
+
+    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
+        return bool((os.environ if environ is None else environ).get(self.name, ""))
+
+
+def _flag(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("a flag is 1 or 0, true or false, yes or no, on or off")
+    return words[text.lower()]
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("it must be positive")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("it must not be negative")
+    return value
+
+
+# The job, as torchrun and disttrain-launch tell it to every worker. None: not started by a launcher.
+RANK = Setting[int | None]("RANK", _natural, None, "Global rank of this process.")
+WORLD_SIZE = Setting[int | None]("WORLD_SIZE", _natural, None, "Number of processes in the job.")
+LOCAL_RANK = Setting[int | None]("LOCAL_RANK", _natural, None, "Rank of this process on its node; picks its GPU.")
+LOCAL_WORLD_SIZE = Setting[int | None]("LOCAL_WORLD_SIZE", _natural, None, "Number of processes on this node.")
+MASTER_ADDR = Setting[str | None]("MASTER_ADDR", str, None, "Host name or address of rank 0's node.")
+MASTER_PORT = Setting[int | None]("MASTER_PORT", _natural, None, "Port on MASTER_ADDR where ranks meet.")
+
+# The launcher. AGENT is written for workers, by whom a process that outlives its job is found.
+AGENT = Setting[str | None](
+    "DISTTRAIN_AGENT", str, None, "Name of the launcher's agent that started this process; the launcher sets it."
+)
+VISIBLE_GPUS = Setting[str | None](
+    "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, comma-separated; set but empty: none."
+)
+NUM_THREADS = Setting[int | None](
+    "OMP_NUM_THREADS",
+    _natural,
+    None,
+    "Threads of each worker's CPU operators; the launcher sets 1 where several share a node.",
+)
+NO_COLOR = Setting[bool]("NO_COLOR", bool, False, "Any text: the launcher prints no colours.")
+
+# The store.
+STORE = Setting[str | None](
+    "DISTTRAIN_STORE", str, None, "host:port of a store that is running already; the launcher sets it for its workers."
+)
+TOKEN_FILE = Setting[Path | None](
+    "DISTTRAIN_TOKEN_FILE", Path, None, "File (mode 0600) with the job's token; the store lets in only who knows it."
+)
+STORE_ENGINE = Setting[str | None](
+    "DISTTRAIN_STORE_ENGINE",
+    str,
+    None,
+    "libuv binding of the store's server: pyuv or uvloop; unset: the first that imports.",
+)
+STORE_MAX_KEY_BYTES = Setting[int](
+    "DISTTRAIN_STORE_MAX_KEY_BYTES", _natural, 8 << 10, "Longest key that a store's server takes, in UTF-8 bytes."
+)
+STORE_MAX_VALUE_BYTES = Setting[int](
+    "DISTTRAIN_STORE_MAX_VALUE_BYTES", _natural, 64 << 20, "Largest value that a store's server takes, in bytes."
+)
+STORE_MAX_FRAME_BYTES = Setting[int](
+    "DISTTRAIN_STORE_MAX_FRAME_BYTES", _natural, 256 << 20, "Largest request or reply of a store's server, in bytes."
+)
+STORE_MAX_UNREAD_BYTES = Setting[int](
+    "DISTTRAIN_STORE_MAX_UNREAD_BYTES",
+    _natural,
+    512 << 20,
+    "Bytes of replies that a store's client may leave unread before the server drops it.",
+)
+STORE_TIMEOUT_S = Setting[float](
+    "DISTTRAIN_STORE_TIMEOUT_S", _positive, 300.0, "Seconds that a store operation waits unless told otherwise."
+)
+
+# Collectives.
+GLOO_SOCKET_IFNAME = Setting[str | None](
+    "GLOO_SOCKET_IFNAME", str, None, "Network interface that Gloo listens on; read by torch's Gloo itself."
+)
+TIMEOUT_S = Setting[float](
+    "DISTTRAIN_TIMEOUT_S", _positive, 600.0, "Seconds that a collective may take unless a group says otherwise."
+)
+
+# Checkpoints.
+CHECKPOINT_TIMEOUT_S = Setting[float](
+    "DISTTRAIN_CHECKPOINT_TIMEOUT_S",
+    _positive,
+    3600.0,
+    "Seconds that ranks wait for each other's part of a save or load.",
+)
+
+# The flight recorder.
+FLIGHT_DIR = Setting[Path | None](
+    "DISTTRAIN_FLIGHT_DIR",
+    Path,
+    None,
+    "Folder for the flight recorder's dumps, made where it is missing; unset: no dumps.",
+)
+
+
+def environment() -> dict[str, str]:
+    """A copy of the whole environment, to be changed and handed to a child process."""
+    return dict(os.environ)
+
+
+def table() -> str:
+    """All settings as a Markdown table, in the order of this file."""
+    rows = [f"| `{s.name}` | {_shown(s.default)} | {s.meaning} |" for s in SETTINGS.values()]
+    return "\n".join(["| variable | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _shown(default: object) -> str:
+    return "unset" if default is None else f"`{default}`"
+
+
+if __name__ == "__main__":
+    print("# Settings\n\nMade by `python -m disttrain.settings`; a test keeps it true.\n")  # noqa: T201
+    print(table())  # noqa: T201
