@@ -1,0 +1,8 @@
+"""Meshes: the ranks of a job as a grid with named axes."""
+
+from __future__ import annotations
+
+from disttrain.mesh.device_mesh import DeviceMesh, init_device_mesh
+from disttrain.mesh.layout import MeshLayout
+
+__all__ = ["DeviceMesh", "MeshLayout", "init_device_mesh"]

@@ -1,0 +1,186 @@
+"""DeviceMesh: the ranks of a job as a grid, with a process group along each axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.errors import MeshError
+from disttrain.mesh.layout import MeshLayout
+from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DeviceMesh:
+    """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
+
+    Making one costs no communication. Groups are made when first asked for, by their members alone, and meshes whose
+    axes have the same ranks share them. Two meshes are equal when they place the same ranks alike.
+
+    Args: mesh  ranks, as nested lists or an integer tensor;  mesh_dim_names  one name per axis.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Tensor | Sequence[object],
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> None:
+        grid = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        ranks = tuple(int(rank) for rank in grid.flatten().tolist())
+        self._set(_world(), device_type, MeshLayout(ranks, tuple(grid.shape), names), None)
+
+    @classmethod
+    def _of(cls, world: World, device_type: str, layout: MeshLayout, root: DeviceMesh | None) -> DeviceMesh:
+        mesh = cls.__new__(cls)
+        mesh._set(world, device_type, layout, root)
+        return mesh
+
+    def _set(self, world: World, device_type: str, layout: MeshLayout, root: DeviceMesh | None) -> None:
+        outside = [rank for rank in layout.ranks if not 0 <= rank < world.world_size]
+        if outside:
+            raise MeshError(
+                "DeviceMesh",
+                f"ranks {outside} are outside the job's {world.world_size} ranks.",
+                "Start more processes, or make the mesh smaller.",
+                rank=world.rank,
+            )
+        self.world = world
+        self.device_type = device_type
+        self.layout = layout
+        self.root = self if root is None else root
+        """The mesh that this one was sliced from; itself when it was not."""
+        self._coordinate = layout.coordinate(world.rank)
+        self._groups: list[ProcessGroup | None] = [None] * len(layout.shape)
+        self._hash = hash((device_type, layout))
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks as an int64 tensor of the mesh's shape."""
+        return torch.tensor(self.layout.ranks, dtype=torch.int64).view(self.layout.shape)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The names of the axes."""
+        return self.layout.axis_names
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.layout.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of ranks along each axis."""
+        return self.layout.shape
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks on the mesh, or along one axis."""
+        return math.prod(self.layout.shape) if mesh_dim is None else self.layout.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """This process's global rank."""
+        return self.world.rank
+
+    def get_coordinate(self) -> list[int] | None:
+        """This process's position along each axis; None when it is not on the mesh."""
+        return None if self._coordinate is None else list(self._coordinate)
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """This process's position along an axis; the axis may be left out where there is but one."""
+        return self._position("get_local_rank")[self._one_axis("get_local_rank", mesh_dim)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
+        """The process group along an axis, through this rank; the axis may be left out where there is but one."""
+        axis = self._one_axis("get_group", mesh_dim)
+        group = self._groups[axis]
+        if group is None:
+            self._position("get_group")
+            group = self.world.shared_group(self.layout.along(self.world.rank, [axis]).ranks)
+            self._groups[axis] = group
+        return group
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The process groups along all axes, through this rank."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh through this rank along the named axes."""
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
+        axes = [self.layout.axis(name) for name in names]
+        if len(set(axes)) != len(axes):
+            raise MeshError("mesh[...]", f"axes {names} repeat.", "Name each axis once.", rank=self.world.rank)
+        if axes == list(range(self.ndim)):
+            return self
+        self._position("mesh[...]")
+        return DeviceMesh._of(self.world, self.device_type, self.layout.along(self.world.rank, axes), self.root)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return (
+            isinstance(other, DeviceMesh)
+            and self._hash == other._hash
+            and self.world is other.world
+            and self.device_type == other.device_type
+            and self.layout == other.layout
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: object) -> DeviceMesh:
+        """The mesh itself: copies of a tensor lie on the same ranks."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
+
+    def _position(self, operation: str) -> tuple[int, ...]:
+        if self._coordinate is None:
+            raise MeshError(
+                operation, f"this rank is not on {self!r}.", "Ask on ranks of the mesh only.", rank=self.world.rank
+            )
+        return self._coordinate
+
+    def _one_axis(self, operation: str, mesh_dim: int | str | None) -> int:
+        if mesh_dim is not None:
+            return self.layout.axis(mesh_dim)
+        if self.ndim != 1:
+            raise MeshError(
+                operation, f"the mesh has {self.ndim} axes ({self.layout}).", "Say which one.", rank=self.world.rank
+            )
+        return 0
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """All ranks of the job as a grid of `mesh_shape`, in row-major order; joins the job first where that was not done.
+
+    Raises: MeshError when the shape does not multiply to the number of ranks.
+    """
+    world = _world()
+    shape = tuple(mesh_shape)
+    if math.prod(shape) != world.world_size:
+        raise MeshError(
+            "init_device_mesh",
+            f"shape {shape} has {math.prod(shape)} places, the job {world.world_size} ranks; they must be equal.",
+            "Change the shape, or give DeviceMesh the ranks of a part of the job.",
+            rank=world.rank,
+        )
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    return DeviceMesh._of(world, device_type, MeshLayout(tuple(range(world.world_size)), shape, names), None)
+
+
+def _world() -> World:
+    if not is_initialized():
+        init_process_group()
+    return current_world("DeviceMesh")

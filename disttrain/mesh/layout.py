@@ -1,0 +1,87 @@
+"""Rank arithmetic of meshes: which ranks stand in which row. Pure: no process group, no tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+
+from disttrain.errors import MeshError
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Ranks arranged in a grid: `ranks` in row-major order of `shape`, one name per axis or none at all."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(size < 1 for size in self.shape) or math.prod(self.shape) != len(self.ranks):
+            raise MeshError(
+                "mesh",
+                f"{len(self.ranks)} ranks don't fill shape {self.shape}.",
+                "Give positive sizes that multiply to it.",
+            )
+        if len(set(self.ranks)) != len(self.ranks):
+            raise MeshError("mesh", f"ranks {list(self.ranks)} repeat.", "Place each rank once.")
+        names = self.axis_names
+        if names is not None and (len(names) != len(self.shape) or len(set(names)) != len(names)):
+            raise MeshError(
+                "mesh", f"axis names {names} don't fit shape {self.shape}.", "Give each axis one name of its own."
+            )
+
+    @cached_property
+    def _index(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where `rank` stands, or None when it is not on the mesh."""
+        index = self._index.get(rank)
+        if index is None:
+            return None
+        return tuple(index // stride % size for stride, size in zip(self._strides, self.shape, strict=True))
+
+    def along(self, rank: int, axes: Sequence[int]) -> MeshLayout:
+        """The sub-mesh through `rank` that spans the given axes, in that order."""
+        coordinate = self.coordinate(rank)
+        if coordinate is None:
+            raise MeshError("mesh", f"rank {rank} is not on it.", "Ask on ranks of the mesh only.", rank=rank)
+        origin = sum(
+            position * stride
+            for axis, (position, stride) in enumerate(zip(coordinate, self._strides, strict=True))
+            if axis not in axes
+        )
+        offsets = [0]
+        for axis in axes:
+            offsets = [offset + step * self._strides[axis] for offset in offsets for step in range(self.shape[axis])]
+        names = None if self.axis_names is None else tuple(self.axis_names[axis] for axis in axes)
+        return MeshLayout(
+            tuple(self.ranks[origin + offset] for offset in offsets), tuple(self.shape[axis] for axis in axes), names
+        )
+
+    def axis(self, name_or_index: str | int) -> int:
+        """The index of an axis, by its name or (maybe negative) index. Raises MeshError when there is none."""
+        num_axes = len(self.shape)
+        if isinstance(name_or_index, int):
+            if -num_axes <= name_or_index < num_axes:
+                return name_or_index % num_axes
+            raise MeshError("mesh", f"axis {name_or_index} is out of range for {self}.", f"Give 0 to {num_axes - 1}.")
+        names = self.axis_names or ()
+        if name_or_index in names:
+            return names.index(name_or_index)
+        near = get_close_matches(name_or_index, names, n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else "Name the axes with mesh_dim_names." if not names else ""
+        raise MeshError("mesh", f"there is no axis {name_or_index!r} on {self}.", remedy)
+
+    def __str__(self) -> str:
+        if self.axis_names is None:
+            return "x".join(map(str, self.shape))
+        return " ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))

@@ -1,0 +1,62 @@
+"""Process groups and dispatchable collectives: which rank of which job this is, and how tensors move among ranks."""
+
+from __future__ import annotations
+
+from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group.backends.threads import Fabric
+from disttrain.process_group.collectives import (
+    all_gather_into_tensor,
+    all_reduce,
+    barrier,
+    broadcast,
+    reduce_scatter_tensor,
+)
+from disttrain.process_group.current import (
+    current_world,
+    destroy_process_group,
+    entered_world,
+    get_backend,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_available,
+    is_initialized,
+    new_group,
+)
+from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.observer import Call, Observer
+from disttrain.process_group.point_to_point import irecv, isend, recv, send
+from disttrain.process_group.work import Work
+from disttrain.process_group.world import NON_GROUP_MEMBER, World
+
+__all__ = [
+    "NON_GROUP_MEMBER",
+    "Call",
+    "Fabric",
+    "Observer",
+    "ProcessGroup",
+    "ReduceOp",
+    "Work",
+    "World",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "current_world",
+    "destroy_process_group",
+    "entered_world",
+    "get_backend",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "recv",
+    "reduce_scatter_tensor",
+    "send",
+]

@@ -1,0 +1,60 @@
+"""What Gloo and NCCL have in common: the calls of torch's `c10d::Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from disttrain.process_group import _c10d
+from disttrain.process_group._c10d import ReduceOp, Transport
+from disttrain.process_group.backends.base import Backend
+from disttrain.process_group.work import TransportWork
+
+
+class C10dBackend(Backend):
+    """Calls a C++ transport. Abstract: subclasses make `_transport`."""
+
+    _transport: Transport
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = op
+        options.asyncOp = async_op
+        return cast(TransportWork, self._transport.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = src_rank
+        options.rootTensor = 0
+        options.asyncOp = async_op
+        return cast(TransportWork, self._transport.broadcast([tensor], options))
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
+        options = _c10d.AllgatherOptions()
+        options.asyncOp = async_op
+        return cast(TransportWork, self._transport._allgather_base(output, input, options))
+
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+    ) -> TransportWork:
+        options = _c10d.ReduceScatterOptions()
+        options.reduceOp = op
+        options.asyncOp = async_op
+        return cast(TransportWork, self._transport._reduce_scatter_base(output, input, options))
+
+    def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
+        return cast(TransportWork, self._transport.send([tensor], dst_rank, tag))
+
+    def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
+        return cast(TransportWork, self._transport.recv([tensor], src_rank, tag))
+
+    def shutdown(self) -> None:
+        self._transport.shutdown()
+
+    def _barrier(self, device_ids: Sequence[int] = ()) -> TransportWork:
+        options = _c10d.BarrierOptions()
+        options.device_ids = list(device_ids)
+        options.asyncOp = False
+        return cast(TransportWork, self._transport.barrier(options))

@@ -1,0 +1,207 @@
+"""The default world, and torch.distributed's functions about it.
+
+A process is a rank of at most one job at a time. Where ranks are threads (`disttrain.testing.run_threads`), each thread
+has a world of its own, which comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from disttrain.durations import Duration, seconds
+from disttrain.errors import GroupError
+from disttrain.process_group import rendezvous
+from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
+from disttrain.settings import TIMEOUT_S
+from disttrain.store import PrefixStore, Store
+
+
+class _ThreadWorld(threading.local):
+    world: World | None = None
+
+
+class _Default:
+    """The process's world, the world of each thread that is a rank, and how many worlds the process has had."""
+
+    def __init__(self) -> None:
+        self.process_world: World | None = None
+        self.thread = _ThreadWorld()
+        self.init_counter = itertools.count(1)
+
+
+_default = _Default()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Duration | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | None = None,
+    group_name: str = "",
+    pg_options: object | None = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Make this process a rank of a job; afterwards the functions of `disttrain` work on its default group.
+
+    Args:    backend      leave it out: each collective goes to the transport of its tensor's device. Or "gloo", "nccl",
+                          "cpu:gloo,cuda:nccl", "fake".
+             init_method  "env://" (default; what launchers set), or "tcp://host:port" with `rank` and `world_size`.
+             timeout      for every collective; a timedelta or seconds.
+             store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. It is good
+                          for one world: wrap it in a PrefixStore, or name the group, for the next one.
+             device_id    the GPU that this rank computes on; default: the one of its local rank.
+    Raises:  RendezvousError when ranks don't fit together or don't come, StoreError when the store can't be reached,
+             GroupError when the process is a rank already.
+    Collective: every rank of the job.
+    """
+    if is_initialized():
+        raise GroupError(
+            "init_process_group",
+            "this process is a rank already.",
+            "Call destroy_process_group first.",
+            rank=current_world("init_process_group").rank,
+        )
+    timeout_s = TIMEOUT_S.read() if timeout is None else seconds("init_process_group", timeout)
+    place = rendezvous.find_place(init_method, rank, world_size, store)
+    opened = rendezvous.open_store(place, timeout_s) if store is None else store
+    try:
+        # A launcher's store outlives a world: each world that its process has had gets keys of its own there.
+        prefix = group_name or "job"
+        scoped = PrefixStore(f"{prefix}/{next(_default.init_counter)}" if place.is_launchers else prefix, opened)
+        rendezvous.join(scoped, place, timeout_s)
+        world = World(
+            scoped,
+            place.rank,
+            place.world_size,
+            backend=backend,
+            timeout_s=timeout_s,
+            device=torch.device("cuda", device_id) if isinstance(device_id, int) else device_id,
+            options=pg_options,
+        )
+    except BaseException:
+        if store is None:
+            opened.close()
+        raise
+    if store is None:
+        world.own_store(opened)
+    _default.process_world = world
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Let go of `group`, or of the whole world when it is None or the default group."""
+    world = current_world("destroy_process_group")
+    if group is not None and group is not world.default_group:
+        world.destroy_group(group)
+        return
+    world.destroy()
+    if _default.thread.world is world:
+        _default.thread.world = None
+    else:
+        _default.process_world = None
+
+
+@contextmanager
+def entered_world(world: World) -> Iterator[World]:
+    """Make `world` this thread's own for the time of the block, then let go of it."""
+    _default.thread.world = world
+    try:
+        yield world
+    finally:
+        if _default.thread.world is world:
+            destroy_process_group()
+
+
+def current_world(operation: str = "current_world") -> World:
+    """The world of this thread or process. Raises GroupError before init_process_group."""
+    world = _default.thread.world or _default.process_world
+    if world is None:
+        raise GroupError(
+            operation,
+            "this process is not a rank of any job yet.",
+            "Call disttrain.init_process_group() first, and start the script with disttrain-launch.",
+        )
+    return world
+
+
+def resolve_group(operation: str, group: ProcessGroup | NonGroupMember | None) -> ProcessGroup:
+    """The group that a collective is for: the default group for None."""
+    if group is None:
+        return current_world(operation).default_group
+    if isinstance(group, NonGroupMember):
+        raise GroupError(
+            operation,
+            "this rank is not a member of the group.",
+            "Call it on members only: new_group returns NON_GROUP_MEMBER to the others.",
+            rank=current_world(operation).rank,
+        )
+    return group
+
+
+def is_available() -> bool:
+    """True: for scripts that ask torch.distributed the same."""
+    return True
+
+
+def is_initialized() -> bool:
+    """True between init_process_group and destroy_process_group."""
+    return (_default.thread.world or _default.process_world) is not None
+
+
+def get_rank(group: ProcessGroup | NonGroupMember | None = None) -> int:
+    """This process's rank in the group; -1 when it is not a member."""
+    return -1 if isinstance(group, NonGroupMember) else resolve_group("get_rank", group).group_rank
+
+
+def get_world_size(group: ProcessGroup | NonGroupMember | None = None) -> int:
+    """Number of ranks in the group; -1 when this process is not a member."""
+    return -1 if isinstance(group, NonGroupMember) else resolve_group("get_world_size", group).group_size
+
+
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """The group's transports, such as "cpu:gloo,cuda:nccl"."""
+    return resolve_group("get_backend", group).backend_name
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """The global ranks of the group's members, in group order."""
+    return list(resolve_group("get_process_group_ranks", group).ranks)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Duration | None = None,
+    backend: str | None = None,
+    pg_options: object | None = None,
+) -> ProcessGroup | NonGroupMember:
+    """A group of the given global ranks (None: all of them), in that order.
+
+    Unlike torch's it costs no communication, needs no call from ranks that are not members, and no global order.
+    Returns: the group, or NON_GROUP_MEMBER on ranks that are not in it.
+    """
+    timeout_s = None if timeout is None else seconds("new_group", timeout)
+    return current_world("new_group").new_group(ranks, timeout_s, backend, pg_options)
+
+
+__all__ = [
+    "NON_GROUP_MEMBER",
+    "current_world",
+    "destroy_process_group",
+    "entered_world",
+    "get_backend",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "new_group",
+    "resolve_group",
+]

@@ -1,0 +1,157 @@
+"""A group: some ranks of the world, in order, and one transport per kind of device that they have used so far."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.errors import BackendError, GroupError
+from disttrain.process_group.backends import Backend, Membership
+from disttrain.store import PrefixStore
+
+if TYPE_CHECKING:
+    from disttrain.process_group.world import World
+
+
+class ProcessGroup:
+    """Ranks that call collectives together.
+
+    Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, the same on
+    all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far.
+    Transports are made by the first collective on a device type, which connects the members and nobody else.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        group_name: str,
+        ranks: tuple[int, ...],
+        backends: dict[str, type[Backend]],
+        timeout_s: float,
+        options: object | None,
+    ) -> None:
+        self.world = world
+        self.group_name = group_name
+        self.ranks = ranks
+        self.group_rank = ranks.index(world.rank)
+        self.group_size = len(ranks)
+        self.timeout_s = timeout_s
+        self.sequence = 0
+        self._options = options
+        self._backend_classes = backends
+        self._made: dict[str, Backend] = {}
+        self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
+        self._lock = threading.Lock()
+        self._is_destroyed = False
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group_rank
+
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return self.group_size
+
+    @property
+    def backend_name(self) -> str:
+        """Such as `cpu:gloo,cuda:nccl`."""
+        named = (f"{device}:{_short_name(kind)}" for device, kind in self._backend_classes.items())
+        return ",".join(named)
+
+    def serves(self, device_type: str) -> bool:
+        return device_type in self._backend_classes
+
+    def backend(self, operation: str, device_type: str) -> Backend:
+        """The transport for tensors on `device_type`. Collective when it is the first use; made once."""
+        made = self._made.get(device_type)
+        return made if made is not None else self._make_backend(operation, device_type)
+
+    def group_rank_of(self, operation: str, rank: int) -> int:
+        """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
+        group_rank = self._group_ranks.get(rank)
+        if group_rank is None:
+            raise GroupError(
+                operation,
+                f"global rank {rank} is not a member of group {self.group_name}, which has ranks {self.ranks_text()}.",
+                "Give a global rank of the group, or a rank in the group by group_src or group_dst.",
+                rank=self.world.rank,
+            )
+        return group_rank
+
+    def checked_group_rank(self, operation: str, group_rank: int) -> int:
+        """`group_rank` itself; raises GroupError when it is out of range."""
+        if not 0 <= group_rank < self.group_size:
+            raise GroupError(
+                operation,
+                f"group rank {group_rank} is out of range for group {self.group_name} of size {self.group_size}.",
+                f"Give 0 to {self.group_size - 1}.",
+                rank=self.world.rank,
+            )
+        return group_rank
+
+    def ranks_text(self) -> str:
+        """The global ranks, abbreviated: `0-7` or `0,2,4,6`."""
+        ranks = self.ranks
+        if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+            return f"{ranks[0]}-{ranks[-1]}"
+        if len(ranks) > 8:
+            return f"{','.join(map(str, ranks[:4]))},…,{ranks[-1]} ({len(ranks)} ranks)"
+        return ",".join(map(str, ranks))
+
+    def shutdown(self) -> None:
+        """Let go of the transports; the group cannot be used afterwards."""
+        self._is_destroyed = True
+        for backend in self._made.values():
+            backend.shutdown()
+        self._made.clear()
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({self.group_name}, ranks {self.ranks_text()}, {self.backend_name})"
+
+    def _make_backend(self, operation: str, device_type: str) -> Backend:
+        # Two threads may come here first together: the autograd engine has one of its own per device.
+        with self._lock:
+            made = self._made.get(device_type)
+            if made is not None:
+                return made
+            if self._is_destroyed:
+                raise GroupError(
+                    operation,
+                    f"group {self.group_name} has been destroyed.",
+                    "Make a new group, or destroy it later.",
+                    rank=self.world.rank,
+                )
+            kind = self._backend_classes.get(device_type)
+            if kind is None:
+                raise BackendError(
+                    operation,
+                    f"no backend of group {self.group_name} serves device {device_type!r}; it has {self.backend_name}.",
+                    "Move the tensor, or leave `backend` out of init_process_group to get all that this machine has.",
+                    rank=self.world.rank,
+                )
+            made = kind(self._membership(device_type))
+            self._made[device_type] = made
+            return made
+
+    def _membership(self, device_type: str) -> Membership:
+        return Membership(
+            name=self.group_name,
+            rank=self.group_rank,
+            ranks=self.ranks,
+            store=PrefixStore(f"{self.group_name}/{device_type}", self.world.store),
+            timeout_s=self.timeout_s,
+            global_rank=self.world.rank,
+            options=self._options,
+        )
+
+
+def barrier_device(group: ProcessGroup) -> torch.device:
+    """Where a barrier runs: on this rank's GPU when the group has NCCL, so that it also waits for queued kernels."""
+    device = group.world.device
+    return device if group.serves(device.type) else torch.device("cpu")
+
+
+def _short_name(kind: type[Backend]) -> str:
+    return kind.__name__.removesuffix("Backend").lower()

@@ -1,0 +1,80 @@
+"""What observers of the one door see: each collective as a `Call`, when it is enqueued and when it is over.
+
+The flight recorder, byte counters and tests are observers. They are kept by the `World`; with none, a call costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from disttrain.errors import BackendError, CollectiveTimeoutError, DisttrainError
+
+if TYPE_CHECKING:
+    from disttrain.process_group.group import ProcessGroup
+
+
+class Observer(Protocol):
+    """Sees every collective of a world. Its methods are on the hot path and must not raise."""
+
+    def enqueued(self, call: Call) -> None:
+        """`call` is about to be handed to its transport."""
+        ...
+
+    def completed(self, call: Call, error: DisttrainError | None) -> None:
+        """The host has waited for `call`. On CUDA the device may still be at it."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One collective or point-to-point operation, as this rank issues it.
+
+    `sequence` counts the group's collectives from 1, alike on all its ranks; point-to-point operations, which only two
+    ranks see, have 0. `peer_rank` is the group rank of the root, destination or source.
+    """
+
+    operation: str
+    group: ProcessGroup
+    sequence: int
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    peer_rank: int | None = None
+    observers: tuple[Observer, ...] = ()
+
+    def enqueued(self) -> None:
+        for observer in self.observers:
+            observer.enqueued(self)
+
+    def completed(self, error: DisttrainError | None) -> None:
+        """Tell the observers, once, that the host's wait is over."""
+        observers, self.observers = self.observers, ()
+        for observer in observers:
+            observer.completed(self, error)
+
+    def failure(self, error: Exception) -> DisttrainError:
+        """What a transport's error means, as an answer that names operation, group, sequence number and rank."""
+        if isinstance(error, DisttrainError):
+            return error
+        group = self.group
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self.sequence}"
+        peer = "" if self.peer_rank is None else f" with group rank {self.peer_rank}"
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                self.operation,
+                f"not every rank came{peer} within {group.timeout_s:g} s ({text}).",
+                "Look for a rank that died, hangs, or takes another branch.",
+                rank=group.world.rank,
+                where=where,
+            )
+        return BackendError(
+            self.operation,
+            f"the transport failed{peer}: {text}.",
+            "A peer that died or called something else is the usual cause; look at the first error of the job.",
+            rank=group.world.rank,
+            where=where,
+        )

@@ -1,0 +1,149 @@
+"""How the ranks of a job find each other: where the store is, and whether all of them belong together.
+
+`find_place` is pure but for the environment. `join` lets no rank wait for one that has failed: the first contradiction
+becomes the verdict that every rank reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from disttrain import __version__, settings
+from disttrain.errors import RendezvousError, StoreTimeoutError
+from disttrain.settings import Setting
+from disttrain.store import Store, TCPStore, read_token
+
+T = TypeVar("T")
+_OPERATION = "init_process_group"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a job and where its store is. `host` is empty for a store that the caller brought."""
+
+    rank: int
+    world_size: int
+    host: str = ""
+    port: int = 0
+    hosts_store: bool = False
+    """True when this rank starts the store's server."""
+    is_launchers: bool = False
+    """True for a store that a launcher runs for the whole job, and which outlives the worlds of its ranks."""
+
+
+def find_place(
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: Store | None,
+    environ: Mapping[str, str] | None = None,
+) -> Place:
+    """Which rank this is and where to meet, from the arguments of init_process_group and the environment."""
+    if store is not None:
+        if init_method is not None:
+            raise RendezvousError(_OPERATION, f"both store and init_method={init_method!r} are given.", "Give one.")
+        return _checked(Place(rank, world_size))
+    method = urlsplit(init_method or "env://")
+    if method.scheme == "env":
+        return _place_from_environment(rank, world_size, environ)
+    if method.scheme == "tcp":
+        if method.hostname is None or method.port is None:
+            raise RendezvousError(
+                _OPERATION, f"init_method={init_method!r} lacks a host or a port.", "Write tcp://host:port."
+            )
+        query = {key: values[0] for key, values in parse_qs(method.query).items()}
+        rank = int(query.get("rank", rank))
+        world_size = int(query.get("world_size", world_size))
+        return _checked(Place(rank, world_size, method.hostname, method.port, hosts_store=rank == 0))
+    raise RendezvousError(
+        _OPERATION, f"init_method={init_method!r} is unknown.", "Use env://, tcp://host:port, or give a store."
+    )
+
+
+def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, str] | None) -> Place:
+    rank = _needed(settings.RANK, environ) if rank < 0 else rank
+    world_size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
+    store_address = settings.STORE.read(environ)
+    if store_address is not None:
+        host, _, port = store_address.rpartition(":")
+        if not host or not port.isdigit():
+            raise RendezvousError(
+                _OPERATION, f"{settings.STORE.name}={store_address!r} is not host:port.", "Unset it, or mend it."
+            )
+        return _checked(Place(rank, world_size, host, int(port), is_launchers=True))
+    host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
+    return _checked(Place(rank, world_size, host, port_number, hosts_store=rank == 0))
+
+
+def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:
+    value = setting.read(environ)
+    if value is None:
+        raise RendezvousError(
+            _OPERATION,
+            f"the environment variable {setting.name} is not set.",
+            "Start the script with disttrain-launch, or give rank, world_size and init_method='tcp://host:port'.",
+        )
+    return value
+
+
+def _checked(place: Place) -> Place:
+    if place.world_size < 1 or not 0 <= place.rank < place.world_size:
+        raise RendezvousError(
+            _OPERATION,
+            f"rank {place.rank} of world size {place.world_size} cannot be: ranks run from 0 to world_size - 1.",
+            "Give both rank and world_size.",
+        )
+    return place
+
+
+def open_store(place: Place, timeout_s: float) -> Store:
+    """Connect to the job's store; rank 0 starts it where no launcher did."""
+    token_file = settings.TOKEN_FILE.read()
+    return TCPStore(
+        place.host,
+        place.port,
+        world_size=place.world_size,
+        is_master=place.hosts_store,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        token=None if token_file is None else read_token(token_file),
+    )
+
+
+def join(store: Store, place: Place, timeout_s: float) -> None:
+    """Return once every rank of the job is here and all agree on its size.
+
+    Raises: RendezvousError, on every rank that has come, when two ranks differ in world size or version, when one rank
+    is taken twice, or when ranks don't come within `timeout_s`.
+    """
+    mine = json.dumps({"world_size": place.world_size, "disttrain": __version__}, sort_keys=True)
+    agreed = store.compare_set("join/terms", "", mine).decode()
+    if agreed != mine:
+        _fail(store, f"rank {place.rank} came with {mine}, others with {agreed}")
+    elif store.add(f"join/rank/{place.rank}", 1) > 1:
+        _fail(store, f"rank {place.rank} was taken twice")
+    elif store.add("join/num_ranks", 1) == place.world_size:
+        store.compare_set("join/verdict", "", "ok")
+    try:
+        store.wait(["join/verdict"], timeout_s)
+    except StoreTimeoutError:
+        absent = [rank for rank in range(place.world_size) if not store.check([f"join/rank/{rank}"])]
+        _fail(store, f"after {timeout_s:g} s ranks {absent} of {place.world_size} had not come")
+    verdict = store.get("join/verdict").decode()
+    if verdict != "ok":
+        raise RendezvousError(
+            _OPERATION,
+            f"{verdict}.",
+            "Start every rank once, with one world size and version, and give each world a store or group name of its own.",
+            rank=place.rank,
+        )
+
+
+def _fail(store: Store, problem: str) -> None:
+    """Make `problem` the verdict, unless there is one already."""
+    store.compare_set("join/verdict", "", problem)

@@ -1,0 +1,152 @@
+"""The world: which job this process is a rank of. Holds rank, store, groups and observers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from disttrain.errors import GroupError
+from disttrain.process_group.backends import choose_backends
+from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.observer import Observer
+from disttrain.settings import LOCAL_RANK
+from disttrain.store import Store
+
+
+class NonGroupMember:
+    """What `new_group` gives to a rank that is not a member."""
+
+    def __repr__(self) -> str:
+        return "NON_GROUP_MEMBER"
+
+
+NON_GROUP_MEMBER: Final = NonGroupMember()
+
+
+class World:
+    """This process's place in a job: `rank`, `world_size`, `store`, `device`, and the groups made so far.
+
+    `device` is the one this rank computes on: what `init_process_group(device_id=...)` said, else the GPU of its local
+    rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str | None = None,
+        timeout_s: float,
+        device: torch.device | None = None,
+        options: object | None = None,
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.device = device if device is not None else _own_device()
+        self.observers: tuple[Observer, ...] = ()
+        self._backend = backend
+        self._options = options
+        self._groups: list[ProcessGroup] = []
+        self._shared: dict[tuple[int, ...], ProcessGroup] = {}
+        self._num_alike: Counter[tuple[int, ...]] = Counter()
+        self._owned_store: Store | None = None
+        self.default_group = self._make_group("world", tuple(range(world_size)), backend, timeout_s, options)
+
+    def new_group(
+        self,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        backend: str | None = None,
+        options: object | None = None,
+    ) -> ProcessGroup | NonGroupMember:
+        """A group of the given global ranks (None: all). Costs no communication; only members need to call.
+
+        Members that make several groups of the same ranks make them in the same order: the name counts them.
+        """
+        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        self._check_ranks(members)
+        if self.rank not in members:
+            return NON_GROUP_MEMBER
+        self._num_alike[members] += 1
+        return self._make_group(
+            f"{_content_name(members)}.{self._num_alike[members]}",
+            members,
+            backend if backend is not None else self._backend,
+            timeout_s if timeout_s is not None else self.timeout_s,
+            options if options is not None else self._options,
+        )
+
+    def shared_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        """The one group of these global ranks, this rank among them, that meshes share; the default group for all."""
+        if ranks == self.default_group.ranks:
+            return self.default_group
+        group = self._shared.get(ranks)
+        if group is None:
+            made = self.new_group(ranks)
+            assert isinstance(made, ProcessGroup)
+            group = self._shared[ranks] = made
+        return group
+
+    def add_observer(self, observer: Observer) -> None:
+        """Show `observer` every collective from now on."""
+        self.observers = (*self.observers, observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        self.observers = tuple(other for other in self.observers if other is not observer)
+
+    def destroy_group(self, group: ProcessGroup) -> None:
+        group.shutdown()
+        self._groups.remove(group)
+
+    def destroy(self) -> None:
+        """Let go of all groups, and of the store if the world opened it."""
+        for group in reversed(self._groups):
+            group.shutdown()
+        self._groups.clear()
+        if self._owned_store is not None:
+            self._owned_store.close()
+
+    def own_store(self, store: Store) -> None:
+        """Close `store` when the world is destroyed."""
+        self._owned_store = store
+
+    def _make_group(
+        self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None
+    ) -> ProcessGroup:
+        group = ProcessGroup(self, name, ranks, choose_backends(backend), timeout_s, options)
+        self._groups.append(group)
+        return group
+
+    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
+        offending = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if offending or not ranks or len(set(ranks)) != len(ranks):
+            problem = (
+                f"ranks {offending} are out of range" if offending else f"ranks {list(ranks)} are empty or repeated"
+            )
+            raise GroupError(
+                "new_group",
+                f"{problem}; the world has ranks 0 to {self.world_size - 1}.",
+                "Name each member once.",
+                rank=self.rank,
+            )
+
+
+def _content_name(ranks: tuple[int, ...]) -> str:
+    """Ranks that make a group name it alike without talking to each other."""
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = LOCAL_RANK.read()
+    return torch.device(
+        "cuda", torch.cuda.current_device() if local_rank is None else local_rank % torch.cuda.device_count()
+    )

@@ -1,0 +1,69 @@
+"""The rendezvous store: keys and values that the processes of a job share, before there is any other transport.
+
+`TCPStore` talks to a server process (`spawn_server`, or a TCPStore with `is_master=True`), `FileStore` shares a file,
+`HashStore` lives in one process, `PrefixStore` gives each user of a store names of its own. All satisfy `Store`.
+
+Nothing here loads torch. Each name below is fetched from its module when it is first used, so that the server's own
+process, which imports this package too, starts fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from disttrain.store.auth import new_token as new_token
+    from disttrain.store.auth import read_token as read_token
+    from disttrain.store.auth import write_token as write_token
+    from disttrain.store.base import Store as Store
+    from disttrain.store.base import Value as Value
+    from disttrain.store.client import TCPStore as TCPStore
+    from disttrain.store.file import FileStore as FileStore
+    from disttrain.store.limits import Limits as Limits
+    from disttrain.store.memory import HashStore as HashStore
+    from disttrain.store.prefix import PrefixStore as PrefixStore
+    from disttrain.store.process import ServerProcess as ServerProcess
+    from disttrain.store.process import spawn_server as spawn_server
+
+_MODULE_OF = {
+    "FileStore": "file",
+    "HashStore": "memory",
+    "Limits": "limits",
+    "PrefixStore": "prefix",
+    "ServerProcess": "process",
+    "Store": "base",
+    "TCPStore": "client",
+    "Value": "base",
+    "new_token": "auth",
+    "read_token": "auth",
+    "spawn_server": "process",
+    "write_token": "auth",
+}
+
+__all__ = [
+    "FileStore",
+    "HashStore",
+    "Limits",
+    "PrefixStore",
+    "ServerProcess",
+    "Store",
+    "TCPStore",
+    "Value",
+    "new_token",
+    "read_token",
+    "spawn_server",
+    "write_token",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'disttrain.store' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"disttrain.store.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,111 @@
+"""The job's token: who does not know it gets nothing from the store, and learns nothing about it.
+
+Challenge and answer with HMAC-SHA256 (RFC 2104). The server sends a fresh nonce; the client answers with its own nonce
+and a MAC over both; the server answers with another MAC over both. A role in each MAC keeps one side's answer from
+being reflected as the other's, the two nonces keep an answer from being used again on another connection.
+
+The token travels to worker processes as a file that only its owner can read, never in arguments or environment.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from disttrain.errors import StoreAuthError
+
+NONCE_BYTES: Final = 32
+TOKEN_BYTES: Final = 32
+MIN_TOKEN_CHARS: Final = 16
+_CLIENT: Final = b"disttrain store v1 client"
+_SERVER: Final = b"disttrain store v1 server"
+_MAKE_ONE: Final = "Make one with `disttrain.store.write_token(path)` and name it in DISTTRAIN_TOKEN_FILE."
+
+
+def new_token() -> str:
+    """A fresh random token: 64 hexadecimal digits."""
+    return os.urandom(TOKEN_BYTES).hex()
+
+
+def write_token(path: str | os.PathLike[str], token: str | None = None) -> str:
+    """Write `token` (None: a new one) to a new file that only we can read; returns it.
+
+    Raises StoreAuthError when the file exists already (it may be in use) or cannot be written.
+    """
+    token = _checked_token("write_token", token) if token is not None else new_token()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise StoreAuthError("write_token", f"{path} exists already.", "Use it, or remove it first.") from None
+    except OSError as error:
+        raise StoreAuthError("write_token", f"{path} cannot be written: {error.strerror}.") from None
+    with os.fdopen(descriptor, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def read_token(path: str | os.PathLike[str]) -> str:
+    """The token in the file at `path`.
+
+    Raises StoreAuthError unless the file is ours, nobody else can read or write it, and it holds a token.
+    """
+    try:
+        with Path(path).open() as file:
+            status = os.fstat(file.fileno())
+            text = file.read(4096)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise StoreAuthError("read_token", f"{path} cannot be read: {reason}.", _MAKE_ONE) from None
+    if status.st_uid != os.geteuid():
+        raise StoreAuthError(
+            "read_token",
+            f"{path} belongs to user {status.st_uid}; we are user {os.geteuid()}.",
+            "A token file must be our own. Copy it to a file of mode 0600.",
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise StoreAuthError(
+            "read_token",
+            f"{path} has mode {mode:04o}; others may use it.",
+            f"Run `chmod 600 {path}`, or make a new one.",
+        )
+    return _checked_token("read_token", text.strip(), str(path))
+
+
+def _checked_token(operation: str, token: str, where: str = "") -> str:
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
+        problem = f"a token has at least {MIN_TOKEN_CHARS} printable ASCII characters and no space; this one does not."
+        raise StoreAuthError(operation, problem, _MAKE_ONE, where=where)
+    return token
+
+
+def new_nonce() -> bytes:
+    """A challenge: random, used once."""
+    return os.urandom(NONCE_BYTES)
+
+
+def client_proof(token: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """What a client sends to show that it knows the token."""
+    return _mac(token, _CLIENT, server_nonce, client_nonce)
+
+
+def server_proof(token: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """What a server sends back to show that it knows the token too."""
+    return _mac(token, _SERVER, server_nonce, client_nonce)
+
+
+def same(proof: object, expected: bytes) -> bool:
+    """Compare in constant time; False for anything that is not bytes."""
+    return type(proof) is bytes and hmac.compare_digest(proof, expected)
+
+
+def is_nonce(value: object) -> bool:
+    """True for bytes of a nonce's size: fixed sizes keep two different pairs from giving the same MAC input."""
+    return type(value) is bytes and len(value) == NONCE_BYTES
+
+
+def _mac(token: str, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + server_nonce + client_nonce, "sha256")

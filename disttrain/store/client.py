@@ -1,0 +1,129 @@
+"""The store's client: torch's TCPStore, blocking and safe from many threads at once."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+from typing import Any, Final, Self
+
+from disttrain.durations import Duration
+from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
+from disttrain.settings import TOKEN_FILE
+from disttrain.store.auth import read_token
+from disttrain.store.channel import Channel
+from disttrain.store.dial import dial
+from disttrain.store.methods import StoreMethods
+from disttrain.store.process import ServerProcess, spawn_server
+from disttrain.store.server import is_loopback
+from disttrain.store.wire import Answer, Op
+
+_JOINED: Final = "disttrain/workers/joined"
+_COMPLETE: Final = "disttrain/workers/complete"
+
+
+class TCPStore(StoreMethods):
+    """A store on a server that many processes share. Satisfies `Store`; argument names and meanings are torch's.
+
+    Args:   host_name, port  where the server is; the master may pass port 0 and read `.port`;
+            world_size  how many clients there will be, the master included; None: not known;
+            is_master  start the server, in a process of its own that ends with this object or this process. With a
+            token it listens on every address unless `host_name` is loopback, without one on loopback only;
+            timeout  how long connecting, and by default each operation, may take;
+            wait_for_workers  with a world_size, the master waits here until so many clients have come;
+            multi_tenant  a master that finds the port taken joins the store that is there;
+            master_listen_fd, use_libuv  as torch has them; only None and True are possible;
+            token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set.
+    Raises: StoreConnectionError, StoreAuthError; StoreError when the server cannot start; StoreTimeoutError when the
+            workers don't come.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Duration = timedelta(seconds=300),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        token: str | None = None,
+    ) -> None:
+        super().__init__("TCPStore", timeout, f"{host_name}:{port}")
+        if master_listen_fd is not None:
+            raise SettingError(
+                "TCPStore", "master_listen_fd is not supported.", "Pass a port, or port 0 and read .port."
+            )
+        if not use_libuv:
+            raise SettingError("TCPStore", "use_libuv is False; there is no other server.", "Leave it True.")
+        self._server: ServerProcess | None = None
+        self._channel: Channel | None = None
+        if token is None and (token_file := TOKEN_FILE.read()) is not None:
+            token = read_token(token_file)
+        self._token = token
+        self.host = host_name
+        self.port = _checked_port(port, is_master)
+        if is_master:
+            self._start_server(multi_tenant)
+        try:
+            self._channel = dial(self.host, self.port, token, self._timeout_s)
+            if wait_for_workers and world_size is not None:
+                self._join(world_size, is_master)
+        except BaseException:
+            self.close()
+            raise
+
+    def clone(self) -> Self:
+        """The same store over a connection of its own, to be closed on its own."""
+        other = copy.copy(self)
+        other._server = None
+        other._channel = dial(self.host, self.port, self._token, self._timeout_s)
+        return other
+
+    def close(self) -> None:
+        """End the connection, and let go of the server if this object started it. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _request(self, op: Op, *arguments: Any, wait_s: float) -> Answer:
+        assert self._channel is not None
+        return self._channel.request(op, *arguments, wait_s=wait_s)
+
+    def _start_server(self, multi_tenant: bool) -> None:
+        # A name may resolve to an address of ours that others cannot reach; with a token, every address is safe.
+        on_loopback = self._token is None or self.host == "localhost" or is_loopback(self.host)
+        try:
+            self._server = spawn_server(self.host if on_loopback else "", self.port, self._token)
+            self.port = self._server.port
+            self._where = f"{self.host}:{self.port}"
+        except StoreAddressError:
+            if not multi_tenant:
+                raise
+
+    def _join(self, world_size: int, is_master: bool) -> None:
+        """Count us among the workers; the master waits until all have been counted."""
+        if self.add(_JOINED, 1) == world_size:
+            self.set(_COMPLETE, b"")
+        if not is_master:
+            return
+        try:
+            self.wait([_COMPLETE])
+        except StoreTimeoutError as error:
+            problem = f"{self.add(_JOINED, 0)} of {world_size} workers connected within {self._timeout_s:g} s."
+            remedy = "See whether the others were started, with this address; or raise the timeout."
+            raise StoreTimeoutError("TCPStore", problem, remedy, where=error.where) from None
+        self.delete_key(_JOINED)
+        self.delete_key(_COMPLETE)
+
+
+def _checked_port(port: int, is_master: bool) -> int:
+    """`port`; raises SettingError when no server can have it, or no client connect to it."""
+    if not (0 if is_master else 1) <= port <= 65535:
+        raise SettingError(
+            "TCPStore", f"port is {port}; a port is 1 to 65535 (0: any, for the master).", "Pass another."
+        )
+    return port

@@ -1,0 +1,101 @@
+"""How a connection begins, seen from each side: hello, answer, verdict. Messages in, messages out; no sockets.
+
+    server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
+    client: [version, client_nonce, client_proof]
+    server: [OK, server_proof, frame_bytes]         or [REFUSED, sentence], and the connection ends
+
+The client sends no more than this one frame before it has seen the server's proof.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from disttrain.errors import StoreAuthError, StoreConnectionError
+from disttrain.store.auth import client_proof, is_nonce, new_nonce, same, server_proof
+from disttrain.store.wire import PROTOCOL_VERSION, Message, Status
+
+MAGIC: Final = "disttrain store"
+
+
+class ServerHandshake:
+    """The server's side of one connection."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+        self._nonce = b"" if token is None else new_nonce()
+
+    def hello(self) -> Message:
+        """What the server says first."""
+        return [MAGIC, PROTOCOL_VERSION, self._nonce]
+
+    def verdict(self, answer: Message, frame_bytes: int) -> Message:
+        """What the server says to the client's answer; the connection is open when the status is OK."""
+        if len(answer) != 3 or type(answer[0]) is not int:
+            return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
+        version, nonce, proof = answer
+        if version != PROTOCOL_VERSION:
+            return [int(Status.REFUSED), f"The server speaks version {PROTOCOL_VERSION}, the client {version}."]
+        if self._token is None:
+            return [int(Status.OK), b"", frame_bytes]
+        if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce)):
+            return [int(Status.REFUSED), "The client's token is not the server's."]
+        return [int(Status.OK), server_proof(self._token, self._nonce, nonce), frame_bytes]
+
+
+class ClientHandshake:
+    """The client's side of one connection to the store at `where`."""
+
+    def __init__(self, token: str | None, where: str) -> None:
+        self._token = token
+        self._where = where
+        self._client_nonce = b""
+        self._server_nonce = b""
+
+    def answer(self, hello: Message) -> Message:
+        """What the client says to the server's hello. Raises when the two cannot work together."""
+        if len(hello) != 3 or hello[0] != MAGIC:
+            raise self._stranger()
+        _, version, nonce = hello
+        if version != PROTOCOL_VERSION:
+            problem = f"the server speaks version {version!r} of the store's protocol, we speak {PROTOCOL_VERSION}."
+            raise StoreAuthError("connect", problem, "Use the same disttrain on all nodes.", where=self._where)
+        if self._token is None:
+            if nonce != b"":
+                raise StoreAuthError(
+                    "connect",
+                    "the server asks for the job's token and we have none.",
+                    "Pass token=read_token(path), or set DISTTRAIN_TOKEN_FILE to the job's token file.",
+                    where=self._where,
+                )
+            return [PROTOCOL_VERSION, b"", b""]
+        if not is_nonce(nonce):
+            raise StoreAuthError(
+                "connect",
+                "we have a token and the server asks for none, so it cannot prove that it belongs to the job.",
+                "Start the server with the same token, or unset DISTTRAIN_TOKEN_FILE on this side.",
+                where=self._where,
+            )
+        self._server_nonce, self._client_nonce = nonce, new_nonce()
+        return [PROTOCOL_VERSION, self._client_nonce, client_proof(self._token, nonce, self._client_nonce)]
+
+    def conclude(self, verdict: Message) -> int:
+        """The largest frame that the server takes. Raises StoreAuthError when it refused us, or proves nothing."""
+        if verdict[:1] == [Status.REFUSED]:
+            raise StoreAuthError(
+                "connect", " ".join(map(str, verdict[1:])), "Use the job's token file and version.", where=self._where
+            )
+        if len(verdict) != 3 or verdict[0] != Status.OK or type(verdict[2]) is not int:
+            raise self._stranger()
+        if self._token is not None:
+            expected = server_proof(self._token, self._server_nonce, self._client_nonce)
+            if not same(verdict[1], expected):
+                problem = "the server could not prove that it knows the job's token."
+                raise StoreAuthError("connect", problem, "See who listens at this address.", where=self._where)
+        frame_bytes: int = verdict[2]
+        return frame_bytes
+
+    def _stranger(self) -> StoreConnectionError:
+        return StoreConnectionError(
+            "connect", "what listens there is not a disttrain store.", "Check host and port.", where=self._where
+        )

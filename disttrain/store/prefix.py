@@ -1,0 +1,100 @@
+"""A store seen through a prefix, so that its users do not have to know each other's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from disttrain.durations import Duration
+from disttrain.errors import StoreError
+from disttrain.store.answers import to_keys
+from disttrain.store.base import Store, Value
+
+
+class PrefixStore:
+    """`store` with `prefix/` before each key and barrier name. Satisfies `Store`; prefixes nest.
+
+    `num_keys` and the timeout are the whole store's. Closing it leaves `store` open, except in a clone, which holds a
+    clone of `store` of its own.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        self.prefix = prefix
+        self.underlying_store = store
+        self._owns_store = False
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that an operation waits unless told otherwise."""
+        return self.underlying_store.timeout_s
+
+    def set_timeout(self, timeout: Duration) -> None:
+        """Change `timeout_s`, for the whole store."""
+        self.underlying_store.set_timeout(timeout)
+
+    def set(self, key: str, value: Value) -> None:
+        """See `Store.set`."""
+        self.underlying_store.set(self._named(key), value)
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        return self.underlying_store.get(self._named(key))
+
+    def add(self, key: str, amount: int) -> int:
+        """See `Store.add`."""
+        return self.underlying_store.add(self._named(key), amount)
+
+    def append(self, key: str, value: Value) -> None:
+        """See `Store.append`."""
+        self.underlying_store.append(self._named(key), value)
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """See `Store.compare_set`."""
+        return self.underlying_store.compare_set(self._named(key), expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """See `Store.check`."""
+        return self.underlying_store.check(self._all_named("check", keys))
+
+    def wait(self, keys: Sequence[str], timeout: Duration | None = None) -> None:
+        """See `Store.wait`."""
+        self.underlying_store.wait(self._all_named("wait", keys), timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """See `Store.delete_key`."""
+        return self.underlying_store.delete_key(self._named(key))
+
+    def num_keys(self) -> int:
+        """How many keys the whole store has."""
+        return self.underlying_store.num_keys()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """See `Store.multi_get`."""
+        return self.underlying_store.multi_get(self._all_named("multi_get", keys))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """See `Store.multi_set`."""
+        self.underlying_store.multi_set(self._all_named("multi_set", keys), values)
+
+    def barrier(self, name: str, num_members: int, timeout: Duration | None = None) -> None:
+        """See `Store.barrier`."""
+        self.underlying_store.barrier(self._named(name), num_members, timeout)
+
+    def clone(self) -> Self:
+        """The same prefix over a clone of the store."""
+        other = type(self)(self.prefix, self.underlying_store.clone())
+        other._owns_store = True
+        return other
+
+    def close(self) -> None:
+        """Close the store if it is our own clone. Idempotent."""
+        if self._owns_store:
+            self.underlying_store.close()
+
+    def _named(self, key: str) -> str:
+        if not isinstance(key, str):
+            raise StoreError("PrefixStore", f"a key is a str, not {type(key).__name__}.", "Pass its name.")
+        return f"{self.prefix}/{key}"
+
+    def _all_named(self, operation: str, keys: Sequence[str]) -> list[str]:
+        return [self._named(key) for key in to_keys(operation, keys)]

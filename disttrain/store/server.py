@@ -1,0 +1,144 @@
+"""The store's server process: `python -m disttrain.store.server`, started by `spawn_server`.
+
+Its configuration, token included, comes as one frame on stdin; what became of it goes as one line to stdout. When
+stdin ends, its parent has let go of it or is dead, and it ends too. Only the standard library's light half is imported
+here: the time from `spawn_server` to the first answer is part of every job's start.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Final, NamedTuple
+
+from disttrain.errors import DisttrainError, StoreAddressError, StoreAuthError, StoreError
+from disttrain.store.hub import Hub
+from disttrain.store.limits import Limits
+from disttrain.store.shell import Shell
+from disttrain.store.wire import Decoder, Message, encode
+
+ENGINES: Final = ("pyuv", "uvloop")
+READY: Final = "ready"
+FAILED: Final = "failed"
+BACKLOG: Final = 4096
+_CONFIG_BYTES: Final = 64 << 10
+
+
+class ServerConfig(NamedTuple):
+    """What a server is told. `engine` None: the first of ENGINES that imports; `port` 0: any that is free."""
+
+    host: str
+    port: int
+    token: str | None
+    engine: str | None
+    linger_s: float
+    limits: Limits
+
+    def to_message(self) -> Message:
+        return [*self[:-1], list(self.limits)]
+
+    @classmethod
+    def from_message(cls, message: Message) -> ServerConfig:
+        host, port, token, engine, linger_s, limits = message
+        return cls(host, port, token, engine, linger_s, Limits(*limits))
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A listening socket. `host` "" means every address, of IPv6 too where the machine has it.
+
+    Raises StoreAuthError for anything but loopback without a token, StoreAddressError when the address cannot be had.
+    """
+    where = f"{host or '*'}:{port}"
+    try:
+        if not host and token is not None and socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+        # Names are resolved here, once, before there is a loop that could wait for them.
+        family, _, _, _, address = min(
+            socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
+            key=lambda info: info[0] != socket.AF_INET,
+        )
+        if token is None and not is_loopback(str(address[0])):
+            raise StoreAuthError(
+                "spawn_server",
+                f"a store without a token may listen on loopback only, and {host or 'every address'} is not loopback.",
+                "Make a token with `disttrain.store.write_token(path)` and pass it, or listen on 127.0.0.1.",
+                where=where,
+            )
+        return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        problem = f"cannot listen there: {error.strerror or error}."
+        raise StoreAddressError("spawn_server", problem, _remedy(error), where=where) from None
+
+
+def is_loopback(address: str) -> bool:
+    """True for a numeric address that only this machine can reach."""
+    return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "Another process has this port: end it, pick another port, or pass port 0 for any that is free."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "This machine does not have this address: start the store where the address is, or use another."
+    if error.errno == errno.EACCES:
+        return "Ports below 1024 need privileges: pick a higher one."
+    return "Check host and port."
+
+
+def make_shell(engine: str | None, hub: Hub, linger_s: float) -> Shell:
+    """The shell of `engine`; None: the first that imports. Raises StoreError when none does."""
+    reasons = []
+    for name in ENGINES if engine is None else (engine,):
+        try:
+            # A compiled library that may be missing; and uvloop brings all of asyncio.
+            module = importlib.import_module(f"disttrain.store.shell_{name}")
+        except ImportError as error:
+            reasons.append(f"{name} cannot be imported ({error})")
+            continue
+        shell: Shell = module.make(hub, linger_s)
+        return shell
+    raise StoreError("spawn_server", f"{'; '.join(reasons)}.", "Install it, or choose another engine.")
+
+
+def _read_config(descriptor: int) -> ServerConfig:
+    decoder = Decoder(_CONFIG_BYTES)
+    while data := os.read(descriptor, _CONFIG_BYTES):
+        if messages := decoder.feed(data):
+            return ServerConfig.from_message(messages[0])
+    raise StoreError("store server", "stdin ended before the configuration came.", "Start it with `spawn_server`.")
+
+
+def _allow_many_connections() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> int:
+    """Serve until the parent, and then the last client, is gone."""
+    # Ctrl-C in a terminal goes to everybody; whether the store ends is the parent's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        config = _read_config(sys.stdin.fileno())
+        _allow_many_connections()
+        shell = make_shell(config.engine, Hub(config.token, config.limits), config.linger_s)
+        listener = listen(config.host, config.port, config.token)
+    except DisttrainError as error:
+        _tell(FAILED, type(error).__name__, error.problem, error.remedy)
+        return 1
+    host, port = listener.getsockname()[:2]
+    _tell(READY, host, port)
+    shell.run(listener, sys.stdin.fileno())
+    return 0
+
+
+def _tell(*fields: object) -> None:
+    os.write(sys.stdout.fileno(), encode(fields))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What the two libuv shells share: who is connected, what to do with the hub's actions, when to stop.
+
+A shell subclasses `Shell` with four methods (run, stop, timer) and hands it a `Peer` for each connection.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from disttrain.store.hub import Action, Hub
+
+
+class Peer(Protocol):
+    """One connection, as a shell sees it."""
+
+    name: str
+    """Numeric address, for the log."""
+
+    def write(self, data: bytes) -> int:
+        """Send or queue `data`; returns how many bytes are queued now. Never raises, never calls back."""
+        ...
+
+    def close(self) -> None:
+        """End the connection soon, after what was written if the peer reads it. Idempotent; ends in `Shell.lost`."""
+        ...
+
+    def abort(self) -> None:
+        """End it now. Idempotent; ends in `Shell.lost`."""
+        ...
+
+
+class Shell(ABC):
+    """Moves bytes and timers between sockets and a hub, until its parent and then its clients are gone."""
+
+    def __init__(self, hub: Hub, linger_s: float) -> None:
+        self._hub = hub
+        self._linger_s = linger_s
+        self._peers: dict[int, Peer] = {}
+        self._num_connected = 0
+        self._timer_s = float("inf")
+        self._ends_s: float | None = None
+
+    @abstractmethod
+    def run(self, listener: socket.socket, parent: int) -> None:
+        """Serve on `listener` until `stop`; `parent` is the descriptor whose end says that the parent is gone."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Make `run` return."""
+
+    @abstractmethod
+    def start_timer(self, delay_s: float) -> None:
+        """Call `tick` after `delay_s`, instead of when it was asked before."""
+
+    def connected(self, peer: Peer) -> int:
+        """A peer came; returns its number."""
+        self._num_connected += 1
+        connection = self._num_connected
+        self._peers[connection] = peer
+        now_s = time.monotonic()
+        self._do(self._hub.connected(connection, now_s), now_s)
+        return connection
+
+    def received(self, connection: int, data: bytes) -> None:
+        """A peer sent `data`."""
+        now_s = time.monotonic()
+        self._do(self._hub.received(connection, data, now_s), now_s)
+
+    def lost(self, connection: int) -> None:
+        """The connection has ended. Idempotent."""
+        self._peers.pop(connection, None)
+        self._hub.disconnected(connection)
+        self._stop_when_alone()
+
+    def parent_gone(self) -> None:
+        """Nobody holds the server any more: it ends with its last client, or when it has lingered long enough."""
+        now_s = time.monotonic()
+        self._ends_s = now_s + self._linger_s
+        self._stop_when_alone()
+        self._set_timer(now_s)
+
+    def tick(self) -> None:
+        """The timer fired."""
+        self._timer_s = float("inf")
+        now_s = time.monotonic()
+        if self._ends_s is not None and self._ends_s <= now_s:
+            self.stop()
+        self._do(self._hub.tick(now_s), now_s)
+
+    def _stop_when_alone(self) -> None:
+        if self._ends_s is not None and not self._hub.num_clients:
+            self.stop()
+
+    def _do(self, actions: list[Action], now_s: float) -> None:
+        for connection, data, reason in actions:
+            peer = self._peers.get(connection)
+            if peer is None:
+                continue
+            num_unread_bytes = peer.write(data) if data else 0
+            if reason:
+                self._drop(connection, reason)
+                peer.close()
+            elif num_unread_bytes > self._hub.limits.unread_bytes:
+                self._drop(connection, f"it left {num_unread_bytes} bytes of replies unread")
+                peer.abort()
+        self._set_timer(now_s)
+
+    def _drop(self, connection: int, reason: str) -> None:
+        sys.stderr.write(f"disttrain store: hung up on {self._peers[connection].name}: {reason}\n")
+        sys.stderr.flush()
+        self._hub.disconnected(connection)
+        self._stop_when_alone()
+
+    def _set_timer(self, now_s: float) -> None:
+        deadline_s = self._hub.next_deadline_s
+        if self._ends_s is not None:
+            deadline_s = self._ends_s if deadline_s is None else min(deadline_s, self._ends_s)
+        if deadline_s is not None and deadline_s < self._timer_s:
+            self._timer_s = deadline_s
+            # libuv counts in milliseconds.
+            self.start_timer(max(0.001, deadline_s - now_s))

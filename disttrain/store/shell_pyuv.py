@@ -1,0 +1,105 @@
+"""The store's server on pyuv: libuv's own callbacks, the shortest way from a socket to the hub."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pyuv
+
+from disttrain.store.hub import Hub
+from disttrain.store.shell import Shell
+
+BACKLOG = 4096
+
+
+class _Peer:
+    __slots__ = ("_closed", "_handle", "_shell", "connection", "name")
+
+    def __init__(self, shell: PyuvShell, handle: Any) -> None:
+        self._shell = shell
+        self._handle = handle
+        self._closed = False
+        self.name = str(handle.getpeername())
+        self.connection = -1
+
+    def write(self, data: bytes) -> int:
+        if self._closed:
+            return 0
+        try:
+            written: int = self._handle.try_write(data)
+            if written == len(data):
+                return 0
+            data = data[written:]
+        except pyuv.error.UVError as error:
+            if error.args[0] != pyuv.errno.UV_EAGAIN:
+                self.abort()
+                return 0
+        self._handle.write(data)
+        num_unread_bytes: int = self._handle.write_queue_size
+        return num_unread_bytes
+
+    def read(self, _handle: Any, data: bytes | None, _error: int | None) -> None:
+        if data is None:
+            self.abort()
+        else:
+            self._shell.received(self.connection, data)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._handle.write_queue_size:
+            self._handle.stop_read()
+            self._handle.shutdown(lambda _handle, _error: self.abort())
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._handle.close(lambda _handle: self._shell.lost(self.connection))
+
+
+class PyuvShell(Shell):
+    """See `Shell`."""
+
+    def __init__(self, hub: Hub, linger_s: float) -> None:
+        super().__init__(hub, linger_s)
+        self._loop = pyuv.Loop()
+        self._timer = pyuv.Timer(self._loop)
+
+    def run(self, listener: socket.socket, parent: int) -> None:
+        server = pyuv.TCP(self._loop)
+        server.open(os.dup(listener.fileno()))
+        server.listen(self._accept, BACKLOG)
+        pipe = pyuv.Pipe(self._loop)
+        pipe.open(parent)
+        pipe.start_read(lambda _pipe, data, _error: self.parent_gone() if data is None else None)
+        self._loop.run()
+
+    def stop(self) -> None:
+        self._loop.stop()
+
+    def start_timer(self, delay_s: float) -> None:
+        self._timer.start(lambda _timer: self.tick(), delay_s, 0.0)
+
+    def _accept(self, server: Any, error: int | None) -> None:
+        if error is not None:
+            return
+        handle = pyuv.TCP(self._loop)
+        try:
+            server.accept(handle)
+            handle.nodelay(True)
+            peer = _Peer(self, handle)
+        except pyuv.error.UVError:
+            # It has gone already.
+            handle.close()
+            return
+        peer.connection = self.connected(peer)
+        handle.start_read(peer.read)
+
+
+def make(hub: Hub, linger_s: float) -> Shell:
+    """The shell; both engines' modules have this function."""
+    return PyuvShell(hub, linger_s)

@@ -1,0 +1,183 @@
+"""A pool of rank processes that stays up: importing torch once per rank, not once per test, is what makes suites fast."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+from disttrain.errors import DisttrainError
+from disttrain.settings import environment
+from disttrain.store import TCPStore
+from disttrain.testing.frames import read_frame, write_frame
+
+_GRACE_S = 10.0
+"""How long the other ranks may go on after one has failed."""
+
+
+class RankError(DisttrainError, AssertionError):
+    """A function failed, or hung, on some ranks; the message has their tracebacks."""
+
+
+class _Rank:
+    """One worker process, its log, and a thread that turns its answers into queue items."""
+
+    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]]) -> None:
+        self.rank = rank
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by kill
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "disttrain.testing.rank_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
+        )
+        threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
+
+    def ask(self, task: dict[str, Any]) -> None:
+        write_frame(cast(Any, self.process.stdin), task)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                continue  # a task that was not read any more
+        self.log.close()
+
+    def log_tail(self, num_bytes: int = 4000) -> str:
+        self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, self.log.tell() - num_bytes))
+        return self.log.read().decode(errors="replace")
+
+    def _listen(self, answers: queue.Queue[tuple[int, Any]]) -> None:
+        try:
+            while True:
+                answers.put((self.rank, read_frame(cast(Any, self.process.stdout))))
+        except (EOFError, ValueError):
+            answers.put((self.rank, {"error": "the process of this rank has gone", "kind": "Gone"}))
+
+
+class RankPool:
+    """Runs functions on ranks that are processes on this machine, over real Gloo or NCCL.
+
+    Each call makes a fresh world of its first `world_size` workers, so that calls cannot disturb each other. Workers are
+    started when first needed; a call that hangs or kills one replaces them all.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+        self._jobs = itertools.count()
+        self._store: TCPStore | None = None
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        arguments: dict[str, Any] | None = None,
+        *,
+        backend: str | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """Call the module-level `function` with keyword `arguments` on every rank of a new world.
+
+        Arguments and results are what `disttrain.process_group.packing` knows. Returns: the results, by rank.
+        Raises RankError with each failed rank's traceback, and with the stacks of those that hang.
+        """
+        store = self._ensure(world_size)
+        job = f"job-{next(self._jobs)}"
+        for rank in self._ranks[:world_size]:
+            rank.ask(
+                {
+                    "file": str(Path(function.__code__.co_filename).resolve()),
+                    "function": function.__qualname__,
+                    "arguments": arguments or {},
+                    "rank": rank.rank,
+                    "world_size": world_size,
+                    "host": store.host,
+                    "port": store.port,
+                    "job": job,
+                    "backend": backend,
+                    "timeout_s": timeout_s,
+                }
+            )
+        answers = self._collect(world_size, timeout_s)
+        absent = sorted(set(range(world_size)) - set(answers))
+        if absent or any(answer.get("kind") == "Gone" for answer in answers.values()):
+            report = self._stacks(absent)
+            self.close()
+        else:
+            report = ""
+        failed = {rank: answers[rank]["error"] for rank in sorted(answers) if "error" in answers[rank]}
+        if failed or absent:
+            text = "".join(f"\n--- rank {rank} ---\n{error}" for rank, error in failed.items())
+            problem = f"failed on ranks {sorted(failed)}, hung on ranks {absent} of {world_size}"
+            raise RankError(function.__qualname__, f"{problem}{text}{report}")
+        return [answers[rank]["value"] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all workers and the store. The next `run` starts new ones."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+        self._answers = queue.Queue()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ensure(self, world_size: int) -> TCPStore:
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._ranks += [_Rank(rank, self._answers) for rank in range(len(self._ranks), world_size)]
+        return self._store
+
+    def _collect(self, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """Answers by rank; those that don't come in time are left out."""
+        answers: dict[int, dict[str, Any]] = {}
+        # Starting a worker takes seconds before the task's own time begins.
+        deadline = time.monotonic() + timeout_s + _GRACE_S
+        while len(answers) < world_size:
+            try:
+                rank, answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            answers[rank] = answer
+            if "error" in answer:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """What hanging ranks are doing, by faulthandler."""
+        text = ""
+        for rank in ranks:
+            worker = self._ranks[rank]
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGUSR1)
+        if ranks:
+            threading.Event().wait(0.5)  # faulthandler writes from a signal handler, and says nothing when it is done
+        for rank in ranks:
+            text += f"\n--- rank {rank} hangs; its log ends with ---\n{self._ranks[rank].log_tail()}"
+        return text

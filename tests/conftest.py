@@ -1,0 +1,31 @@
+"""What holds for all tests: hypothesis without a clock, and the mark of tests that need a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+pytest_plugins = ["disttrain.testing.pytest_plugin"]
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
+hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("disttrain")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch  # here, so that runs without a GPU test don't load it
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; torch sees none")

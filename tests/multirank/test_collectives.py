@@ -1,0 +1,231 @@
+"""Collectives on real ranks over Gloo: values, dtypes, groups, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import disttrain
+from disttrain import NON_GROUP_MEMBER, ReduceOp
+from disttrain.errors import BackendError, CollectiveTimeoutError, GroupError, ShapeError
+from disttrain.process_group import Call
+from disttrain.testing.pytest_plugin import on_ranks
+
+EVERY_DTYPE = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "int16", "bool", "complex64"]
+
+
+def place() -> tuple[int, int]:
+    return disttrain.get_rank(), disttrain.get_world_size()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8"])
+def test_all_reduce(dtype: str) -> None:
+    rank, size = place()
+    tensor = torch.arange(5).to(getattr(torch, dtype)) + rank
+    assert disttrain.all_reduce(tensor) is None
+    assert tensor.tolist() == [value * size + size * (size - 1) // 2 for value in range(5)]
+
+
+@on_ranks(2, 3)
+def test_every_reduction_by_reduce_scatter_and_all_reduce() -> None:
+    rank, size = place()
+    values = torch.arange(2.0 * size) + 1
+    stacked = torch.stack([values + other for other in range(size)])
+    expected = {
+        ReduceOp.SUM: stacked.sum(0),
+        ReduceOp.AVG: stacked.mean(0),
+        ReduceOp.PRODUCT: stacked.prod(0),
+        ReduceOp.MIN: stacked.amin(0),
+        ReduceOp.MAX: stacked.amax(0),
+    }
+    for op, whole in expected.items():
+        part = torch.full((2,), -1.0)
+        disttrain.reduce_scatter_tensor(part, values + rank, op)
+        torch.testing.assert_close(part, whole[2 * rank : 2 * rank + 2])
+        tensor = values + rank
+        disttrain.all_reduce(tensor, op)
+        torch.testing.assert_close(tensor, whole)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", EVERY_DTYPE)
+def test_what_only_moves_data_takes_every_dtype(dtype: str) -> None:
+    rank, size = place()
+    mine = torch.tensor([[rank, 1], [0, rank]]).to(getattr(torch, dtype))
+    everyone = [torch.tensor([[other, 1], [0, other]]).to(mine.dtype) for other in range(size)]
+    gathered = mine.new_empty((2 * size, 2))
+    disttrain.all_gather_into_tensor(gathered, mine)
+    assert torch.equal(gathered, torch.cat(everyone))
+    sent = mine.clone()
+    disttrain.broadcast(sent, src=size - 1)
+    assert torch.equal(sent, everyone[-1])
+    if size > 1 and rank < 2:
+        received = torch.empty_like(mine)
+        if rank == 0:
+            disttrain.send(mine, 1)
+        else:
+            assert disttrain.recv(received, 0) == 0
+            assert torch.equal(received, everyone[0])
+
+
+@on_ranks(2, 3)
+def test_nothing_at_all_may_be_sent() -> None:
+    _, size = place()
+    empty = torch.empty(0, 3)
+    disttrain.all_reduce(empty)
+    disttrain.broadcast(empty, 0)
+    gathered = torch.empty(0, 3)
+    disttrain.all_gather_into_tensor(gathered, empty)
+    disttrain.reduce_scatter_tensor(empty, torch.empty(0, 3))
+    tensor = torch.ones(1)
+    disttrain.all_reduce(tensor)
+    assert tensor.item() == size
+
+
+@on_ranks(2)
+def test_asynchronous_work_ends_in_its_own_time() -> None:
+    rank, _ = place()
+    tensors = [torch.full((1000,), float(rank + step)) for step in range(5)]
+    works = [disttrain.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for step, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        assert work is not None
+        assert work.wait()
+        assert work.is_completed()
+        assert work.exception() is None
+        assert tensor.eq(1 + 2 * step).all()
+
+
+@on_ranks(3)
+def test_groups_are_made_by_their_members_alone() -> None:
+    rank, _ = place()
+    # Ranks make different groups in different orders, and rank 2 makes one less: nobody waits for anybody.
+    pairs = [(0, 1), (1, 2)] if rank == 1 else [(1, 2)] if rank == 2 else [(0, 1)]
+    for pair in reversed(pairs):
+        group = disttrain.new_group(pair)
+        assert isinstance(group, disttrain.ProcessGroup)
+        tensor = torch.tensor([float(rank)])
+        disttrain.all_reduce(tensor, group=group)
+        assert tensor.item() == sum(pair)
+        assert (disttrain.get_rank(group), disttrain.get_world_size(group)) == (pair.index(rank), 2)
+        disttrain.destroy_process_group(group)
+    assert (disttrain.new_group([0]) is NON_GROUP_MEMBER) == (rank != 0)
+
+
+@on_ranks(3)
+def test_a_group_orders_its_ranks_as_given() -> None:
+    rank, _ = place()
+    group = disttrain.new_group([2, 0, 1])
+    gathered = torch.empty(3)
+    disttrain.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=group)
+    assert gathered.tolist() == [2.0, 0.0, 1.0]
+    tensor = torch.tensor([rank])
+    disttrain.broadcast(tensor, group=group, group_src=0)
+    assert tensor.item() == 2
+    assert disttrain.get_process_group_ranks(group) == [2, 0, 1]
+
+
+class Recorder:
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, int, int | None]] = []
+
+    def enqueued(self, call: Call) -> None:
+        self.seen.append(("enqueued", call.operation, call.sequence, call.peer_rank))
+
+    def completed(self, call: Call, error: Exception | None) -> None:
+        self.seen.append(("failed" if error else "completed", call.operation, call.sequence, call.peer_rank))
+
+
+@on_ranks(2)
+def test_observers_see_every_call_at_the_one_door() -> None:
+    rank, _ = place()
+    recorder = Recorder()
+    disttrain.current_world().add_observer(recorder)
+    work = disttrain.all_reduce(torch.ones(1), async_op=True)
+    disttrain.barrier()
+    assert work is not None
+    work.wait()
+    if rank == 0:
+        disttrain.send(torch.ones(1), 1)
+    else:
+        disttrain.recv(torch.ones(1), 0)
+    message = "recv" if rank else "send"
+    assert recorder.seen == [
+        ("enqueued", "all_reduce", 1, None),
+        ("enqueued", "barrier", 2, None),
+        ("completed", "barrier", 2, None),
+        ("completed", "all_reduce", 1, None),
+        ("enqueued", message, 0, 1 - rank),
+        ("completed", message, 0, 1 - rank),
+    ]
+    disttrain.current_world().remove_observer(recorder)
+    disttrain.barrier()
+    assert len(recorder.seen) == 6
+
+
+@on_ranks(2)
+def test_each_mistake_gets_one_clear_error_and_nobody_waits() -> None:
+    rank, _ = place()
+    ones = torch.ones(4)
+    lonely = disttrain.new_group([rank])
+    mistakes = [
+        (ShapeError, "must be contiguous", lambda: disttrain.all_reduce(torch.ones(3, 2).T)),
+        (ShapeError, "must have 2 times", lambda: disttrain.all_gather_into_tensor(torch.ones(9), ones)),
+        (ShapeError, "must be alike", lambda: disttrain.reduce_scatter_tensor(torch.ones(2).double(), ones)),
+        (BackendError, "serves device 'meta'", lambda: disttrain.all_reduce(torch.ones(2, device="meta"))),
+        (GroupError, "global rank 7 is not a member", lambda: disttrain.broadcast(ones, 7)),
+        (GroupError, "group rank 3 is out of range", lambda: disttrain.broadcast(ones, group_src=3)),
+        (GroupError, "exactly one", lambda: disttrain.broadcast(ones)),
+        (ShapeError, "with itself", lambda: disttrain.send(ones, rank)),
+        (GroupError, "not a member", lambda: disttrain.barrier(group=NON_GROUP_MEMBER)),
+        (GroupError, "out of range; the world has ranks 0 to 1", lambda: disttrain.new_group([0, 2])),
+        (GroupError, "is a rank already", disttrain.init_process_group),
+        (ShapeError, "gloo cannot reduce int16", lambda: disttrain.all_reduce(torch.ones(2).short())),
+        (
+            GroupError,
+            "has been destroyed",
+            lambda: (disttrain.destroy_process_group(lonely), disttrain.barrier(lonely)),
+        ),
+    ]
+    for kind, rule, attempt in mistakes:
+        with pytest.raises(kind, match=rule) as caught:
+            attempt()
+        assert f"[rank {rank}" in str(caught.value), str(caught.value)
+    disttrain.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_a_timeout_that_says_where() -> None:
+    rank, _ = place()
+    group = disttrain.new_group(timeout=0.5)
+    disttrain.barrier(group=group)
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            disttrain.all_reduce(torch.ones(3), group=group)
+        text = str(caught.value)
+        assert text.startswith("all_reduce: not every rank came within 0.5 s")
+        assert "ranks 0,1, sequence 2]" in text
+    disttrain.barrier()
+
+
+@on_ranks(2)
+def test_two_threads_may_use_two_groups() -> None:
+    groups = [disttrain.new_group(), disttrain.new_group()]
+    totals = [0.0, 0.0]
+
+    def reduce_many(position: int) -> None:
+        for _ in range(30):
+            tensor = torch.ones(16)
+            disttrain.all_reduce(tensor, group=groups[position])
+            totals[position] += tensor[0].item()
+
+    threads = [threading.Thread(target=reduce_many, args=(position,)) for position in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [60.0, 60.0]

@@ -1,0 +1,81 @@
+"""Which rank this is, from arguments and environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain.errors import RendezvousError
+from disttrain.process_group.rendezvous import Place, find_place, join
+from disttrain.store import HashStore
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_from_the_environment() -> None:
+    assert find_place(None, -1, -1, None, LAUNCHED) == Place(1, 4, "node0", 29500)
+    assert find_place("env://", 0, -1, None, LAUNCHED).hosts_store
+
+
+def test_a_running_store_is_joined() -> None:
+    environ = {**LAUNCHED, "RANK": "0", "DISTTRAIN_STORE": "node0:4000"}
+    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 4000, is_launchers=True)
+
+
+def test_from_an_address() -> None:
+    assert find_place("tcp://h:1?rank=2&world_size=3", -1, -1, None, {}) == Place(2, 3, "h", 1)
+    assert find_place("tcp://h:1", 0, 3, None, {}) == Place(0, 3, "h", 1, hosts_store=True)
+
+
+def test_from_a_store() -> None:
+    assert find_place(None, 2, 3, HashStore(), {}) == Place(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "world_size", "environ", "rule"),
+    [
+        (None, -1, -1, {}, "RANK is not set"),
+        (None, 0, 1, {}, "MASTER_ADDR is not set"),
+        (None, -1, -1, {**LAUNCHED, "RANK": "4"}, "rank 4 of world size 4"),
+        (None, -1, -1, {**LAUNCHED, "DISTTRAIN_STORE": "nowhere"}, "is not host:port"),
+        ("tcp://h", 0, 1, {}, "lacks a host or a port"),
+        ("tcp://h:1", -1, 2, {}, "rank -1 of world size 2"),
+        ("file:///x", 0, 1, {}, "is unknown"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    method: str | None, rank: int, world_size: int, environ: dict[str, str], rule: str
+) -> None:
+    with pytest.raises(RendezvousError, match=rule):
+        find_place(method, rank, world_size, None, environ)
+
+
+def test_both_store_and_method_are_refused() -> None:
+    with pytest.raises(RendezvousError, match="Give one"):
+        find_place("env://", 0, 1, HashStore())
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 had not come"):
+        join(HashStore(), Place(0, 3), timeout_s=0.05)
+
+
+def test_a_contradiction_is_told_to_every_rank() -> None:
+    store = HashStore()
+    with pytest.raises(RendezvousError, match="ranks .* had not come"):
+        join(store, Place(0, 2), timeout_s=0.01)
+    with pytest.raises(RendezvousError, match="had not come"):
+        join(store, Place(1, 3), timeout_s=5)
+
+    store = HashStore()
+    store.compare_set("join/terms", "", "something else")
+    with pytest.raises(RendezvousError, match=r"rank 1 came with .*, others with something else.*\[rank 1\]"):
+        join(store, Place(1, 3), timeout_s=5)
+    with pytest.raises(RendezvousError, match="rank 1 came with"):
+        join(store, Place(0, 3), timeout_s=5)
+
+
+def test_a_rank_taken_twice() -> None:
+    store = HashStore()
+    store.add("join/rank/0", 1)
+    with pytest.raises(RendezvousError, match="rank 0 was taken twice"):
+        join(store, Place(0, 2), timeout_s=5)

@@ -1,0 +1,51 @@
+"""Values that travel without pickle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain.errors import ShapeError
+from disttrain.process_group.packing import pack, unpack
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(0, 99), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain)
+def test_plain_values_come_back_equal(value: object) -> None:
+    assert unpack(pack(value)) == value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    back = unpack(pack({"x": (tensor, dtype)}))["x"]
+    assert torch.equal(back[0], tensor)
+    assert (back[0].dtype, back[0].shape, back[1]) == (dtype, tensor.shape, dtype)
+
+
+def test_a_transposed_tensor_and_an_array() -> None:
+    tensor = torch.arange(6).view(2, 3).T
+    array = np.arange(6, dtype=np.int16).reshape(3, 2)
+    back = unpack(pack([tensor, array]))
+    assert torch.equal(back[0], tensor)
+    assert np.array_equal(back[1], array)
+    assert back[1].dtype == array.dtype
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), 2**70])
+def test_anything_else_is_refused(value: object) -> None:
+    with pytest.raises(ShapeError, match="cannot travel"):
+        pack(value)

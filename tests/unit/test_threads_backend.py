@@ -1,0 +1,99 @@
+"""Ranks as threads: values, and what is said when they don't fit together."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import disttrain
+from disttrain import ReduceOp
+from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError
+from disttrain.store import HashStore
+from disttrain.testing import run_threads
+
+
+def test_every_reduction() -> None:
+    def body() -> list[float]:
+        values = []
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+            tensor = torch.tensor([disttrain.get_rank() + 1.0])
+            disttrain.all_reduce(tensor, op)
+            values.append(tensor.item())
+        return values
+
+    assert run_threads(4, body) == [[10.0, 2.5, 24.0, 1.0, 4.0]] * 4
+
+
+def test_messages_arrive_in_order_and_by_tag() -> None:
+    def body() -> list[float]:
+        out = torch.zeros(3)
+        if disttrain.get_rank() == 0:
+            works = [disttrain.isend(torch.tensor([float(value)]), 1, tag=value % 2) for value in (1, 2, 3)]
+            return [float(work.wait()) for work in works]
+        for place, tag in enumerate((1, 0, 1)):
+            disttrain.recv(out[place : place + 1], 0, tag=tag)
+        return out.tolist()
+
+    assert run_threads(2, body)[1] == [1.0, 2.0, 3.0]
+
+
+def test_a_deadlock_is_reported_at_once() -> None:
+    def body() -> None:
+        if disttrain.get_rank() < 2:
+            disttrain.all_reduce(torch.ones(2))
+
+    started = time.monotonic()
+    with pytest.raises(
+        CollectiveMismatchError, match=r"deadlock: rank 0 waits in all_reduce SUM float32\[2\]; rank 1 waits"
+    ):
+        run_threads(3, body)
+    assert time.monotonic() - started < 5
+
+
+def test_both_receiving_is_a_deadlock() -> None:
+    def body() -> None:
+        disttrain.recv(torch.ones(1), 1 - disttrain.get_rank())
+
+    with pytest.raises(CollectiveMismatchError, match="deadlock: rank 0 waits in message from group rank 1 to 0"):
+        run_threads(2, body)
+
+
+def test_different_calls_are_named() -> None:
+    def body() -> None:
+        if disttrain.get_rank() == 1:
+            disttrain.barrier()
+        else:
+            disttrain.all_reduce(torch.ones(2))
+
+    with pytest.raises(CollectiveMismatchError, match=r"group rank 0 called all_reduce.*; group rank 1 called barrier"):
+        run_threads(2, body)
+
+
+def test_a_rank_that_fails_comes_before_those_that_wait_for_it() -> None:
+    def body() -> None:
+        if disttrain.get_rank() == 2:
+            raise ValueError("bad data")
+        disttrain.barrier()
+
+    with pytest.raises(ValueError, match="bad data") as caught:
+        run_threads(3, body)
+    assert caught.value.__notes__ == ["on rank 2 of 3 threads"]
+
+
+def test_a_rank_that_computes_too_long_is_a_timeout() -> None:
+    def body() -> None:
+        if disttrain.get_rank() == 0:
+            disttrain.all_reduce(torch.ones(1), async_op=True).wait(timeout=0.05)
+        else:
+            time.sleep(0.3)
+
+    with pytest.raises(CollectiveTimeoutError, match="only group ranks 0 of 2 came"):
+        run_threads(2, body)
+
+
+def test_outside_of_run_threads_it_says_who_makes_the_world() -> None:
+    world = disttrain.World(HashStore(), 0, 1, backend="threads", timeout_s=1)
+    with pytest.raises(BackendError, match="Let disttrain.testing.run_threads make the world"):
+        world.default_group.backend("all_reduce", "cpu")
