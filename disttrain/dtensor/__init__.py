@@ -1,0 +1,21 @@
+"""DTensor: tensors sharded over a mesh, with torch.distributed.tensor's names."""
+
+from __future__ import annotations
+
+from disttrain.dtensor.dtensor import DTensor
+from disttrain.dtensor.factories import distribute_tensor
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
+from disttrain.dtensor.shard_sizes import local_shape_and_offset
+
+__all__ = [
+    "DTensor",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "distribute_tensor",
+    "local_shape_and_offset",
+]

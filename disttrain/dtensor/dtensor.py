@@ -1,0 +1,189 @@
+"""DTensor: a tensor whose parts lie on the ranks of a mesh, and which computes as the whole would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor.dispatch import dispatch
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.errors import LayoutError
+from disttrain.mesh import DeviceMesh
+
+
+class DTensor(torch.Tensor):
+    """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
+
+    Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: Spec
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        tensor = cast(DTensor, make_wrapper(cls, spec.shape, spec.stride, local, requires_grad))
+        tensor._local_tensor = local
+        tensor._spec = spec
+        return tensor
+
+    def __init__(self, local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> None:
+        """`local` has `spec.local_shape`; it does not require a gradient itself."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(DTensor, func, args, kwargs or {})
+
+    # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Spec]:
+        return ["_local_tensor"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], spec: Spec, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> DTensor:
+        return DTensor(inner["_local_tensor"], Spec(spec.layout, tuple(outer_size), tuple(outer_stride), spec.dtype))
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The DTensor of which every rank brings its part. Differentiable.
+
+        Args: placements  one per mesh axis, default Replicate;  shape, stride  of the whole; needed where the parts are
+        not all of one size, else found by multiplying. Raises LayoutError when this rank's part is not of the shape
+        that the whole implies.
+        """
+        layout = _layout("from_local", device_mesh, placements, local_tensor.ndim)
+        if shape is None:
+            whole = list(local_tensor.shape)
+            for axis_size, placement in zip(device_mesh.shape, layout.placements, strict=True):
+                if isinstance(placement, Shard):
+                    whole[placement.dim] *= axis_size
+            shape = whole
+        strides = contiguous_strides(shape) if stride is None else tuple(stride)
+        spec = Spec(layout, tuple(shape), strides, local_tensor.dtype)
+        if spec.local_shape != tuple(local_tensor.shape):
+            raise LayoutError(
+                "from_local",
+                f"this rank brings shape {tuple(local_tensor.shape)}, its part of shape {spec.shape} is {spec.local_shape}.",
+                "Give the shape of the whole; pieces are cut as torch.chunk cuts.",
+                rank=device_mesh.get_rank(),
+                where=str(device_mesh.layout),
+            )
+        return cast(DTensor, _FromLocal.apply(local_tensor, spec))  # type: ignore[no-untyped-call]
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, as a view: no copy, no communication. Differentiable.
+
+        `grad_placements` say how the parts' gradients make up the whole's; default: as the tensor lies, where a partial
+        tensor's gradient is whole on every rank.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return self._local_tensor.detach()
+        wanted = grad_placements if grad_placements is not None else _gradient_placements(self.placements)
+        layout = _layout("to_local", self.device_mesh, wanted, self.ndim)
+        return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    ) -> DTensor:
+        """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
+        layout = _layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
+        return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole, as a plain tensor on every rank. Differentiable. Collective over the mesh."""
+        return self.redistribute(placements=[Replicate()] * self.device_mesh.ndim).to_local(
+            grad_placements=grad_placements
+        )
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh the tensor lies on."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> Placements:
+        """One placement per mesh axis."""
+        return self._spec.placements
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DTensor(local={self._local_tensor}, shape={tuple(self.shape)}, {self._spec.layout})"
+
+
+use_foreach_for(DTensor)
+
+
+def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
+    try:
+        return Layout(mesh, normalized(placements, mesh.ndim, num_dims))
+    except ValueError as error:
+        raise LayoutError(operation, f"{error}.", rank=mesh.get_rank(), where=str(mesh.layout)) from None
+
+
+def _gradient_placements(placements: Placements) -> Placements:
+    """How the gradient of a tensor lies: a partial tensor's is whole, since every part counts in full."""
+    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
+
+
+def _as_part(grad: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The part of gradient `grad` that belongs to a tensor of spec `spec`."""
+    if not isinstance(grad, DTensor):
+        raise LayoutError("backward", "a plain gradient came for a DTensor.", rank=spec.mesh.get_rank())
+    wanted = spec.layout.with_placements(_gradient_placements(spec.placements))
+    return redistribute_local(grad._local_tensor, grad._spec, wanted)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
+        ctx.spec = spec
+        return DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
+        return _as_part(grads[0], ctx.spec), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, grad_layout: Layout) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        ctx.grad_layout = grad_layout
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+        spec: Spec = ctx.spec
+        return DTensor(grads[0], Spec(ctx.grad_layout, spec.shape, spec.stride, grads[0].dtype)), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, layout: Layout) -> DTensor:
+        ctx.spec = tensor._spec
+        local = redistribute_local(tensor._local_tensor, tensor._spec, layout)
+        return DTensor(local.detach(), tensor._spec.with_layout(layout), requires_grad=tensor.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+        spec: Spec = ctx.spec
+        layout = spec.layout.with_placements(_gradient_placements(spec.placements))
+        return DTensor(_as_part(grads[0], spec), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None

@@ -1,0 +1,63 @@
+"""DTensors from whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.dtensor.dtensor import DTensor
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Partial, Placement, normalized
+from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.errors import LayoutError
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group import broadcast
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Lay out a whole tensor on a mesh; each rank keeps its part.
+
+    Args:    tensor         the whole, on every rank; moved to the mesh's device.
+             placements     one per mesh axis, Shard or Replicate; default Replicate.
+             src_data_rank  the mesh position (0: the first along every axis) whose values count; None: each rank's own
+                            are known to be equal, and nothing is sent.
+    Returns: a leaf that requires a gradient if `tensor` does.
+    Collective: every rank of the mesh, unless src_data_rank is None or the tensor is on the meta device.
+    """
+    try:
+        layout = Layout(device_mesh, normalized(placements, device_mesh.ndim, tensor.ndim))
+    except ValueError as error:
+        raise LayoutError("distribute_tensor", f"{error}.", rank=device_mesh.get_rank()) from None
+    if any(isinstance(placement, Partial) for placement in layout.placements):
+        raise LayoutError(
+            "distribute_tensor",
+            f"placements {layout.placements} include Partial, of which a whole tensor has no parts.",
+            "Use Shard or Replicate, or DTensor.from_local with each rank's part.",
+            rank=device_mesh.get_rank(),
+        )
+    whole = tensor.detach()
+    if whole.device.type != "meta":
+        if whole.device.type != device_mesh.device_type:
+            whole = whole.to(device_mesh.world.device)
+        if src_data_rank is not None:
+            whole = _from_first(whole, device_mesh, src_data_rank)
+    spec = Spec.of(layout, tuple(tensor.shape), tensor.dtype)
+    local = redistribute_local(whole, spec.with_layout(layout.replicated()), layout)
+    if local is whole:
+        local = whole.clone(memory_format=torch.contiguous_format)
+    return DTensor(local, spec, requires_grad=tensor.requires_grad)
+
+
+def _from_first(whole: torch.Tensor, mesh: DeviceMesh, position: int) -> torch.Tensor:
+    # After axis 0 all ranks at position `position` of the other axes are right; each further axis spreads that on.
+    copy = whole.clone(memory_format=torch.contiguous_format)
+    for axis in range(mesh.ndim):
+        broadcast(copy, group=mesh.get_group(axis), group_src=position)
+    return copy

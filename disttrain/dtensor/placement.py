@@ -1,0 +1,99 @@
+"""Placements: what one mesh axis does to a tensor. Values, compared by content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Abstract: Shard, Replicate or Partial."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True for Shard, of `dim` if one is given."""
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """True for Partial, with `reduce_op` if one is given."""
+        return False
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """The ranks along the axis hold consecutive pieces of tensor dim `dim`, cut as `torch.chunk` cuts.
+
+    A dim that does not divide leaves the last ranks with less, or nothing.
+    """
+
+    dim: int
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Every rank along the axis holds the same values."""
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """The value is the reduction, along the axis, of what the ranks hold: "sum", "avg", "min", "max" or "product"."""
+
+    reduce_op: str = "sum"
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+
+@dataclass(frozen=True)
+class NormPartial(Partial):
+    """Each rank holds the norm, of order `order`, of its piece; the value is the norm of those norms."""
+
+    reduce_op: str = "norm"
+    order: float = 2.0
+
+    def __repr__(self) -> str:
+        return f"NormPartial({self.order:g})"
+
+
+Placements = tuple[Placement, ...]
+
+
+def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
+    """`placements` as a tuple of one per mesh axis, with negative dims counted from the end. None: all Replicate.
+
+    Raises ValueError with the rule that is broken.
+    """
+    if placements is None:
+        return (Replicate(),) * num_axes
+    given = tuple(placements)
+    if len(given) != num_axes:
+        raise ValueError(f"{len(given)} placements {given} are given for a mesh of {num_axes} axes; give one per axis")
+    return tuple(_checked(placement, num_dims) for placement in given)
+
+
+def _checked(placement: Any, num_dims: int) -> Placement:
+    if isinstance(placement, Shard):
+        if not -num_dims <= placement.dim < num_dims:
+            raise ValueError(f"{placement} names a dim that a tensor of {num_dims} dims does not have")
+        return Shard(placement.dim % num_dims)
+    if not isinstance(placement, Placement):
+        raise ValueError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial()")
+    return placement

@@ -1,0 +1,127 @@
+"""Runs the steps of a redistribution plan on this rank's part."""
+
+from __future__ import annotations
+
+import torch
+
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
+from disttrain.dtensor.redistribute_plan import (
+    AllGather,
+    AllReduce,
+    MakePartial,
+    ReduceScatter,
+    Split,
+    Step,
+    plan_redistribute,
+)
+from disttrain.dtensor.shard_sizes import piece, piece_size
+from disttrain.errors import LayoutError
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+
+_REDUCE_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch.Tensor:
+    """This rank's part of the tensor `spec` describes, once it lies as `layout` says.
+
+    Returns `local` itself when nothing is to be done. Collective: every rank of the mesh.
+    """
+    if spec.layout == layout:
+        return local
+    if spec.mesh != layout.mesh:
+        raise LayoutError(
+            "redistribute",
+            f"the tensor lies on {spec.mesh!r}, the target on {layout.mesh!r}.",
+            "Redistribute within one mesh; go through full_tensor() and distribute_tensor() to change it.",
+            rank=spec.mesh.world.rank,
+        )
+    placements = list(spec.placements)
+    for step in plan_redistribute(spec.placements, layout.placements):
+        local = _run(step, local, spec, placements)
+        placements[step.axis] = step.result
+    return local
+
+
+def _run(step: Step, local: torch.Tensor, spec: Spec, placements: list[Placement]) -> torch.Tensor:
+    mesh = spec.mesh
+    match step:
+        case AllGather():
+            return _all_gather(local, step.dim, _extent(spec, placements, step.dim, step.axis), mesh, step.axis)
+        case AllReduce():
+            return _all_reduce(local, step.partial, mesh, step.axis)
+        case ReduceScatter():
+            return _reduce_scatter(local, step.dim, step.partial, mesh, step.axis)
+        case Split():
+            size, offset = piece(local.shape[step.dim], mesh.shape[step.axis], mesh.get_local_rank(step.axis))
+            return local.narrow(step.dim, offset, size).contiguous()
+        case MakePartial():
+            return _make_partial(local, step.partial, mesh.get_local_rank(step.axis))
+    raise AssertionError(step)
+
+
+def _extent(spec: Spec, placements: list[Placement], dim: int, axis: int) -> int:
+    """The size that tensor dim `dim` has before mesh axis `axis` cuts it: what the earlier axes leave of it."""
+    size = spec.shape[dim]
+    for earlier in range(axis):
+        if placements[earlier] == Shard(dim):
+            size, _ = piece(size, spec.mesh.shape[earlier], spec.mesh.get_local_rank(earlier))
+    return size
+
+
+def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    num_pieces = mesh.shape[axis]
+    padded = _padded(local, dim, piece_size(size, num_pieces))
+    gathered = padded.new_empty((num_pieces * padded.shape[0], *padded.shape[1:]))
+    all_gather_into_tensor(gathered, padded, group=mesh.get_group(axis))
+    return gathered.narrow(0, 0, size).transpose(0, dim).contiguous()
+
+
+def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    num_pieces, size = mesh.shape[axis], local.shape[dim]
+    step_size = piece_size(size, num_pieces)
+    padded = _padded(local, dim, step_size * num_pieces)
+    scattered = padded.new_empty((step_size, *padded.shape[1:]))
+    reduce_scatter_tensor(scattered, padded, _REDUCE_OPS[partial.reduce_op], group=mesh.get_group(axis))
+    own_size, _ = piece(size, num_pieces, mesh.get_local_rank(axis))
+    return scattered.narrow(0, 0, own_size).transpose(0, dim).contiguous()
+
+
+def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """A contiguous copy with `dim` moved to the front, where collectives put pieces together, and zeros up to `size`."""
+    moved = local.transpose(0, dim)
+    if moved.shape[0] == size:
+        return moved.contiguous()
+    padded = moved.new_zeros((size, *moved.shape[1:]))
+    padded.narrow(0, 0, moved.shape[0]).copy_(moved)
+    return padded
+
+
+def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    group = mesh.get_group(axis)
+    reduced = local.clone(memory_format=torch.contiguous_format)
+    if not isinstance(partial, NormPartial):
+        all_reduce(reduced, _REDUCE_OPS[partial.reduce_op], group=group)
+        return reduced
+    if partial.order == float("inf"):
+        all_reduce(reduced, ReduceOp.MAX, group=group)
+        return reduced
+    reduced.pow_(partial.order)
+    all_reduce(reduced, group=group)
+    return reduced.pow_(1.0 / partial.order)
+
+
+def _make_partial(local: torch.Tensor, partial: Partial, position: int) -> torch.Tensor:
+    # Dividing the value among the ranks would lose bits; one rank holds all of it instead.
+    if position == 0 or partial.reduce_op in ("avg", "min", "max"):
+        return local
+    if partial.reduce_op == "product":
+        return torch.ones_like(local)
+    return torch.zeros_like(local)

@@ -1,0 +1,117 @@
+"""How to get from one layout to another on the same mesh: a list of steps, each on one mesh axis. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard
+
+
+_SCATTERED = frozenset({"sum", "avg", "min", "max", "product"})
+"""Reductions that a backend can reduce-scatter."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Abstract: something done along mesh axis `axis`, after which that axis has placement `result`."""
+
+    axis: int
+
+    @property
+    def result(self) -> Placement:
+        return Replicate()
+
+
+@dataclass(frozen=True)
+class AllGather(Step):
+    """Put together the pieces of tensor dim `dim`."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class AllReduce(Step):
+    """Reduce the ranks' values as `partial` says."""
+
+    partial: Partial
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Step):
+    """Reduce as `partial` says, and keep one's own piece of tensor dim `dim`."""
+
+    dim: int
+    partial: Partial
+
+    @property
+    def result(self) -> Placement:
+        return Shard(self.dim)
+
+
+@dataclass(frozen=True)
+class Split(Step):
+    """Keep one's own piece of tensor dim `dim`; moves nothing."""
+
+    dim: int
+
+    @property
+    def result(self) -> Placement:
+        return Shard(self.dim)
+
+
+@dataclass(frozen=True)
+class MakePartial(Step):
+    """Let the first rank hold the value and the others the neutral element of `partial`; moves nothing."""
+
+    partial: Partial
+
+    @property
+    def result(self) -> Placement:
+        return self.partial
+
+
+def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...]:
+    """Steps that turn placements `source` into `target`.
+
+    Pieces nest in the order of the axes, so a dim is put together from the last axis to the first and cut from the
+    first to the last; an axis that stays sharded is undone too when an earlier axis of the same dim changes.
+    """
+    steps: list[Step] = []
+    current = list(source)
+    for axis in reversed(range(len(source))):
+        placement = current[axis]
+        if isinstance(placement, Shard) and _must_gather(axis, placement.dim, source, target):
+            steps.append(AllGather(axis, placement.dim))
+            current[axis] = Replicate()
+    for axis, placement in enumerate(current):
+        wanted = target[axis]
+        if isinstance(placement, Partial) and placement != wanted:
+            if isinstance(wanted, Shard) and placement.reduce_op in _SCATTERED:
+                steps.append(ReduceScatter(axis, wanted.dim, placement))
+            else:
+                steps.append(AllReduce(axis, placement))
+            current[axis] = steps[-1].result
+        step = _cut(axis, current[axis], wanted)
+        if step is not None:
+            steps.append(step)
+            current[axis] = step.result
+    return tuple(steps)
+
+
+def _must_gather(axis: int, dim: int, source: Placements, target: Placements) -> bool:
+    """True unless this axis, and every earlier one that has to do with `dim`, stays as it is."""
+    shard = Shard(dim)
+    return any(
+        source[earlier] != target[earlier] and shard in (source[earlier], target[earlier])
+        for earlier in range(axis + 1)
+    )
+
+
+def _cut(axis: int, placement: Placement, wanted: Placement) -> Step | None:
+    if placement == wanted:
+        return None
+    assert isinstance(placement, Replicate)
+    if isinstance(wanted, Shard):
+        return Split(axis, wanted.dim)
+    assert isinstance(wanted, Partial)
+    return MakePartial(axis, wanted)

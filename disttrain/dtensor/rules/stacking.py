@@ -1,0 +1,24 @@
+"""Operators that put tensors of one shape side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
+from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
+
+
+def stack(call: OpCall) -> Sequence[Signature]:
+    """Every operand alike: sharded along any dim, or partial, since reductions work element by element."""
+    num_operands, num_dims = len(call.operands), len(call.output_shape)
+    new_dim = int(call.argument("dim", 0)) % num_dims
+    signatures = [all_replicated(call)]
+    for dim in range(num_dims - 1):
+        signatures.append(Signature((Shard(dim),) * num_operands, Shard(dim + (dim >= new_dim))))
+    signatures += [Signature((partial,) * num_operands, partial) for partial in _partials(call)]
+    return signatures
+
+
+def _partials(call: OpCall) -> list[Partial]:
+    present: list[Placement] = [place for spec in call.operands if spec is not None for place in spec.placements]
+    return sorted({place for place in present if isinstance(place, NormPartial | Partial)}, key=repr)

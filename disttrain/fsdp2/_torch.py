@@ -1,0 +1,39 @@
+"""The one door to what torch keeps private about modules, the autograd engine and its sharding kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+
+def swap_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register `parameter` under a name that the module has already, without `setattr`'s checks: this is on the hot path."""
+    module._parameters[name] = parameter
+
+
+def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """What is registered under the name now."""
+    return module._parameters.get(name)
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the module itself, not of its children; a parameter with two names comes twice."""
+    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def backward_is_running() -> bool:
+    """True when this thread is inside a backward pass, as in a recomputation under activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the backward pass that is running now has ended."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets all r-th pieces. Casts to `out`'s dtype."""
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)

@@ -1,0 +1,54 @@
+"""How the shards of several parameters lie in one flat buffer. Pure arithmetic.
+
+Dim 0 of every parameter is cut as `torch.chunk` cuts; each rank's piece is padded to the size of the first. A rank's
+buffer is its pieces one after the other, so one all-gather brings all parameters, and row r of its result is rank r's buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from disttrain.dtensor.shard_sizes import piece_size
+
+
+@dataclass(frozen=True)
+class FlatSlot:
+    """One parameter's place: `offset` and `padded_numel` in the buffer; `padded_rows` times the ranks cover dim 0."""
+
+    shape: tuple[int, ...]
+    padded_rows: int
+    padded_numel: int
+    offset: int
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in one row of dim 0."""
+        return math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class FlatPlan:
+    """The places of all parameters in a rank's buffer of `shard_numel` elements."""
+
+    slots: tuple[FlatSlot, ...]
+    shard_numel: int
+    num_shards: int
+
+    @property
+    def split_sizes(self) -> list[int]:
+        """Elements of each parameter in a rank's buffer."""
+        return [slot.padded_numel for slot in self.slots]
+
+
+def plan_flat(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatPlan:
+    """Places for parameters of these shapes (at least one dim each), cut for `num_shards` ranks."""
+    slots: list[FlatSlot] = []
+    offset = 0
+    for shape in shapes:
+        padded_rows = piece_size(shape[0], num_shards)
+        slot = FlatSlot(shape, padded_rows, padded_rows * math.prod(shape[1:]), offset)
+        slots.append(slot)
+        offset += slot.padded_numel
+    return FlatPlan(tuple(slots), offset, num_shards)

@@ -1,0 +1,153 @@
+"""fully_shard: per-parameter sharding of a module over the ranks of a mesh (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar, cast
+
+import torch
+from torch import nn
+
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.param import Owner, ShardedParam
+from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.state import ShardState, set_state, state_of
+from disttrain.mesh import DeviceMesh, init_device_mesh
+from disttrain.process_group import current_world
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class FSDPModule:
+    """What a module gains by `fully_shard`: it is an instance of this class as well as of its own."""
+
+    def unshard(self) -> None:
+        """Gather the module's own parameters now, and keep them until `reshard` or the end of its backward. Collective."""
+        state = _state(self)
+        state.unshard()
+        state.wait_for_unshard()
+        state.is_kept_unsharded = True
+
+    def reshard(self) -> None:
+        """Free the gathered parameters of the module itself."""
+        state = _state(self)
+        state.reshard()
+        state.is_kept_unsharded = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""
+        for child in cast(nn.Module, self).modules():
+            state = state_of(child)
+            for group in state.groups if state is not None else ():
+                group.zero_grads(set_to_none=set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: backward passes add to the whole gradients on each rank, and nothing is reduced, until it is True again."""
+        module = cast(nn.Module, self)
+        for child in module.modules() if recurse else [module]:
+            state = state_of(child)
+            if state is not None:
+                state.requires_gradient_sync = requires_gradient_sync
+
+
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Module:
+    """Shard the module's parameters over dim 0 and gather them only while it computes. Applied to blocks, then to the root.
+
+    Each call makes one group: the parameters of the module that no call on a part of it has taken. A group is gathered
+    by one all-gather before forward and before backward, and its gradients are averaged by one reduce-scatter. The
+    parameters become DTensors, before and after computing; build the optimizer after the last call.
+
+    Args:    mesh                   one axis; default: all ranks. Parameters move to its device, but those on "meta".
+             reshard_after_forward  free the whole parameters between forward and backward. Default: True, but False for
+                                    the root, whose backward comes at once.
+             mp_policy              dtypes for computing and reducing.
+             ignored_params         parameters to leave as they are.
+    Returns: the module, changed in place; its class now derives from FSDPModule as well.
+    Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
+             parameter that is a scalar or a DTensor.
+    Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
+    """
+    mesh = mesh if mesh is not None else _whole_world(module)
+    _check(module, mesh)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
+    _move_to(module, device)
+    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
+    for fqn, parameter, owners in _managed(module, ignored_params or set()):
+        by_dtype.setdefault(parameter.dtype, []).append(ShardedParam(owners, fqn, parameter, mesh))
+    groups = [ParamGroup(params, mesh, policy) for params in by_dtype.values()]
+    set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
+    cls = type(module)
+    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    return module
+
+
+def _whole_world(module: nn.Module) -> DeviceMesh:
+    devices = {parameter.device.type for parameter in module.parameters()}
+    device_type = (
+        "cpu" if devices == {"cpu"} and not torch.cuda.is_available() else current_world("fully_shard").device.type
+    )
+    return init_device_mesh(device_type, (current_world("fully_shard").world_size,))
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    rank = mesh.get_rank()
+    name = type(module).__name__
+    if state_of(module) is not None:
+        raise ShardingError("fully_shard", f"this {name} is sharded already.", "Call it once per module.", rank=rank)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise ShardingError(
+            "fully_shard", f"a {name} has no forward of its own.", "Shard each of its modules instead.", rank=rank
+        )
+    if mesh.ndim != 1:
+        raise ShardingError(
+            "fully_shard",
+            f"the mesh has {mesh.ndim} axes ({mesh.layout}); parameters are sharded over one.",
+            "Give one axis of it, such as mesh['dp'].",
+            rank=rank,
+        )
+
+
+def _move_to(module: nn.Module, device: torch.device) -> None:
+    for child in _unmanaged_modules(module):
+        for tensor in (*(parameter for _, parameter in own_parameters(child)), *child.buffers(recurse=False)):
+            if tensor.device not in (device, torch.device("meta")):
+                tensor.data = tensor.data.to(device)
+
+
+def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter, list[Owner]]]:
+    """Parameters that this call takes, each once, with all modules that share it."""
+    names = {child: name for name, child in module.named_modules()}
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    fqns: dict[nn.Parameter, str] = {}
+    for child in _unmanaged_modules(module):
+        for name, parameter in own_parameters(child):
+            if parameter not in ignored:
+                owners.setdefault(parameter, []).append(Owner(child, name))
+                fqns.setdefault(parameter, f"{names[child]}.{name}".lstrip("."))
+    for parameter, sharers in owners.items():
+        yield fqns[parameter], parameter, sharers
+
+
+def _unmanaged_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and what is below it, but for parts that are sharded already."""
+    yield module
+    for child in module.children():
+        if state_of(child) is None:
+            yield from _unmanaged_modules(child)
+
+
+def _state(module: object) -> ShardState:
+    state = state_of(cast(nn.Module, module))
+    assert state is not None, "fully_shard sets the state together with the class"
+    return state

@@ -1,0 +1,42 @@
+"""In which order modules run: learnt in one iteration, used to prefetch in the next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Member = TypeVar("Member", bound=Hashable)
+
+
+class ExecutionOrder(Generic[Member]):
+    """Records the members of each iteration in turn and says who comes next, as long as it goes as it went last time.
+
+    A prefetch is a collective: all ranks must decide alike. They do, since they run the same program; where one
+    iteration leaves the learnt path, prefetching stops for the rest of it.
+    """
+
+    def __init__(self) -> None:
+        self._learnt: list[Member] = []
+        self._now: list[Member] = []
+        self._on_path = False
+
+    def begin(self) -> None:
+        """A new forward pass begins; what the last one did is what this one is expected to do."""
+        if self._now:
+            self._learnt = self._now
+        self._now = []
+        self._on_path = bool(self._learnt)
+
+    def visit(self, member: Member) -> Member | None:
+        """`member` runs now. Returns who is expected to run after it."""
+        position = len(self._now)
+        self._now.append(member)
+        self._on_path = self._on_path and position < len(self._learnt) and self._learnt[position] == member
+        return self._learnt[position + 1] if self._on_path and position + 1 < len(self._learnt) else None
+
+    def backward_from(self, member: Member) -> Member | None:
+        """The backward of `member` runs now; its latest forward is over with. Returns whose backward is expected next."""
+        for position in reversed(range(len(self._now))):
+            if self._now[position] == member:
+                return self._now[position - 1] if position > 0 else None
+        return None

@@ -1,0 +1,137 @@
+"""One parameter: its shard, which the optimizer and the user hold, and the gathered whole, which the module computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Layout, Shard, Spec
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import registered_parameter, swap_parameter
+from disttrain.fsdp2.flat import FlatSlot
+from disttrain.mesh import DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """A module that has the parameter, and under which name. Shared parameters have several."""
+
+    module: nn.Module
+    name: str
+
+
+class ShardedParam:
+    """A parameter sharded over dim 0.
+
+    `sharded` is a DTensor whose local part is a view of the group's flat buffer. `unsharded` keeps its identity from
+    step to step, since autograd saves views of it: only its storage comes and goes.
+    """
+
+    def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        if isinstance(parameter, DTensor):
+            raise ShardingError(
+                "fully_shard",
+                f"parameter {fqn} is a DTensor already, laid out as {parameter.placements}.",
+                "Call fully_shard once per module; the mesh of another parallelism is not combined with it here.",
+                rank=mesh.get_rank(),
+            )
+        if parameter.ndim == 0:
+            raise ShardingError(
+                "fully_shard",
+                f"parameter {fqn} is a scalar, which has no dim to shard.",
+                "Make it one-dimensional, or leave it out by ignored_params.",
+                rank=mesh.get_rank(),
+            )
+        self.owners = owners
+        self.fqn = fqn
+        self.shape = tuple(parameter.shape)
+        self.orig_dtype = parameter.dtype
+        self._spec = Spec.of(Layout(mesh, (Shard(0),)), self.shape, parameter.dtype)
+        rows, first_row = self._spec.local_shape[0], self._spec.local_offset[0]
+        local = parameter.detach().narrow(0, min(first_row, self.shape[0]), rows)
+        self.sharded = nn.Parameter(DTensor(local, self._spec), requires_grad=parameter.requires_grad)
+        self._shard_view: torch.Tensor | None = None
+        self.unsharded: nn.Parameter | None = None
+        self._buffer: torch.Tensor | None = None
+        self._buffer_bytes = 0
+        self.show_sharded()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the parameter."""
+        return self.sharded.to_local() if self._shard_view is None else self._shard_view
+
+    def is_laid_out(self) -> bool:
+        """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
+        owner = self.owners[0]
+        return (
+            registered_parameter(owner.module, owner.name) is self.sharded
+            and self.sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
+        )
+
+    def adopt_registered(self) -> None:
+        """Take over the parameter that the module has now, if it has been replaced."""
+        owner = self.owners[0]
+        registered = registered_parameter(owner.module, owner.name)
+        if registered is None or registered is self.sharded:
+            return
+        if not isinstance(registered, DTensor) or registered._spec.layout != self._spec.layout:
+            raise ShardingError(
+                "fully_shard",
+                f"parameter {self.fqn} has been replaced by {type(registered).__name__} of shape {tuple(registered.shape)}.",
+                f"Assign a DTensor that lies as {self._spec.layout}.",
+                rank=self._spec.mesh.get_rank(),
+            )
+        self.sharded = registered
+        self.show_sharded()
+
+    def lay_out(self, view: torch.Tensor) -> None:
+        """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""
+        self.sharded._local_tensor = view  # type: ignore[attr-defined]
+        self._shard_view = view
+
+    def slot_view(self, flat: torch.Tensor, slot: FlatSlot) -> torch.Tensor:
+        """This parameter's part of a rank's flat buffer, without padding."""
+        rows = self._spec.local_shape[0]
+        return flat.narrow(0, slot.offset, rows * slot.row_numel).view(self._spec.local_shape)
+
+    def make_unsharded(self, slot: FlatSlot, num_shards: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate the whole, with its padding, and return it as (num_shards, padded elements) to be written to."""
+        if self._buffer is None or self._buffer.dtype != dtype or self._buffer.device != device:
+            buffer = torch.empty(num_shards * slot.padded_numel, dtype=dtype, device=device)
+            self._buffer_bytes = buffer.untyped_storage().nbytes()
+            # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
+            # change to autograd, which holds views of the parameter from the forward pass.
+            whole = buffer[: self.shape[0] * slot.row_numel].view(self.shape).data
+            self._buffer = buffer.data.view(num_shards, slot.padded_numel)
+            self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        else:
+            self._buffer.untyped_storage().resize_(self._buffer_bytes)
+        return self._buffer
+
+    def free_unsharded(self) -> None:
+        """Give back the memory of the whole."""
+        if self._buffer is not None:
+            self._buffer.untyped_storage().resize_(0)
+
+    def show_unsharded(self) -> None:
+        """Let the modules compute with the whole."""
+        assert self.unsharded is not None
+        if self.unsharded.requires_grad != self.sharded.requires_grad:
+            self.unsharded.requires_grad_(self.sharded.requires_grad)
+        for owner in self.owners:
+            swap_parameter(owner.module, owner.name, self.unsharded)
+
+    def show_sharded(self) -> None:
+        """Let the modules, and so the user, see the shard."""
+        for owner in self.owners:
+            swap_parameter(owner.module, owner.name, self.sharded)
+
+    def accumulate_grad(self, local_grad: torch.Tensor) -> None:
+        """Add this rank's part of a reduced gradient to the sharded parameter's."""
+        if self.sharded.grad is None:
+            self.sharded.grad = DTensor(local_grad, self._spec)
+        else:
+            self.sharded.grad._local_tensor.add_(local_grad)  # type: ignore[attr-defined]

@@ -1,0 +1,251 @@
+"""What happens around a module's forward and backward: gather before, free after, reduce gradients, prefetch the next.
+
+Follows the hooks of PyTorch's FSDP2 (pre-forward, post-forward, a hook on the outputs' gradients for pre-backward, an
+autograd function on the inputs for post-backward, a callback at the end of the backward pass).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
+from disttrain.fsdp2.order import ExecutionOrder
+from disttrain.fsdp2.param_group import Comm, ParamGroup
+from disttrain.fsdp2.policies import MixedPrecisionPolicy
+
+
+class RootContext:
+    """What the modules of one model share during an iteration."""
+
+    def __init__(self, states: list[ShardState], device: torch.device) -> None:
+        self.states = states
+        self.comm = Comm(device)
+        self.order: ExecutionOrder[ShardState] = ExecutionOrder()
+        self.is_in_backward = False
+        for state in states:
+            state.context = self
+            for group in state.groups:
+                group.comm = self.comm
+
+    def begin_forward(self) -> None:
+        """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew."""
+        if self.is_in_backward:
+            self._abandon_backward()
+        self.order.begin()
+        for state in self.states:
+            if not state.is_kept_unsharded:
+                state.reshard()
+                for group in state.groups:
+                    group.lay_out()
+        streams = self.comm.streams
+        # The optimizer has written to the shards on the current stream.
+        optimizer_done = streams.mark()
+        with streams.gathering():
+            streams.follow(optimizer_done)
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward pass reaches the model."""
+        if not self.is_in_backward:
+            self.is_in_backward = True
+            when_backward_ends(self.end_backward)
+
+    def end_backward(self) -> None:
+        """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
+        for state in reversed(self.states):
+            state.post_backward()
+            state.is_kept_unsharded = False
+        self.comm.finish_reduction()
+        self.comm.release_gathered()
+        self.is_in_backward = False
+
+    def _abandon_backward(self) -> None:
+        """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
+        self.comm.finish_reduction()
+        for state in self.states:
+            state.abandon_backward()
+        self.is_in_backward = False
+
+
+class ShardState:
+    """The state of one module that `fully_shard` was called on."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[ParamGroup],
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = module
+        self.groups = groups
+        self.context: RootContext | None = None
+        self.requires_gradient_sync = True
+        self._policy = policy
+        self._device = device
+        self._reshard_after_forward = reshard_after_forward
+        self.is_kept_unsharded = False
+        """True once the user has gathered the parameters, until their backward or until the user frees them."""
+        self._awaits_post_backward = False
+        self._is_root = False
+        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._post_forward, always_call=True)
+        # What is saved and loaded is the shards, whatever the module computes with at the moment.
+        module.register_state_dict_pre_hook(lambda *_: self.reshard())
+        module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+
+    def unshard(self) -> None:
+        """Start gathering the module's own parameters. Collective."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def post_backward(self) -> None:
+        """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
+        self._awaits_post_backward = False
+        for group in reversed(self.groups):
+            group.reshard()
+            if self.requires_gradient_sync:
+                group.reduce_grads()
+
+    def abandon_backward(self) -> None:
+        """Forget the gradients of whole parameters, and that a backward pass was under way."""
+        self._awaits_post_backward = False
+        for group in self.groups:
+            group.drop_grads()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = self.context or self._become_root()
+        if self._is_root and not backward_is_running():
+            context.begin_forward()
+        self.unshard()
+        self.wait_for_unshard()
+        # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
+        if not context.is_in_backward:
+            following = context.order.visit(self)
+            if following is not None:
+                following.unshard()
+        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
+            args, kwargs = _cast(args, self._policy.param_dtype), _cast(kwargs, self._policy.param_dtype)
+        if torch.is_grad_enabled() and self.groups:
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        assert self.context is not None
+        # Without outputs, as after an exception, there is no backward to keep anything for.
+        grad_will_come = torch.is_grad_enabled() and outputs is not None
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward
+        if not is_needed and (self._frees_after_forward() or not grad_will_come):
+            self.reshard()
+        if self._is_root and not grad_will_come:
+            for state in self.context.states:
+                if not (state.is_kept_unsharded or state._awaits_post_backward):
+                    state.reshard()
+        if self._policy.output_dtype is not None:
+            outputs = _cast(outputs, self._policy.output_dtype)
+        if grad_will_come:
+            _for_each_tensor(outputs, self._watch_output)
+        return outputs
+
+    def _frees_after_forward(self) -> bool:
+        # The root's backward comes right after its forward: freeing in between would only gather twice.
+        return not self._is_root if self._reshard_after_forward is None else self._reshard_after_forward
+
+    def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._pre_backward)
+        return tensor
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        context = self.context
+        assert context is not None
+        context.begin_backward()
+        self._awaits_post_backward = True
+        self.unshard()
+        self.wait_for_unshard()
+        following = context.order.backward_from(self)
+        if following is not None:
+            following.unshard()
+        return grad
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the inputs that require gradients through a function whose backward tells that the module's is over."""
+        inputs: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                inputs.append(tensor)
+            return tensor
+
+        _for_each_tensor((args, kwargs), collect)
+        if not inputs:
+            return args, kwargs
+        outputs = iter(_PostBackward.apply(self, *inputs))  # type: ignore[no-untyped-call]
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = _for_each_tensor(
+            (args, kwargs), lambda tensor: next(outputs) if tensor.requires_grad else tensor
+        )
+        return replaced
+
+    def _become_root(self) -> RootContext:
+        states = [state for state in map(state_of, self.module.modules()) if state is not None]
+        self._is_root = True
+        for state in states:
+            if state is not self:
+                state._is_root = False
+        return RootContext(states, self._device)
+
+
+class _PostBackward(torch.autograd.Function):
+    """Hands its inputs on; when their gradients come back, the module's own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ShardState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.post_backward()
+        return (None, *grads)
+
+
+def state_of(module: nn.Module) -> ShardState | None:
+    """The state that `fully_shard` gave the module, if it did."""
+    state: ShardState | None = module.__dict__.get("_disttrain_shard_state")
+    return state
+
+
+def set_state(module: nn.Module, state: ShardState) -> None:
+    module.__dict__["_disttrain_shard_state"] = state
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    return _for_each_tensor(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts with `function` applied to its tensors, in order."""
+    if isinstance(values, torch.Tensor):
+        return function(values)
+    if isinstance(values, tuple):
+        mapped = [_for_each_tensor(value, function) for value in values]
+        return type(values)(*mapped) if hasattr(values, "_fields") else tuple(mapped)
+    if isinstance(values, list):
+        return [_for_each_tensor(value, function) for value in values]
+    if isinstance(values, dict):
+        return {key: _for_each_tensor(value, function) for key, value in values.items()}
+    return values

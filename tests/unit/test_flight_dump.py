@@ -1,0 +1,171 @@
+"""Dumps on disk: whole, cut off, damaged, foreign, newer; nothing but FlightDumpError comes out of a bad one."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.analysis import Analysis, analyze
+from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, decode, dump_name, encode, read_dump, write_dump
+from disttrain.flight_recorder.judge import judge
+from disttrain.flight_recorder.match import match
+from disttrain.flight_recorder.record import Failure, Frame, State
+from disttrain.flight_recorder.report import as_json, as_text
+from tests.unit.flight_ranks import NOW_S, Rank, line
+
+
+def _dump(rank: int = 0, world_size: int = 3) -> Dump:
+    calls = Rank(rank, world_size).call("broadcast", 5, peer=0).call("all_reduce", 10).call("all_reduce", 10)
+    calls.call("send", 20, peer=1, shape=(2, 3)).call("all_reduce", 10, group=(0, 2), state=State.FAILED, error="no")
+    return calls.waits("all_gather_into_tensor", 30).dump()
+
+
+def _newer_header() -> bytes:
+    return MAGIC + msgpack.packb(["dump", {"version": VERSION + 1}])
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    odd_name = Frame("/job/\udcff.py", 3, "odd")
+    dump = replace(_dump(), failure=Failure("KeyError", "'x'", (line(7), odd_name)), reason="uncaught exception")
+    write_dump(tmp_path / "a.flight", dump)
+    assert read_dump(tmp_path / "a.flight") == dump
+
+
+def test_a_file_is_the_owners_and_replaced_in_one_step(tmp_path: Path) -> None:
+    file = tmp_path / dump_name(_dump(7, 8))
+    file.write_text("old")
+    write_dump(file, _dump(7, 8))
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00007.job.flight"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_dump(tmp_path / "taken", _dump())
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_loop_costs_a_record_each_and_its_site_once() -> None:
+    def size(num_steps: int) -> int:
+        calls = Rank(0)
+        for _ in range(num_steps):
+            calls.call("all_reduce")
+        return len(encode(calls.dump(at=1)))
+
+    assert (size(1001) - size(1)) / 1000 < 50
+
+
+def test_a_cut_costs_the_oldest_records() -> None:
+    whole = encode(_dump())
+    for size in range(len(MAGIC), len(whole), 7):
+        try:
+            dump = decode(whole[:size])
+        except FlightDumpError:
+            assert size < 500
+            continue
+        assert dump.records == _dump().records[len(_dump().records) - len(dump.records) :]
+        assert "cut off" in dump.problems[0] or "damaged" in dump.problems[0]
+
+
+def test_a_changed_number_is_noticed() -> None:
+    data = encode(_dump())
+    place = data.index(b"all_reduce") + 3
+    dump = decode(data[:place] + b"X" + data[place + 1 :])
+    assert dump.problems == ("is damaged: what it says may be wrong",)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is not a dump"),
+        (b"\x80\x04junk" * 100, "is not a dump"),
+        (MAGIC, "is cut off"),
+        (MAGIC + msgpack.packb(["dump", {"version": VERSION, "rank": 5, "world_size": 2}]), "is damaged"),
+        (_newer_header(), f"has format version {VERSION + 1}"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    file = tmp_path / "rank-00000.x.flight"
+    file.write_bytes(content)
+    with pytest.raises(FlightDumpError, match=f"^read_dump: {file.name} {problem}"):
+        read_dump(file)
+
+
+def test_arrays_of_a_later_kind_are_skipped() -> None:
+    head, body = encode(_dump())[: len(MAGIC)], encode(_dump())[len(MAGIC) :]
+    header_size = len(msgpack.packb(next(iter(msgpack.Unpacker(_Bytes(body))))))
+    more = head + body[:header_size] + msgpack.packb(["weather", "fine"]) + body[header_size:]
+    assert decode(more).records == _dump().records
+
+
+@settings(max_examples=30)
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=8),
+    size=st.integers(0, 5000),
+)
+def test_whatever_is_damaged_an_answer_comes_out(damage: list[tuple[int, int]], size: int) -> None:
+    data = bytearray(encode(_dump()))
+    for place, value in damage:
+        data[len(MAGIC) + place % (len(data) - len(MAGIC))] = value
+    try:
+        dump = decode(bytes(data[: max(size, len(MAGIC))]))
+    except FlightDumpError:
+        return
+    dumps = [dump, *(_dump(rank) for rank in range(3) if rank != dump.rank)]
+    analysis = Analysis(tuple(judge(match(dumps))), tuple(dumps), dump.problems)
+    assert analysis.verdicts[0].summary
+    assert as_text(analysis).startswith("1. ")
+    assert as_json(analysis).isascii()
+
+
+def test_a_folder_of_all_sorts(tmp_path: Path) -> None:
+    """Two worlds, a rank twice, a cut-off file, a foreign one, others that are none of ours."""
+    for rank in range(3):
+        write_dump(tmp_path / f"rank-0000{rank}.job.flight", _dump(rank))
+    write_dump(tmp_path / "again.flight", replace(_dump(1), dumped_s=NOW_S + 5, reason="exit"))
+    write_dump(tmp_path / "rank-00000.old.flight", replace(_dump(0), job="old", started_s=NOW_S - 1000))
+    (tmp_path / "cut.flight").write_bytes(encode(_dump(2))[:600])
+    (tmp_path / "foreign.flight").write_bytes(b"hello")
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "folder.flight").mkdir()
+    analysis = analyze(tmp_path)
+    assert [(dump.rank, dump.job, dump.reason) for dump in analysis.dumps] == [
+        (0, "job", "SIGUSR2"),
+        (1, "job", "exit"),
+        (2, "job", "SIGUSR2"),
+    ]
+    said = "\n".join(analysis.notes)
+    for words in (
+        "cut.flight is cut off",
+        "foreign.flight is not a dump",
+        "1 other files",
+        "1 dumps are of other jobs than job",
+        "rank 1 has several dumps",
+    ):
+        assert words in said
+    assert as_text(analysis).isascii()
+    assert '"verdicts"' in as_json(analysis)
+
+
+def test_a_report_obeys_no_escape_sequence_of_a_dump(tmp_path: Path) -> None:
+    dumps = [replace(_dump(rank), reason="\x1b[2J\udcff") for rank in range(3)]
+    for dump in dumps:
+        write_dump(tmp_path / dump_name(dump), dump)
+    text = as_text(analyze(tmp_path))
+    assert "\\x1b[2J\\udcff" in text
+    assert "\x1b" not in text
+
+
+class _Bytes:
+    """What msgpack reads from; it asks for more than there is."""
+
+    def __init__(self, data: bytes) -> None:
+        self.read = lambda _: data

@@ -1,0 +1,176 @@
+"""Whatever happens to workers, one agent ends them all, tells its peers once, and says who was first."""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from disttrain_launch.outcome import Failed, Interrupted, Lost, Outcome, Succeeded, decode, encode
+from disttrain_launch.supervision import (
+    PASSED_SIGNALS,
+    STOP_SIGNALS,
+    Command,
+    DeadlinePassed,
+    End,
+    Event,
+    PeersEnded,
+    Send,
+    SetDeadline,
+    SignalCame,
+    Supervision,
+    Tell,
+    WorkersExited,
+)
+
+NUM_WORKERS = 4
+
+
+def failed(rank: int, returncode: int = 1) -> Failed:
+    return Failed(rank, rank, 0, "host", 100 + rank, returncode, 1.0, "last lines", "")
+
+
+def exited(*ranks: int, failures: tuple[Failed, ...] = ()) -> WorkersExited:
+    return WorkersExited(frozenset(ranks), failures)
+
+
+def supervision(num_nodes: int = 1) -> Supervision:
+    return Supervision(
+        range(NUM_WORKERS), num_nodes=num_nodes, node_rank=0, host="host", stop_grace_s=2.0, shutdown_timeout_s=30.0
+    )
+
+
+def commands_of(*events: Event, num_nodes: int = 1) -> list[Command]:
+    machine = supervision(num_nodes)
+    return [command for event in events for command in machine.handle(event)]
+
+
+def test_all_succeed() -> None:
+    assert commands_of(exited(0, 3), exited(1), exited(2)) == [End(Succeeded())]
+
+
+def test_a_failure_stops_the_rest() -> None:
+    first = failed(2)
+    commands = commands_of(
+        exited(0), exited(2, failures=(first,)), exited(1, 3, failures=(failed(1, -15), failed(3, 1)))
+    )
+    assert commands == [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0), End(first)]
+
+
+def test_of_several_at_once_the_killed_one_is_named() -> None:
+    killed = failed(3, -9)
+    commands = commands_of(exited(0, 1, 2, 3, failures=(failed(0), failed(1), killed)))
+    assert commands == [End(killed)]
+
+
+def test_who_does_not_stop_in_time_is_killed() -> None:
+    commands = commands_of(exited(1, failures=(failed(1),)), DeadlinePassed(), exited(0, 2, 3))
+    assert commands[2:] == [Send(signal.SIGKILL, with_children=True), End(failed(1))]
+
+
+def test_a_signal_is_passed_on_and_workers_may_take_their_time() -> None:
+    commands = commands_of(SignalCame(signal.SIGTERM), exited(0, 1, 2, 3))
+    assert commands == [
+        Send(signal.SIGTERM, with_children=True),
+        SetDeadline(30.0),
+        End(Interrupted(signal.SIGTERM, 0, "host")),
+    ]
+
+
+def test_a_second_interrupt_kills() -> None:
+    commands = commands_of(SignalCame(signal.SIGINT), SignalCame(signal.SIGINT))
+    assert commands[-1] == Send(signal.SIGKILL, with_children=True)
+
+
+def test_user_signals_reach_the_workers_alone_and_stop_nothing() -> None:
+    commands = commands_of(SignalCame(signal.SIGUSR1), exited(0, 1, 2, 3))
+    assert commands == [Send(signal.SIGUSR1, with_children=False), End(Succeeded())]
+
+
+def test_peers_hear_of_success_and_the_job_ends_when_all_have() -> None:
+    assert commands_of(exited(0, 1, 2, 3), num_nodes=2) == [Tell(Succeeded())]
+    assert commands_of(exited(0, 1, 2, 3), PeersEnded(Succeeded()), num_nodes=2)[1:] == [End(Succeeded())]
+
+
+def test_a_peers_failure_stops_us_and_is_the_outcome() -> None:
+    theirs = failed(9, -11)
+    commands = commands_of(PeersEnded(theirs), exited(0, 1, 2, 3), num_nodes=2)
+    assert commands == [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0), End(theirs)]
+
+
+def test_the_peers_word_about_who_was_first_is_final() -> None:
+    theirs = failed(9, -11)
+    commands = commands_of(exited(1, failures=(failed(1),)), PeersEnded(theirs), exited(0, 2, 3), num_nodes=2)
+    assert commands == [
+        Send(signal.SIGTERM, with_children=True),
+        SetDeadline(2.0),
+        Tell(failed(1)),
+        End(theirs),
+    ]
+
+
+def test_outcomes_travel() -> None:
+    outcomes: list[Outcome] = [Succeeded(), failed(1, -9), Interrupted(15, 1, "host"), Lost("node 1 went away")]
+    assert [decode(encode(outcome)) for outcome in outcomes] == outcomes
+    assert [outcome.exit_code for outcome in outcomes] == [0, 137, 143, 1]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random events in random order: whoever is left was told to stop, and the end comes once, with nobody left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = supervision(num_nodes=2)
+        self.alive = set(range(NUM_WORKERS))
+        self.ends: list[Outcome] = []
+        self.tells: list[Outcome] = []
+        self.is_stopped = False
+
+    def feed(self, event: Event) -> None:
+        for command in self.machine.handle(event):
+            match command:
+                case End(outcome):
+                    self.ends.append(outcome)
+                case Tell(outcome):
+                    self.tells.append(outcome)
+                case Send(number, with_children):
+                    assert self.alive
+                    self.is_stopped |= with_children and number not in PASSED_SIGNALS
+
+    @precondition(lambda self: self.alive and not self.ends)
+    @rule(data=st.data())
+    def workers_exit(self, data: st.DataObject) -> None:
+        ended = data.draw(st.sets(st.sampled_from(sorted(self.alive)), min_size=1))
+        codes = {rank: data.draw(st.sampled_from([0, 1, -9])) for rank in ended}
+        self.alive -= ended
+        self.feed(exited(*ended, failures=tuple(failed(rank, code) for rank, code in codes.items() if code)))
+
+    @precondition(lambda self: not self.ends)
+    @rule(number=st.sampled_from([*STOP_SIGNALS, *PASSED_SIGNALS]))
+    def signal_comes(self, number: int) -> None:
+        self.feed(SignalCame(number))
+
+    @precondition(lambda self: not self.ends)
+    @rule()
+    def peer_fails(self) -> None:
+        self.feed(PeersEnded(failed(7)))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.feed(DeadlinePassed())
+
+    @invariant()
+    def the_end_comes_once_and_last(self) -> None:
+        assert len(self.ends) <= 1
+        assert len(self.tells) <= 1 or self.tells[0] == Succeeded()
+        assert not (self.ends and self.alive)
+        if self.machine.is_stopping and self.alive:
+            assert self.is_stopped
+        if self.machine.is_stopping and not self.alive:
+            assert self.ends
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=20)

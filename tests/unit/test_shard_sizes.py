@@ -1,0 +1,45 @@
+"""Which part of a tensor a rank holds: as torch.chunk cuts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain.dtensor.placement import Replicate, Shard
+from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape_and_offset, piece
+
+
+@given(st.integers(0, 20), st.integers(1, 6))
+def test_pieces_are_chunks(size: int, num_pieces: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(num_pieces)] if size else []
+    chunks += [[]] * (num_pieces - len(chunks))
+    for position, chunk in enumerate(chunks):
+        length, offset = piece(size, num_pieces, position)
+        assert list(range(offset, offset + length)) == chunk
+
+
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_parts_tile_the_whole(shape: list[int], mesh_shape: list[int], data: st.DataObject) -> None:
+    dims = st.sampled_from(range(len(shape)))
+    placements = [data.draw(st.just(Replicate()) | dims.map(Shard)) for _ in mesh_shape]
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        sizes, offsets = local_shape_and_offset(shape, mesh_shape, coordinate, placements)
+        covered[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))] += 1
+    copies = math.prod(
+        size for size, placement in zip(mesh_shape, placements, strict=True) if isinstance(placement, Replicate)
+    )
+    assert torch.equal(covered, torch.full(shape, copies))
+
+
+@given(st.lists(st.integers(0, 4), max_size=4))
+def test_strides_are_those_of_torch(shape: list[int]) -> None:
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
