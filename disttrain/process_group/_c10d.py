@@ -27,7 +27,10 @@ Transport = Any
 
 
 class StoreAdapter(c10d.Store):
-    """A disttrain store as the C++ transports see one. They call it from threads of their own."""
+    """A disttrain store as the C++ transports see one. They call it from threads of their own.
+
+    Keep it for as long as the transport: C++ holds the C++ half alone, and without the Python half no method is found.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class StoreAdapter(c10d.Store):
         return self
 
 
-def make_gloo(store: Store, rank: int, size: int, timeout_s: float, hostname: str | None) -> Transport:
+def make_gloo(store: StoreAdapter, rank: int, size: int, timeout_s: float, hostname: str | None) -> Transport:
     """A Gloo mesh among `size` processes. Collective: blocks until all of them are connected.
 
     `hostname` names the interface to listen on; None leaves the choice to Gloo (GLOO_SOCKET_IFNAME, the host's name).
@@ -87,17 +90,19 @@ def make_gloo(store: Store, rank: int, size: int, timeout_s: float, hostname: st
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
     options._devices = [gloo.create_default_device() if hostname is None else gloo.create_device(hostname=hostname)]
-    return gloo(StoreAdapter(store), rank, size, options)
+    return gloo(store, rank, size, options)
 
 
-def make_nccl(store: Store, rank: int, size: int, timeout_s: float, ranks: Sequence[int], name: str) -> Transport:
+def make_nccl(
+    store: StoreAdapter, rank: int, size: int, timeout_s: float, ranks: Sequence[int], name: str
+) -> Transport:
     """An NCCL communicator per CUDA device that is used, made by the first collective on it."""
     nccl: Any = c10d.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]  # absent from a CPU build
     options = nccl.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
-    return nccl(StoreAdapter(store), rank, size, options)
+    return nccl(store, rank, size, options)
 
 
 def nccl_is_available() -> bool:

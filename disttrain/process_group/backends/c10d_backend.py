@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import ReduceOp, Transport
-from disttrain.process_group.backends.base import Backend
+from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
 from disttrain.process_group.work import TransportWork
 
 
@@ -18,23 +17,26 @@ class C10dBackend(Backend):
 
     _transport: Transport
 
+    def __init__(self, membership: Membership) -> None:
+        self._store = _c10d.StoreAdapter(membership.store)
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
         options = _c10d.AllreduceOptions()
         options.reduceOp = op
         options.asyncOp = async_op
-        return cast(TransportWork, self._transport.allreduce([tensor], options))
+        return _work(self._transport.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
         options = _c10d.BroadcastOptions()
         options.rootRank = src_rank
         options.rootTensor = 0
         options.asyncOp = async_op
-        return cast(TransportWork, self._transport.broadcast([tensor], options))
+        return _work(self._transport.broadcast([tensor], options))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         options = _c10d.AllgatherOptions()
         options.asyncOp = async_op
-        return cast(TransportWork, self._transport._allgather_base(output, input, options))
+        return _work(self._transport._allgather_base(output, input, options))
 
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
@@ -42,13 +44,13 @@ class C10dBackend(Backend):
         options = _c10d.ReduceScatterOptions()
         options.reduceOp = op
         options.asyncOp = async_op
-        return cast(TransportWork, self._transport._reduce_scatter_base(output, input, options))
+        return _work(self._transport._reduce_scatter_base(output, input, options))
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
-        return cast(TransportWork, self._transport.send([tensor], dst_rank, tag))
+        return _work(self._transport.send([tensor], dst_rank, tag))
 
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
-        return cast(TransportWork, self._transport.recv([tensor], src_rank, tag))
+        return _work(self._transport.recv([tensor], src_rank, tag))
 
     def shutdown(self) -> None:
         self._transport.shutdown()
@@ -57,4 +59,9 @@ class C10dBackend(Backend):
         options = _c10d.BarrierOptions()
         options.device_ids = list(device_ids)
         options.asyncOp = False
-        return cast(TransportWork, self._transport.barrier(options))
+        return _work(self._transport.barrier(options))
+
+
+def _work(started: TransportWork | None) -> TransportWork:
+    """NCCL has no handle for what it has queued on the caller's own stream: there it is in order already."""
+    return CompletedWork() if started is None else started

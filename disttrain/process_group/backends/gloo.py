@@ -33,9 +33,10 @@ class GlooBackend(C10dBackend):
     devices = ("cpu",)
 
     def __init__(self, membership: Membership) -> None:
+        super().__init__(membership)
         self._global_rank = membership.global_rank
         self._transport = _c10d.make_gloo(
-            membership.store, membership.rank, membership.size, membership.timeout_s, _listening_address()
+            self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
         )
 
     # Gloo knows few dtypes. What only moves data moves bytes, and so serves all of them.

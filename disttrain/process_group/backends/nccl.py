@@ -14,8 +14,9 @@ class NcclBackend(C10dBackend):
     devices = ("cuda",)
 
     def __init__(self, membership: Membership) -> None:
+        super().__init__(membership)
         self._transport = _c10d.make_nccl(
-            membership.store,
+            self._store,
             membership.rank,
             membership.size,
             membership.timeout_s,
