@@ -25,6 +25,17 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import disttrain
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 
+SIZES = {
+    "dim": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "layers": 8,
+    "vocab": 32000,
+    "seq": 8192,
+    "batch": 1,
+    "steps": 8,
+}
 Case = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -137,9 +148,7 @@ def slowest(seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(
-        dim=4096, heads=32, kv_heads=8, ffn=14336, layers=8, vocab=32000, seq=8192, batch=1, steps=8
-    ).items():
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path)

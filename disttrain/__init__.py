@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "disttrain.process_group": (
-        "NON_GROUP_MEMBER",
         "Call",
         "Fabric",
+        "NON_GROUP_MEMBER",
         "Observer",
         "ProcessGroup",
         "ReduceOp",

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from disttrain.errors import SettingError
 
 T = TypeVar("T")
 
-SETTINGS: dict[str, Setting] = {}
+SETTINGS: dict[str, Setting[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,6 @@ class Setting(Generic[T]):
 
     def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
         return bool((os.environ if environ is None else environ).get(self.name, ""))
-
-
-def _flag(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError("a flag is 1 or 0, true or false, yes or no, on or off")
-    return words[text.lower()]
 
 
 def _positive(text: str) -> float:
@@ -118,9 +111,6 @@ STORE_MAX_UNREAD_BYTES = Setting[int](
     _natural,
     512 << 20,
     "Bytes of replies that a store's client may leave unread before the server drops it.",
-)
-STORE_TIMEOUT_S = Setting[float](
-    "DISTTRAIN_STORE_TIMEOUT_S", _positive, 300.0, "Seconds that a store operation waits unless told otherwise."
 )
 
 # Collectives.

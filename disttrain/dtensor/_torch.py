@@ -23,7 +23,7 @@ def make_wrapper(
     requires_grad: bool,
 ) -> torch.Tensor:
     """A tensor of class `cls` with a shape and no storage; dtype and device are those of `like`."""
-    wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         cls,
         shape,
         strides=stride,
@@ -37,7 +37,7 @@ def make_wrapper(
 
 def use_foreach_for(cls: type[torch.Tensor]) -> None:
     """Let torch.optim choose its foreach and fused implementations for parameters of class `cls`."""
-    supported = torch_optimizer._foreach_supported_types  # type: ignore[attr-defined]
+    supported = torch_optimizer._foreach_supported_types
     if cls not in supported:
         supported.append(cls)
 

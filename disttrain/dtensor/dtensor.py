@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -29,8 +29,8 @@ class DTensor(torch.Tensor):
     __torch_function__ = no_torch_function
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        tensor = cast(DTensor, make_wrapper(cls, spec.shape, spec.stride, local, requires_grad))
+    def __new__(cls, local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> Self:
+        tensor = cast(Self, make_wrapper(cls, spec.shape, spec.stride, local, requires_grad))
         tensor._local_tensor = local
         tensor._spec = spec
         return tensor
@@ -39,7 +39,7 @@ class DTensor(torch.Tensor):
         """`local` has `spec.local_shape`; it does not require a gradient itself."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return dispatch(DTensor, func, args, kwargs or {})
@@ -82,7 +82,7 @@ class DTensor(torch.Tensor):
         if spec.local_shape != tuple(local_tensor.shape):
             raise LayoutError(
                 "from_local",
-                f"this rank brings shape {tuple(local_tensor.shape)}, its part of shape {spec.shape} is {spec.local_shape}.",
+                f"this rank brings shape {tuple(local_tensor.shape)}, its part of {spec.shape} is {spec.local_shape}.",
                 "Give the shape of the whole; pieces are cut as torch.chunk cuts.",
                 rank=device_mesh.get_rank(),
                 where=str(device_mesh.layout),
@@ -124,7 +124,7 @@ class DTensor(torch.Tensor):
         """One placement per mesh axis."""
         return self._spec.placements
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DTensor(local={self._local_tensor}, shape={tuple(self.shape)}, {self._spec.layout})"
 
 

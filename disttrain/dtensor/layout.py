@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from disttrain.dtensor.placement import Placements, Replicate, Shard
+from disttrain.dtensor.placement import Placements, Replicate
 from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape_and_offset
 from disttrain.mesh import DeviceMesh
 
@@ -27,10 +27,6 @@ class Layout:
     @property
     def has_partial(self) -> bool:
         return any(placement.is_partial() for placement in self.placements)
-
-    def shards(self, dim: int) -> bool:
-        """True when some axis shards tensor dim `dim`."""
-        return Shard(dim) in self.placements
 
     def with_placements(self, placements: Placements) -> Layout:
         return Layout(self.mesh, placements)

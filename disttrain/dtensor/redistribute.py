@@ -95,7 +95,7 @@ def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: Devic
 
 
 def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """A contiguous copy with `dim` moved to the front, where collectives put pieces together, and zeros up to `size`."""
+    """A contiguous copy with `dim` in front, where collectives put pieces together, and zeros up to `size`."""
     moved = local.transpose(0, dim)
     if moved.shape[0] == size:
         return moved.contiguous()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard
 
-
 _SCATTERED = frozenset({"sum", "avg", "min", "max", "product"})
 """Reductions that a backend can reduce-scatter."""
 

@@ -1,7 +1,7 @@
 """Which part of a tensor a rank holds. Pure arithmetic over sizes, mesh shapes and coordinates.
 
-Where several axes shard one dim, they cut in the order of the axes: the first axis cuts the whole, the next one cuts the
-piece. Each cut is `torch.chunk`'s: pieces of ceil(size / num_pieces), the last ones shorter or empty.
+Where several axes shard one dim, they cut in the order of the axes: the first axis cuts the whole, the next one cuts
+the piece. Each cut is `torch.chunk`'s: pieces of ceil(size / num_pieces), the last ones shorter or empty.
 """
 
 from __future__ import annotations

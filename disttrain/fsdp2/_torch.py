@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 
 def swap_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register `parameter` under a name that the module has already, without `setattr`'s checks: this is on the hot path."""
+    """Register `parameter` under a name that the module has; on the hot path `setattr` checks too much."""
     module._parameters[name] = parameter
 
 
@@ -31,9 +31,9 @@ def backward_is_running() -> bool:
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward pass that is running now has ended."""
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets all r-th pieces. Casts to `out`'s dtype."""
+    """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets the r-th of each, cast."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)

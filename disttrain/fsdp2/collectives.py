@@ -30,15 +30,18 @@ class Gather:
 
 @dataclass
 class Reduction:
-    """A reduce-scatter under way. `output` is this rank's flat buffer of averaged gradients."""
+    """A reduce-scatter under way. `output` is this rank's flat buffer of averaged gradients.
+
+    `packed`, its input, was allocated on another stream: it is held until that stream is ordered after the reduction.
+    """
 
     output: torch.Tensor
-    input: torch.Tensor
+    packed: torch.Tensor
     work: Work | None
     done: torch.cuda.Event | None
 
     def wait(self, streams: CommStreams) -> None:
-        """Order the current stream (CPU: the host) after it; the input may be reused then."""
+        """Order the current stream (CPU: the host) after it; the packed input may be reused then."""
         if self.work is not None:
             self.work.wait()
         streams.follow(self.done)
@@ -49,10 +52,10 @@ def start_gather(
 ) -> Gather:
     """Gather every rank's flat `shard`, cast to `dtype`, on the all-gather stream. Collective."""
     with streams.gathering():
-        input = shard if shard.dtype == dtype else shard.to(dtype)
-        output = input.new_empty((num_shards, input.numel()))
+        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        output = sent.new_empty((num_shards, sent.numel()))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
-        work = all_gather_into_tensor(output, input, group=group, async_op=not streams.is_cuda)
+        work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
         return Gather(output, work, streams.mark())
 
 
@@ -64,12 +67,12 @@ def copy_out(gathered: torch.Tensor, plan: FlatPlan, buffers: Sequence[torch.Ten
 def start_reduction(
     grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype, group: ProcessGroup, streams: CommStreams
 ) -> Reduction:
-    """Average whole gradients over the ranks and scatter them as flat shards, on the reduce-scatter stream. Collective."""
-    input = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
-    chunk_cat(grads, plan.num_shards, out=input)
+    """Average whole gradients over the ranks, scatter them as flat shards, on the reduce-scatter stream. Collective."""
+    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
+    chunk_cat(grads, plan.num_shards, out=packed)
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
-        output = input.new_empty(plan.shard_numel)
-        work = reduce_scatter_tensor(output, input, ReduceOp.AVG, group=group, async_op=not streams.is_cuda)
-        return Reduction(output, input, work, streams.mark())
+        output = packed.new_empty(plan.shard_numel)
+        work = reduce_scatter_tensor(output, packed, ReduceOp.AVG, group=group, async_op=not streams.is_cuda)
+        return Reduction(output, packed, work, streams.mark())

@@ -1,7 +1,8 @@
 """How the shards of several parameters lie in one flat buffer. Pure arithmetic.
 
 Dim 0 of every parameter is cut as `torch.chunk` cuts; each rank's piece is padded to the size of the first. A rank's
-buffer is its pieces one after the other, so one all-gather brings all parameters, and row r of its result is rank r's buffer.
+buffer is its pieces one after the other, so one all-gather brings all parameters: row r of its result is rank r's
+buffer.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class FSDPModule:
     """What a module gains by `fully_shard`: it is an instance of this class as well as of its own."""
 
     def unshard(self) -> None:
-        """Gather the module's own parameters now, and keep them until `reshard` or the end of its backward. Collective."""
+        """Gather the module's own parameters, and keep them until `reshard` or the end of a backward. Collective."""
         state = _state(self)
         state.unshard()
         state.wait_for_unshard()
@@ -45,7 +45,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward passes add to the whole gradients on each rank, and nothing is reduced, until it is True again."""
+        """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
         module = cast(nn.Module, self)
         for child in module.modules() if recurse else [module]:
             state = state_of(child)
@@ -61,11 +61,12 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> Module:
-    """Shard the module's parameters over dim 0 and gather them only while it computes. Applied to blocks, then to the root.
+    """Shard the module's parameters over dim 0, and gather them only while it computes.
 
-    Each call makes one group: the parameters of the module that no call on a part of it has taken. A group is gathered
-    by one all-gather before forward and before backward, and its gradients are averaged by one reduce-scatter. The
-    parameters become DTensors, before and after computing; build the optimizer after the last call.
+    Apply it to blocks, then to the root. Each call makes one group: the parameters of the module that no call on a part
+    of it has taken. A group is gathered by one all-gather before forward and before backward, and its gradients are
+    averaged by one reduce-scatter. The parameters become DTensors, before and after computing; build the optimizer
+    after the last call.
 
     Args:    mesh                   one axis; default: all ranks. Parameters move to its device, but those on "meta".
              reshard_after_forward  free the whole parameters between forward and backward. Default: True, but False for

@@ -35,7 +35,7 @@ class ExecutionOrder(Generic[Member]):
         return self._learnt[position + 1] if self._on_path and position + 1 < len(self._learnt) else None
 
     def backward_from(self, member: Member) -> Member | None:
-        """The backward of `member` runs now; its latest forward is over with. Returns whose backward is expected next."""
+        """The backward of `member` runs now. Returns whose backward is expected next."""
         for position in reversed(range(len(self._now))):
             if self._now[position] == member:
                 return self._now[position - 1] if position > 0 else None

@@ -1,4 +1,4 @@
-"""One parameter: its shard, which the optimizer and the user hold, and the gathered whole, which the module computes with."""
+"""One parameter: its shard, which optimizer and user hold, and the gathered whole, which the module computes with."""
 
 from __future__ import annotations
 
@@ -58,11 +58,6 @@ class ShardedParam:
         self._buffer_bytes = 0
         self.show_sharded()
 
-    @property
-    def local(self) -> torch.Tensor:
-        """This rank's part of the parameter."""
-        return self.sharded.to_local() if self._shard_view is None else self._shard_view
-
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
         owner = self.owners[0]
@@ -80,7 +75,7 @@ class ShardedParam:
         if not isinstance(registered, DTensor) or registered._spec.layout != self._spec.layout:
             raise ShardingError(
                 "fully_shard",
-                f"parameter {self.fqn} has been replaced by {type(registered).__name__} of shape {tuple(registered.shape)}.",
+                f"parameter {self.fqn} has become a {type(registered).__name__} of shape {tuple(registered.shape)}.",
                 f"Assign a DTensor that lies as {self._spec.layout}.",
                 rank=self._spec.mesh.get_rank(),
             )

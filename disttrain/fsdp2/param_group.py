@@ -60,10 +60,6 @@ class ParamGroup:
         """The dtype of the gathered parameters."""
         return self._policy.param_dtype or self._orig_dtype
 
-    @property
-    def is_gathering(self) -> bool:
-        return self._gather is not None
-
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
         if self._flat is not None and all(param.is_laid_out() for param in self.params):

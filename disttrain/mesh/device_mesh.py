@@ -136,7 +136,7 @@ class DeviceMesh:
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: object) -> DeviceMesh:
+    def __deepcopy__(self, _: object) -> DeviceMesh:
         """The mesh itself: copies of a tensor lie on the same ranks."""
         return self
 

@@ -31,9 +31,9 @@ from disttrain.process_group.work import Work
 from disttrain.process_group.world import NON_GROUP_MEMBER, World
 
 __all__ = [
-    "NON_GROUP_MEMBER",
     "Call",
     "Fabric",
+    "NON_GROUP_MEMBER",
     "Observer",
     "ProcessGroup",
     "ReduceOp",

@@ -1,7 +1,7 @@
 """The one door to torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
 
-Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups are used as
-bare transports: torch's own registry of process groups never hears of them.
+Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups
+are used as bare transports: torch's own registry of process groups never hears of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch._C import _distributed_c10d as c10d
 from disttrain.store import Store
 
 ReduceOp = c10d.ReduceOp
+Reduction = ReduceOp | ReduceOp.RedOpType
+"""An operation as `ReduceOp.SUM` gives it, or an object of ReduceOp that wraps it."""
 AllreduceOptions = c10d.AllreduceOptions
 AllgatherOptions = c10d.AllgatherOptions
 BarrierOptions = c10d.BarrierOptions

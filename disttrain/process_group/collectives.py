@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.errors import GroupError, ShapeError
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup, barrier_device
@@ -15,7 +15,7 @@ from disttrain.process_group.work import Work
 
 
 def all_reduce(
-    tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce `tensor` over the group, in place, so that all ranks hold the result.
 
@@ -39,7 +39,8 @@ def broadcast(
 ) -> Work | None:
     """Copy the source's `tensor` to all ranks of the group.
 
-    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks.  src  global rank; or group_src, in the group.
+    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks.
+             src     the global rank that has the values; or group_src, its rank in the group.
     Returns, raises: as all_reduce; GroupError when the source is not a member.
     Collective: every rank of the group, in the same order.
     """
@@ -75,7 +76,7 @@ def all_gather_into_tensor(
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: Reduction = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:

@@ -6,8 +6,8 @@ has a world of its own, which comes first.
 
 from __future__ import annotations
 
-import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,12 +27,12 @@ class _ThreadWorld(threading.local):
 
 
 class _Default:
-    """The process's world, the world of each thread that is a rank, and how many worlds the process has had."""
+    """The process's world, the world of each thread that is a rank, and how many worlds met at each address."""
 
     def __init__(self) -> None:
         self.process_world: World | None = None
         self.thread = _ThreadWorld()
-        self.init_counter = itertools.count(1)
+        self.num_inits: Counter[str] = Counter()
 
 
 _default = _Default()
@@ -55,8 +55,8 @@ def init_process_group(
                           "cpu:gloo,cuda:nccl", "fake".
              init_method  "env://" (default; what launchers set), or "tcp://host:port" with `rank` and `world_size`.
              timeout      for every collective; a timedelta or seconds.
-             store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. It is good
-                          for one world: wrap it in a PrefixStore, or name the group, for the next one.
+             store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. For
+                          another world, wrap it in a PrefixStore or give another `group_name`.
              device_id    the GPU that this rank computes on; default: the one of its local rank.
     Raises:  RendezvousError when ranks don't fit together or don't come, StoreError when the store can't be reached,
              GroupError when the process is a rank already.
@@ -71,28 +71,25 @@ def init_process_group(
         )
     timeout_s = TIMEOUT_S.read() if timeout is None else seconds("init_process_group", timeout)
     place = rendezvous.find_place(init_method, rank, world_size, store)
-    opened = rendezvous.open_store(place, timeout_s) if store is None else store
-    try:
-        # A launcher's store outlives a world: each world that its process has had gets keys of its own there.
-        prefix = group_name or "job"
-        scoped = PrefixStore(f"{prefix}/{next(_default.init_counter)}" if place.is_launchers else prefix, opened)
-        rendezvous.join(scoped, place, timeout_s)
-        world = World(
-            scoped,
-            place.rank,
-            place.world_size,
-            backend=backend,
-            timeout_s=timeout_s,
-            device=torch.device("cuda", device_id) if isinstance(device_id, int) else device_id,
-            options=pg_options,
-        )
-    except BaseException:
-        if store is None:
-            opened.close()
-        raise
+    prefix = group_name or "job"
     if store is None:
-        world.own_store(opened)
-    _default.process_world = world
+        # A launcher's store outlives a world: each world that its processes have had gets keys of its own there.
+        _default.num_inits[place.address] += 1
+        prefix = f"{prefix}/{_default.num_inits[place.address]}"
+        opened: Store = rendezvous.meet(place, prefix, timeout_s)
+    else:
+        opened = store
+        rendezvous.join(PrefixStore(prefix, store), place, timeout_s)
+    _default.process_world = World(
+        PrefixStore(prefix, opened),
+        place.rank,
+        place.world_size,
+        backend=backend,
+        timeout_s=timeout_s,
+        device=torch.device("cuda", device_id) if isinstance(device_id, int) else device_id,
+        options=pg_options,
+        owned_store=opened if store is None else None,
+    )
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

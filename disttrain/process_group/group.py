@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ProcessGroup:
     """Ranks that call collectives together.
 
-    Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, the same on
+    Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, alike on
     all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far.
     Transports are made by the first collective on a device type, which connects the members and nobody else.
     """

@@ -1,6 +1,7 @@
 """What observers of the one door see: each collective as a `Call`, when it is enqueued and when it is over.
 
-The flight recorder, byte counters and tests are observers. They are kept by the `World`; with none, a call costs nothing more.
+The flight recorder, byte counters and tests are observers. They are kept by the `World`; with none, a call
+costs nothing more.
 """
 
 from __future__ import annotations

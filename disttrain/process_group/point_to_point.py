@@ -23,7 +23,8 @@ def isend(
 ) -> Work:
     """Start sending `tensor` (contiguous, any shape) to global rank `dst`, or group rank `group_dst`.
 
-    The tensor must not change until the handle's `wait` has returned. `tag` tells messages of one pair apart (not on NCCL).
+    The tensor must not change until the handle's `wait` has returned. `tag` tells messages of one pair apart, but not
+    on NCCL.
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
@@ -39,8 +40,9 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Start receiving into `tensor` (contiguous, the sender's dtype and size) from global rank `src` or group rank `group_src`.
+    """Start receiving into `tensor` from global rank `src`, or group rank `group_src`.
 
+    The tensor is contiguous and has the sender's dtype and size.
     Raises: as isend.
     """
     group = resolve_group("recv", group)

@@ -7,6 +7,7 @@ becomes the verdict that every rank reads.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,11 +15,12 @@ from typing import TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from disttrain import __version__, settings
-from disttrain.errors import RendezvousError, StoreTimeoutError
+from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from disttrain.settings import Setting
-from disttrain.store import Store, TCPStore, read_token
+from disttrain.store import PrefixStore, Store, TCPStore, read_token
 
 T = TypeVar("T")
+_LEAST_S = 0.1
 _OPERATION = "init_process_group"
 
 
@@ -32,8 +34,10 @@ class Place:
     port: int = 0
     hosts_store: bool = False
     """True when this rank starts the store's server."""
-    is_launchers: bool = False
-    """True for a store that a launcher runs for the whole job, and which outlives the worlds of its ranks."""
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 def find_place(
@@ -75,7 +79,7 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
             raise RendezvousError(
                 _OPERATION, f"{settings.STORE.name}={store_address!r} is not host:port.", "Unset it, or mend it."
             )
-        return _checked(Place(rank, world_size, host, int(port), is_launchers=True))
+        return _checked(Place(rank, world_size, host, int(port)))
     host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
     return _checked(Place(rank, world_size, host, port_number, hosts_store=rank == 0))
 
@@ -101,8 +105,27 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def open_store(place: Place, timeout_s: float) -> Store:
-    """Connect to the job's store; rank 0 starts it where no launcher did."""
+def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
+    """Connect to the job's store, which rank 0 starts where no launcher did, and `join` under `prefix`."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = max(deadline_s - time.monotonic(), _LEAST_S)
+        store = _open_store(place, left_s)
+        try:
+            join(PrefixStore(prefix, store), place, left_s)
+        except StoreConnectionError:
+            store.close()
+            # It may have been the store of an earlier world, at the same address, in its last moments.
+            if place.hosts_store or time.monotonic() > deadline_s:
+                raise
+        except BaseException:
+            store.close()
+            raise
+        else:
+            return store
+
+
+def _open_store(place: Place, timeout_s: float) -> TCPStore:
     token_file = settings.TOKEN_FILE.read()
     return TCPStore(
         place.host,
@@ -139,7 +162,7 @@ def join(store: Store, place: Place, timeout_s: float) -> None:
         raise RendezvousError(
             _OPERATION,
             f"{verdict}.",
-            "Start every rank once, with one world size and version, and give each world a store or group name of its own.",
+            "Start every rank once, with one world size and version; give each world a store or group name of its own.",
             rank=place.rank,
         )
 

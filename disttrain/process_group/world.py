@@ -44,7 +44,9 @@ class World:
         timeout_s: float,
         device: torch.device | None = None,
         options: object | None = None,
+        owned_store: Store | None = None,
     ) -> None:
+        """`owned_store` is closed together with the world."""
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -56,7 +58,7 @@ class World:
         self._groups: list[ProcessGroup] = []
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._num_alike: Counter[tuple[int, ...]] = Counter()
-        self._owned_store: Store | None = None
+        self._owned_store = owned_store
         self.default_group = self._make_group("world", tuple(range(world_size)), backend, timeout_s, options)
 
     def new_group(
@@ -112,10 +114,6 @@ class World:
         self._groups.clear()
         if self._owned_store is not None:
             self._owned_store.close()
-
-    def own_store(self, store: Store) -> None:
-        """Close `store` when the world is destroyed."""
-        self._owned_store = store
 
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None

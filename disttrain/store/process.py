@@ -31,7 +31,7 @@ from disttrain.store.server import ENGINES, READY, ServerConfig
 from disttrain.store.wire import Decoder, Message, WireError, encode
 
 START_S: Final = 60.0
-END_S: Final = 0.1
+RELEASE_S: Final = 2.0
 _ANSWER_BYTES: Final = 64 << 10
 
 
@@ -50,7 +50,10 @@ class ServerProcess:
         os.register_at_fork(after_in_child=_Forget(self._finalizer))
 
     def close(self) -> None:
-        """Let the server end: at once without clients, else with its last one or when it has lingered. Idempotent."""
+        """Let the server go: its address is free on return. Idempotent.
+
+        It ends at once without clients, else with its last one or when it has lingered.
+        """
         self._finalizer()
 
 
@@ -166,10 +169,8 @@ def _let_go(process: subprocess.Popen[bytes], to_server: int, from_server: int, 
         os.close(from_server)
         process.returncode = 0
         return
-    # The server's stdout ends when it does, which is soon unless it has clients.
-    has_ended = _readable(from_server, END_S)
+    # The server's stdout ends once its address is free; it ends itself as soon as it has no clients.
+    _readable(from_server, RELEASE_S)
     os.close(from_server)
-    if has_ended:
-        process.wait()
-    else:
+    if process.poll() is None:
         threading.Thread(target=process.wait, name="disttrain-store-reaper", daemon=True).start()

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, StoreAddressError, StoreAuthError, StoreError
@@ -90,7 +91,7 @@ def _remedy(error: OSError) -> str:
     return "Check host and port."
 
 
-def make_shell(engine: str | None, hub: Hub, linger_s: float) -> Shell:
+def make_shell(engine: str | None, hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell of `engine`; None: the first that imports. Raises StoreError when none does."""
     reasons = []
     for name in ENGINES if engine is None else (engine,):
@@ -100,7 +101,7 @@ def make_shell(engine: str | None, hub: Hub, linger_s: float) -> Shell:
         except ImportError as error:
             reasons.append(f"{name} cannot be imported ({error})")
             continue
-        shell: Shell = module.make(hub, linger_s)
+        shell: Shell = module.make(hub, linger_s, released)
         return shell
     raise StoreError("spawn_server", f"{'; '.join(reasons)}.", "Install it, or choose another engine.")
 
@@ -125,7 +126,7 @@ def main() -> int:
     try:
         config = _read_config(sys.stdin.fileno())
         _allow_many_connections()
-        shell = make_shell(config.engine, Hub(config.token, config.limits), config.linger_s)
+        shell = make_shell(config.engine, Hub(config.token, config.limits), config.linger_s, _released)
         listener = listen(config.host, config.port, config.token)
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)
@@ -136,8 +137,17 @@ def main() -> int:
     return 0
 
 
+def _released() -> None:
+    """Tell the parent, if it still listens, that the address is free: our stdout ends."""
+    os.close(sys.stdout.fileno())
+
+
 def _tell(*fields: object) -> None:
-    os.write(sys.stdout.fileno(), encode(fields))
+    try:
+        os.write(sys.stdout.fileno(), encode(fields))
+    except BrokenPipeError:
+        # The parent has died meanwhile: its end of stdin is gone as well, and so are we in a moment.
+        return
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the two libuv shells share: who is connected, what to do with the hub's actions, when to stop.
 
-A shell subclasses `Shell` with four methods (run, stop, timer) and hands it a `Peer` for each connection.
+A shell subclasses `Shell` with four methods (run, stop, stop listening, timer) and hands it a `Peer` for each
+connection.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from disttrain.store.hub import Action, Hub
@@ -36,8 +38,10 @@ class Peer(Protocol):
 class Shell(ABC):
     """Moves bytes and timers between sockets and a hub, until its parent and then its clients are gone."""
 
-    def __init__(self, hub: Hub, linger_s: float) -> None:
+    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+        """`released` is called once nobody listens at the address any more."""
         self._hub = hub
+        self._released = released
         self._linger_s = linger_s
         self._peers: dict[int, Peer] = {}
         self._num_connected = 0
@@ -51,6 +55,10 @@ class Shell(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Make `run` return."""
+
+    @abstractmethod
+    def stop_listening(self) -> None:
+        """Take no more peers, and let others have the address."""
 
     @abstractmethod
     def start_timer(self, delay_s: float) -> None:
@@ -78,6 +86,9 @@ class Shell(ABC):
 
     def parent_gone(self) -> None:
         """Nobody holds the server any more: it ends with its last client, or when it has lingered long enough."""
+        # Whoever comes to this address from now on is looking for the next job's store.
+        self.stop_listening()
+        self._released()
         now_s = time.monotonic()
         self._ends_s = now_s + self._linger_s
         self._stop_when_alone()

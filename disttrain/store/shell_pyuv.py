@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pyuv
@@ -64,15 +64,15 @@ class _Peer:
 class PyuvShell(Shell):
     """See `Shell`."""
 
-    def __init__(self, hub: Hub, linger_s: float) -> None:
-        super().__init__(hub, linger_s)
+    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+        super().__init__(hub, linger_s, released)
         self._loop = pyuv.Loop()
+        self._server = pyuv.TCP(self._loop)
         self._timer = pyuv.Timer(self._loop)
 
     def run(self, listener: socket.socket, parent: int) -> None:
-        server = pyuv.TCP(self._loop)
-        server.open(os.dup(listener.fileno()))
-        server.listen(self._accept, BACKLOG)
+        self._server.open(listener.detach())
+        self._server.listen(self._accept, BACKLOG)
         pipe = pyuv.Pipe(self._loop)
         pipe.open(parent)
         pipe.start_read(lambda _pipe, data, _error: self.parent_gone() if data is None else None)
@@ -80,6 +80,9 @@ class PyuvShell(Shell):
 
     def stop(self) -> None:
         self._loop.stop()
+
+    def stop_listening(self) -> None:
+        self._server.close()
 
     def start_timer(self, delay_s: float) -> None:
         self._timer.start(lambda _timer: self.tick(), delay_s, 0.0)
@@ -100,6 +103,6 @@ class PyuvShell(Shell):
         handle.start_read(peer.read)
 
 
-def make(hub: Hub, linger_s: float) -> Shell:
+def make(hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell; both engines' modules have this function."""
-    return PyuvShell(hub, linger_s)
+    return PyuvShell(hub, linger_s, released)

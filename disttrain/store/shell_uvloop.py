@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from typing import cast
 
 import uvloop
@@ -52,20 +53,25 @@ class _Peer(asyncio.Protocol):
 class UvloopShell(Shell):
     """See `Shell`."""
 
-    def __init__(self, hub: Hub, linger_s: float) -> None:
-        super().__init__(hub, linger_s)
+    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+        super().__init__(hub, linger_s, released)
         self._loop = uvloop.new_event_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._server: asyncio.AbstractServer | None = None
 
     def run(self, listener: socket.socket, parent: int) -> None:
         listener.setblocking(False)
         server = self._loop.create_server(lambda: _Peer(self), sock=listener, backlog=BACKLOG)
-        self._loop.run_until_complete(server)
+        self._server = self._loop.run_until_complete(server)
         self._loop.add_reader(parent, self._parent_wrote, parent)
         self._loop.run_forever()
 
     def stop(self) -> None:
         self._loop.stop()
+
+    def stop_listening(self) -> None:
+        assert self._server is not None
+        self._server.close()
 
     def start_timer(self, delay_s: float) -> None:
         if self._timer is not None:
@@ -78,6 +84,6 @@ class UvloopShell(Shell):
             self.parent_gone()
 
 
-def make(hub: Hub, linger_s: float) -> Shell:
+def make(hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell; both engines' modules have this function."""
-    return UvloopShell(hub, linger_s)
+    return UvloopShell(hub, linger_s, released)

@@ -1,4 +1,4 @@
-"""Tools for testing distributed code: ranks as threads, and a pool of rank processes. For users of disttrain as well."""
+"""Tools for testing distributed code, for users as well: ranks as threads, and a pool of rank processes."""
 
 from __future__ import annotations
 

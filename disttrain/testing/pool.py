@@ -1,4 +1,4 @@
-"""A pool of rank processes that stays up: importing torch once per rank, not once per test, is what makes suites fast."""
+"""A pool of rank processes that stays up: importing torch once per rank, not once per test, makes suites fast."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Rank:
             stdout=subprocess.PIPE,
             stderr=self.log,
             env={
-                **os.environ,
+                **environment(),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
@@ -77,8 +77,8 @@ class _Rank:
 class RankPool:
     """Runs functions on ranks that are processes on this machine, over real Gloo or NCCL.
 
-    Each call makes a fresh world of its first `world_size` workers, so that calls cannot disturb each other. Workers are
-    started when first needed; a call that hangs or kills one replaces them all.
+    Each call makes a fresh world of its first `world_size` workers, so that calls cannot disturb each other. Workers
+    are started when first needed; a call that hangs or kills one replaces them all.
     """
 
     def __init__(self) -> None:

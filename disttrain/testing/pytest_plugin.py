@@ -45,6 +45,7 @@ def on_ranks(
         test.__module__ = body.__module__
         test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
         test.on_rank = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        parametrized: Callable[..., None] = pytest.mark.parametrize("world_size", world_sizes)(test)
+        return parametrized
 
     return decorate

@@ -103,7 +103,7 @@ def test_random_values_are_those_of_a_single_process() -> None:
         lambda t: nn.init.normal_(t, std=0.3),
         lambda t: nn.init.uniform_(t, -1, 1),
         lambda t: nn.init.trunc_normal_(t, std=0.2),
-        lambda t: nn.init.xavier_uniform_(t),
+        nn.init.xavier_uniform_,
         lambda t: nn.init.kaiming_uniform_(t, a=5**0.5),
         lambda t: t.bernoulli_(0.4),
     ]

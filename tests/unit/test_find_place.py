@@ -18,7 +18,7 @@ def test_from_the_environment() -> None:
 
 def test_a_running_store_is_joined() -> None:
     environ = {**LAUNCHED, "RANK": "0", "DISTTRAIN_STORE": "node0:4000"}
-    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 4000, is_launchers=True)
+    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 4000)
 
 
 def test_from_an_address() -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 def test_a_contradiction_is_told_to_every_rank() -> None:
     store = HashStore()
-    with pytest.raises(RendezvousError, match="ranks .* had not come"):
+    with pytest.raises(RendezvousError, match=r"ranks .* had not come"):
         join(store, Place(0, 2), timeout_s=0.01)
     with pytest.raises(RendezvousError, match="had not come"):
         join(store, Place(1, 3), timeout_s=5)

@@ -113,4 +113,4 @@ def test_other_meshes_and_impossible_placements_are_refused() -> None:
     assert "Shard(1) names a dim that a tensor of 1 dims does not have" in texts[1]
     assert "one per axis" in texts[2]
     assert "include Partial" in texts[3]
-    assert "brings shape (3,), its part of shape (4,) is (2,)" in texts[4]
+    assert "brings shape (3,), its part of (4,) is (2,)" in texts[4]

@@ -95,5 +95,5 @@ def test_a_rank_that_computes_too_long_is_a_timeout() -> None:
 
 def test_outside_of_run_threads_it_says_who_makes_the_world() -> None:
     world = disttrain.World(HashStore(), 0, 1, backend="threads", timeout_s=1)
-    with pytest.raises(BackendError, match="Let disttrain.testing.run_threads make the world"):
+    with pytest.raises(BackendError, match=r"Let disttrain\.testing\.run_threads make the world"):
         world.default_group.backend("all_reduce", "cpu")

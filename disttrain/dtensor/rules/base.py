@@ -1,8 +1,8 @@
 """What a sharding rule is: single-axis signatures of one operator call.
 
-A rule looks at a call and lists what may lie along *one* mesh axis: a placement for each tensor operand and the one that
-the result then has. `propagate` picks, axis by axis, the signature that costs least. So a rule never sees the mesh, and
-the cost of choosing grows with axes times signatures.
+A rule looks at a call and lists what may lie along *one* mesh axis: a placement for each tensor operand and the one
+that the result then has. `propagate` picks, axis by axis, the signature that costs least. So a rule never sees the
+mesh, and the cost of choosing grows with axes times signatures.
 """
 
 from __future__ import annotations

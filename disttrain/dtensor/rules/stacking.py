@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
+from disttrain.dtensor.placement import Partial, Placement, Shard
 from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
 
 
@@ -13,12 +13,13 @@ def stack(call: OpCall) -> Sequence[Signature]:
     num_operands, num_dims = len(call.operands), len(call.output_shape)
     new_dim = int(call.argument("dim", 0)) % num_dims
     signatures = [all_replicated(call)]
-    for dim in range(num_dims - 1):
-        signatures.append(Signature((Shard(dim),) * num_operands, Shard(dim + (dim >= new_dim))))
+    signatures += [
+        Signature((Shard(dim),) * num_operands, Shard(dim + (dim >= new_dim))) for dim in range(num_dims - 1)
+    ]
     signatures += [Signature((partial,) * num_operands, partial) for partial in _partials(call)]
     return signatures
 
 
 def _partials(call: OpCall) -> list[Partial]:
     present: list[Placement] = [place for spec in call.operands if spec is not None for place in spec.placements]
-    return sorted({place for place in present if isinstance(place, NormPartial | Partial)}, key=repr)
+    return sorted({place for place in present if isinstance(place, Partial)}, key=repr)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.work import TransportWork
 from disttrain.store import Store
 
@@ -49,7 +49,7 @@ class Backend(ABC):
     def __init__(self, membership: Membership) -> None: ...
 
     @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork: ...
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork: ...
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork: ...
@@ -59,7 +59,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork: ...
 
     @abstractmethod

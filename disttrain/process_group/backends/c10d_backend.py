@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.process_group import _c10d
-from disttrain.process_group._c10d import ReduceOp, Transport
+from disttrain.process_group._c10d import Reduction, Transport
 from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
 from disttrain.process_group.work import TransportWork
 
@@ -20,9 +20,9 @@ class C10dBackend(Backend):
     def __init__(self, membership: Membership) -> None:
         self._store = _c10d.StoreAdapter(membership.store)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         options = _c10d.AllreduceOptions()
-        options.reduceOp = op
+        options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
         options.asyncOp = async_op
         return _work(self._transport.allreduce([tensor], options))
 
@@ -39,10 +39,10 @@ class C10dBackend(Backend):
         return _work(self._transport._allgather_base(output, input, options))
 
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         options = _c10d.ReduceScatterOptions()
-        options.reduceOp = op
+        options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
         options.asyncOp = async_op
         return _work(self._transport._reduce_scatter_base(output, input, options))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
 from disttrain.process_group.work import TransportWork
 
@@ -23,7 +23,7 @@ class FakeBackend(Backend):
         self._rank = membership.rank
         self._size = membership.size
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         return _COMPLETED
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
@@ -34,7 +34,7 @@ class FakeBackend(Backend):
         return _COMPLETED
 
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         output.view(-1).copy_(input.view(self._size, -1)[self._rank])
         return _COMPLETED

@@ -8,12 +8,11 @@ import torch
 
 from disttrain.errors import ShapeError
 from disttrain.process_group import _c10d
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.work import TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
-
 
 _REDUCIBLE = frozenset(
     {
@@ -53,12 +52,12 @@ class GlooBackend(C10dBackend):
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
         return super().recv(_bytes_of(tensor), src_rank, tag)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         self._check_can_reduce("all_reduce", tensor, op)
         return super().all_reduce(tensor, op, async_op)
 
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         self._check_can_reduce("reduce_scatter_tensor", input, op)
         # Gloo splits along the leading dim only.
@@ -67,7 +66,7 @@ class GlooBackend(C10dBackend):
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier()
 
-    def _check_can_reduce(self, operation: str, tensor: torch.Tensor, op: ReduceOp) -> None:
+    def _check_can_reduce(self, operation: str, tensor: torch.Tensor, op: Reduction) -> None:
         # Gloo would find out in a thread of its own, and the group would be of no use afterwards.
         if tensor.dtype not in _REDUCIBLE or (op == ReduceOp.AVG and not tensor.is_floating_point()):
             name = str(tensor.dtype).removeprefix("torch.")
@@ -88,7 +87,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _listening_address() -> str | None:
-    """Where to listen: an interface the user names, loopback for a job on loopback, else what the host's name resolves to."""
+    """Where to listen: the interface that the user names, loopback for a job on loopback, else as the host is named."""
     if GLOO_SOCKET_IFNAME.is_set():
         return None
     master_addr = MASTER_ADDR.read()

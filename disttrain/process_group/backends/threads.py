@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.backends.base import Backend, Membership
 from disttrain.process_group.work import TransportWork
 
@@ -158,7 +158,7 @@ class ThreadsBackend(Backend):
         self._num_collectives = 0
         self._num_messages: Counter[Hashable] = Counter()
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> TransportWork:
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         def combine(tensors: Sequence[torch.Tensor]) -> None:
             total = _reduce(tensors, op)
             for member in tensors:
@@ -183,7 +183,7 @@ class ThreadsBackend(Backend):
         return self._meet(f"all_gather_into_tensor {_signature(input)}", (output, input), combine)
 
     def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp, async_op: bool
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         def combine(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             parts = _reduce([pair[1].reshape(-1) for pair in pairs], op).view(len(pairs), -1)
@@ -232,11 +232,11 @@ def _signature(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _op_name(op: ReduceOp) -> str:
+def _op_name(op: Reduction) -> str:
     return next(name for name, value in ReduceOp.RedOpType.__members__.items() if op == value)
 
 
-def _reduce(tensors: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+def _reduce(tensors: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
     folds: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "SUM": torch.add,
         "AVG": torch.add,

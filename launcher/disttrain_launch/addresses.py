@@ -1,0 +1,24 @@
+"""Which addresses stay on this machine, and which ports are free on it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """True when `host` can only be reached from this machine. A name that does not resolve is not."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, on any of this machine's addresses."""
+    with socket.socket() as unused:
+        unused.bind(("", 0))
+        return int(unused.getsockname()[1])

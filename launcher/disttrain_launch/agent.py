@@ -1,0 +1,192 @@
+"""The agent: starts a node's workers and lives in one event loop until they are gone.
+
+It waits for exits, signals, log bytes and word from other nodes all at once; it never polls and never blocks on any one
+of them. What to do about an event is `supervision`'s matter; this is its shell.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Mapping
+
+from disttrain_launch.environment import Meeting, worker_environment
+from disttrain_launch.job import OPERATION, JobSpec
+from disttrain_launch.leftovers import stop_leftovers
+from disttrain_launch.link import JobLink
+from disttrain_launch.logs import StreamPump
+from disttrain_launch.outcome import Exit, Failed, Outcome, signal_name
+from disttrain_launch.output import Output
+from disttrain_launch.rendezvous_state import Place
+from disttrain_launch.screen import Outlet
+from disttrain_launch.signals import SignalPipe
+from disttrain_launch.supervision import (
+    DeadlinePassed,
+    End,
+    Event,
+    PeersEnded,
+    Send,
+    SetDeadline,
+    SignalCame,
+    Supervision,
+    Tell,
+    WorkersExited,
+)
+from disttrain_launch.warden import Warden
+from disttrain_launch.worker import Worker
+
+
+class Agent:
+    """One node's workers, from start to end; `run` is called once.
+
+    Args: name  of this agent, which its workers carry;  environ  that workers inherit;  link  to the other nodes, None
+          when there are none.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        name: str,
+        host: str,
+        environ: Mapping[str, str],
+        signals: SignalPipe,
+        warden: Warden,
+        link: JobLink | None,
+    ) -> None:
+        self._spec = spec
+        self._name = name
+        self._host = host
+        self._environ = environ
+        self._signals = signals
+        self._warden = warden
+        self._link = link
+        self._selector = selectors.DefaultSelector()
+        self.output = Output(spec, environ, self._selector)
+        self._workers: dict[int, Worker] = {}
+        self._running: set[int] = set()
+        self._deadline_s: float | None = None
+        self._outcome: Outcome | None = None
+        self._supervision = Supervision(
+            range(spec.num_local_workers),
+            num_nodes=spec.num_nodes,
+            node_rank=spec.node_rank,
+            host=host,
+            stop_grace_s=spec.stop_grace_s,
+            shutdown_timeout_s=spec.shutdown_timeout_s,
+        )
+
+    def run(self, place: Place, meeting: Meeting) -> Outcome:
+        """Start the workers and return once none of them, nor of their children, is left.
+
+        Raises LaunchError when they cannot be started.
+        """
+        try:
+            for local_rank in range(self._spec.num_local_workers):
+                self._start_worker(local_rank, place, meeting)
+            return self._loop()
+        finally:
+            for worker in self._workers.values():
+                worker.kill()
+            sessions = {worker.pid for worker in self._workers.values()}
+            stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
+            self.output.close()
+            self._selector.close()
+
+    def _start_worker(self, local_rank: int, place: Place, meeting: Meeting) -> None:
+        inherited = {**self.output.worker_variables(), **self._environ}
+        environ = worker_environment(inherited, self._spec, place, meeting, self._name, local_rank)
+        worker = Worker(self._spec.command, environ, rank=place.first_rank + local_rank, local_rank=local_rank)
+        self._workers[local_rank] = worker
+        self._running.add(local_rank)
+        self._warden.started(worker.pid)
+        self.output.add(worker)
+
+    def _loop(self) -> Outcome:
+        self._signals.interrupts = False
+        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
+        if self._link is not None:
+            self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
+        while self._outcome is None:
+            self.output.balance()
+            for key, _ in self._selector.select(self._seconds_left()):
+                match key.data:
+                    case StreamPump() | Outlet():
+                        self.output.move(key.data)
+                    case SignalPipe():
+                        self._read_signals()
+                    case JobLink():
+                        self._hear_peers(key.data)
+            if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+                self._deadline_s = None
+                self._handle(DeadlinePassed())
+        return self._outcome
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def _read_signals(self) -> None:
+        numbers = self._signals.read()
+        # Exits first: a signal to a worker that has ended would only confuse.
+        self._reap()
+        for number in numbers:
+            if number != signal.SIGCHLD:
+                self._handle(SignalCame(number))
+
+    def _hear_peers(self, link: JobLink) -> None:
+        self._selector.unregister(link.fd)
+        if link.outcome is not None:
+            self._handle(PeersEnded(link.outcome))
+
+    def _reap(self) -> None:
+        exits = {local_rank: self._workers[local_rank].poll() for local_rank in self._running}
+        ended = {local_rank: end for local_rank, end in exits.items() if end is not None}
+        if not ended:
+            return
+        self._running -= ended.keys()
+        # What they said before they ended is shown before anything is said about their end.
+        last_lines = {local_rank: self.output.drain(local_rank) for local_rank in ended}
+        failures = [
+            self._failure(self._workers[local_rank], end, last_lines[local_rank])
+            for local_rank, end in ended.items()
+            if end.returncode != 0
+        ]
+        if not self._supervision.is_stopping:
+            for failed in failures:
+                self.output.say(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
+        self._handle(WorkersExited(frozenset(ended), tuple(failures)))
+
+    def _failure(self, worker: Worker, end: Exit, last_lines: str) -> Failed:
+        return Failed(
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            node_rank=self._spec.node_rank,
+            host=self._host,
+            pid=worker.pid,
+            returncode=end.returncode,
+            ran_s=time.monotonic() - worker.started_s,
+            last_lines=last_lines,
+            log_file=self.output.log_file(worker),
+        )
+
+    def _handle(self, event: Event) -> None:
+        for command in self._supervision.handle(event):
+            match command:
+                case Send(number, with_children):
+                    self._say_sent(number)
+                    for local_rank in self._running:
+                        self._workers[local_rank].send(number, with_children=with_children)
+                case SetDeadline(after_s):
+                    self._deadline_s = time.monotonic() + after_s
+                case Tell(outcome):
+                    assert self._link is not None, "only nodes with peers are told to tell them"
+                    self._link.tell(outcome)
+                case End(outcome):
+                    self._outcome = outcome
+
+    def _say_sent(self, number: int) -> None:
+        count = len(self._running)
+        again = "; again to kill them now" if number == signal.SIGINT else ""
+        workers = f"{count} worker{'s' if count > 1 else ''} of this node"
+        self.output.say(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")

@@ -1,0 +1,44 @@
+"""`disttrain-launch`: argv in, exit code out."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from disttrain import settings
+from disttrain.errors import DisttrainError
+from disttrain_launch.flags import parse
+from disttrain_launch.job import OPERATION
+from disttrain_launch.request import job_spec
+
+NOT_STARTED = 2
+"""Exit code when the job was not started as asked."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `disttrain-launch` and return its exit code."""
+    # Until there is something to clean up, an interrupt ends us as it ends any program, without a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        args = parse(argv)
+        if args.new_token is not None:
+            return _write_new_token(Path(args.new_token))
+        spec = job_spec(args, settings.environment())
+        # Only now: the help must not wait for the store's and the event loop's modules.
+        from disttrain_launch.launch import run
+
+        return run(spec)
+    except DisttrainError as error:
+        print(error if error.operation == OPERATION else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
+        return NOT_STARTED
+
+
+def _write_new_token(path: Path) -> int:
+    from disttrain.store import write_token  # as above
+
+    write_token(path)
+    print(f"wrote {path}; copy it to every node of the job and give it as --token-file")
+    return 0

@@ -1,0 +1,61 @@
+"""What a worker finds in its environment: the variables that torchrun gives, and where disttrain's store is.
+
+Names and meanings: torch's documentation of torchrun, "Environment Variables".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from disttrain import settings
+from disttrain_launch.job import JobSpec
+from disttrain_launch.rendezvous_state import Place
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where this job's processes meet."""
+
+    store_addr: str
+    store_port: int
+    token_file: Path | None
+    torch_addr: str
+    torch_port: int
+    """For scripts on plain torch.distributed: rank 0 listens here, with torch's own store."""
+
+
+def worker_environment(
+    inherited: Mapping[str, str], spec: JobSpec, place: Place, meeting: Meeting, agent: str, local_rank: int
+) -> dict[str, str]:
+    """The whole environment of the worker with this `local_rank`."""
+    host = f"[{meeting.store_addr}]" if ":" in meeting.store_addr else meeting.store_addr
+    ours = {
+        "RANK": place.first_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": place.group_rank,
+        "ROLE_RANK": place.first_rank + local_rank,
+        "ROLE_NAME": spec.role,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_WORLD_SIZE": spec.num_local_workers,
+        "GROUP_WORLD_SIZE": place.num_nodes,
+        "ROLE_WORLD_SIZE": place.world_size,
+        "MASTER_ADDR": meeting.torch_addr,
+        "MASTER_PORT": meeting.torch_port,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        # The agent's store speaks disttrain's protocol; torch's own client could not talk to it.
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+        settings.STORE.name: f"{host}:{meeting.store_port}",
+        settings.AGENT.name: agent,
+    }
+    environ = {**inherited, **{name: str(value) for name, value in ours.items()}}
+    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if spec.num_local_workers > 1 and not settings.NUM_THREADS.is_set(inherited):
+        environ[settings.NUM_THREADS.name] = "1"
+    environ.pop(settings.TOKEN_FILE.name, None)
+    if meeting.token_file is not None:
+        environ[settings.TOKEN_FILE.name] = str(meeting.token_file.absolute())
+    return environ

@@ -1,0 +1,94 @@
+"""What a node was asked to run, as one frozen value; whatever is wrong with it was refused while it was made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+OPERATION = "disttrain-launch"
+"""How every message of the launcher begins."""
+
+STDOUT, STDERR = 1, 2
+STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+
+
+@dataclass(frozen=True)
+class StreamChoice:
+    """Some streams of some workers: 0 none, 1 stdout, 2 stderr, 3 both; for all or by local rank."""
+
+    everywhere: int = 0
+    by_local_rank: Mapping[int, int] = field(default_factory=dict)
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        return bool(self.by_local_rank.get(local_rank, self.everywhere) & stream)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.everywhere and not any(self.by_local_rank.values())
+
+
+def parse_stream_choice(text: str) -> StreamChoice:
+    """`3` (both streams of all workers) or `0:1,2:3` (by local rank). Raises ValueError."""
+    if ":" not in text:
+        return StreamChoice(_mask(text))
+    pairs = [item.split(":") for item in text.split(",")]
+    return StreamChoice(0, {int(local_rank): _mask(mask) for local_rank, mask in pairs})
+
+
+def _mask(text: str) -> int:
+    if text not in ("0", "1", "2", "3"):
+        raise ValueError(text)
+    return int(text)
+
+
+@dataclass(frozen=True)
+class LogPlan:
+    """Which stream of which worker goes to a file under `directory`, which to the screen."""
+
+    directory: Path | None = None
+    only_file: StreamChoice = StreamChoice()
+    file_and_screen: StreamChoice = StreamChoice()
+    shown_local_ranks: frozenset[int] | None = None
+    """None: all."""
+
+    def keeps(self, local_rank: int, stream: int) -> bool:
+        if self.only_file.is_empty and self.file_and_screen.is_empty:
+            return self.directory is not None
+        return self.only_file.has(local_rank, stream) or self.file_and_screen.has(local_rank, stream)
+
+    def shows(self, local_rank: int, stream: int) -> bool:
+        if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
+            return False
+        return self.file_and_screen.has(local_rank, stream) or not self.only_file.has(local_rank, stream)
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One node's part of a job."""
+
+    command: tuple[str, ...]
+    """Argument vector of each worker."""
+    num_local_workers: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """Port of the launcher's store on node 0; 0 (one node only): any free one."""
+    run_id: str = "none"
+    role: str = "default"
+    token_file: Path | None = None
+    """None: one node makes its own; several meet without one, on loopback only."""
+    logs: LogPlan = LogPlan()
+    stop_grace_s: float = 2.0
+    """From SIGTERM to SIGKILL for those that a failing worker takes along."""
+    shutdown_timeout_s: float = 30.0
+    """From a signal that the launcher was sent to SIGKILL: workers may want to save."""
+    join_timeout_s: float = 300.0
+    """How long nodes wait for each other."""
+
+    @property
+    def digest(self) -> str:
+        """Equal on nodes that were asked to run the same; the interpreter's path may differ between hosts."""
+        return hashlib.sha256("\0".join(self.command[1:]).encode("utf-8", "surrogateescape")).hexdigest()[:16]

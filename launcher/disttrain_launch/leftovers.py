@@ -1,0 +1,86 @@
+"""Find and stop every process that a job's workers left behind, however far it wandered.
+
+A worker's descendants carry its environment, in which DISTTRAIN_AGENT names the agent that started it (the idea of
+Jenkins' process tree killer), or at least belong to its session. Both are looked up in Linux's /proc; processes are
+held by pidfd while they are looked at and signalled, so that a number that was given out again is never hit.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Collection
+
+from disttrain import settings
+
+MAX_ROUNDS = 20
+KILL_WAIT_S = 3.0
+
+
+def stop_leftovers(agent: str, sessions: Collection[int], grace_s: float) -> int:
+    """Stop what is left of `agent`: SIGTERM, and SIGKILL after `grace_s`. Returns how many processes were found."""
+    found = _find(agent, sessions)
+    num_found = len(found)
+    _signal_and_wait(found, signal.SIGTERM, grace_s)
+    for _ in range(MAX_ROUNDS):  # Whoever forks while it is being looked for is found in the next round.
+        found = _find(agent, sessions)
+        if not found:
+            break
+        _signal_and_wait(found, signal.SIGKILL, KILL_WAIT_S)
+    return num_found
+
+
+def _find(agent: str, sessions: Collection[int]) -> list[int]:
+    """pidfds of live processes of this agent, itself and zombies left out."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        if _belongs(int(name), agent, sessions):
+            found.append(pidfd)
+        else:
+            os.close(pidfd)
+    return found
+
+
+def _belongs(pid: int, agent: str, sessions: Collection[int]) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The command name may hold spaces and parentheses; the fields after it don't.
+            state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+        if state == b"Z":
+            return False
+        if int(session) in sessions:
+            return True
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:  # Gone meanwhile, or somebody else's.
+        return False
+    # A launcher inside a worker appends its own name, so that the outer one still finds what the inner one started.
+    marker = f"{settings.AGENT.name}={agent}".encode()
+    return any(variable == marker or variable.startswith(marker + b"/") for variable in variables)
+
+
+def _signal_and_wait(pidfds: list[int], number: signal.Signals, wait_s: float) -> None:
+    """Signal all, wait until they are gone or time is up, close the pidfds."""
+    gone = select.poll()
+    for pidfd in pidfds:
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except OSError:
+            pass  # It went by itself.
+        gone.register(pidfd, select.POLLIN)
+    deadline_s = time.monotonic() + wait_s
+    waiting = set(pidfds)
+    while waiting and (left_s := deadline_s - time.monotonic()) > 0:
+        for pidfd, _ in gone.poll(left_s * 1000):
+            gone.unregister(pidfd)
+            waiting.discard(pidfd)
+    for pidfd in pidfds:
+        os.close(pidfd)

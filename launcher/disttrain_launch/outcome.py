@@ -1,0 +1,98 @@
+"""How a worker and how a job ended, as values that nodes tell each other."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one process ended; `returncode` is negative for a signal, as in `subprocess`."""
+
+    returncode: int
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell shows it: 128 + signal number for a signal."""
+        return 128 - self.returncode if self.returncode < 0 else self.returncode
+
+    def __str__(self) -> str:
+        return f"killed by {signal_name(-self.returncode)}" if self.returncode < 0 else f"exit code {self.returncode}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """Every worker of every node exited with 0."""
+
+    @property
+    def exit_code(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The first worker that did not."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    host: str
+    pid: int
+    returncode: int
+    ran_s: float
+    last_lines: str
+    """The end of its stderr."""
+    log_file: str
+    """Its stderr on its node's disk; empty when none is kept."""
+
+    @property
+    def exit_code(self) -> int:
+        return Exit(self.returncode).exit_code
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A launcher was sent a signal."""
+
+    signal_number: int
+    node_rank: int
+    host: str
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal_number
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The nodes of the job lost sight of each other."""
+
+    problem: str
+
+    @property
+    def exit_code(self) -> int:
+        return 1
+
+
+Outcome = Succeeded | Failed | Interrupted | Lost
+
+_KINDS: dict[str, type[Outcome]] = {kind.__name__: kind for kind in (Succeeded, Failed, Interrupted, Lost)}
+
+
+def encode(outcome: Outcome) -> bytes:
+    return json.dumps({"kind": type(outcome).__name__, **asdict(outcome)}).encode()
+
+
+def decode(data: bytes) -> Outcome:
+    fields: dict[str, Any] = json.loads(data)
+    return _KINDS[fields.pop("kind")](**fields)

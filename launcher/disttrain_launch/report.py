@@ -1,0 +1,54 @@
+"""How a job ended, as the last thing on the screen."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from disttrain_launch.job import OPERATION, JobSpec
+from disttrain_launch.outcome import Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+
+MAX_LINES = 40
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "SIGKILL often comes from the kernel when memory runs out: see dmesg, or the container's limits.",
+    signal.SIGBUS: "SIGBUS often means that shared memory ran out: see df /dev/shm.",
+}
+
+
+def ending(outcome: Outcome, spec: JobSpec) -> str:
+    """What to say at the end; empty when all went well."""
+    match outcome:
+        case Succeeded():
+            return ""
+        case Failed():
+            return _failure(outcome)
+        case Interrupted(number, node_rank, host):
+            where = f" on node {node_rank} ({host})" if spec.num_nodes > 1 else ""
+            return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
+        case Lost(problem):
+            return f"{OPERATION}: {problem}\n"
+
+
+def _failure(failed: Failed) -> str:
+    lines = _last_lines(failed.last_lines)
+    text = f"{OPERATION}: the last lines on stderr of rank {failed.rank}:\n" if lines else ""
+    text += "".join(f"    {line}\n" for line in lines)
+    text += (
+        f"{OPERATION}: rank {failed.rank} failed first: {Exit(failed.returncode)} after {failed.ran_s:.1f} s "
+        f"[node {failed.node_rank}, host {failed.host}, local rank {failed.local_rank}, pid {failed.pid}]\n"
+    )
+    if failed.returncode < 0 and (hint := _HINTS.get(-failed.returncode)):
+        text += f"    {hint}\n"
+    if failed.log_file:
+        text += f"    its whole stderr: {Path(failed.log_file)}\n"
+    return text
+
+
+def _last_lines(text: str) -> list[str]:
+    """The end of `text`, from the last traceback on where there is one."""
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    lines = lines[-MAX_LINES:]
+    first = next((at for at, line in enumerate(lines) if line.startswith("Traceback ")), 0)
+    return lines[first:]

@@ -1,0 +1,243 @@
+"""From parsed flags to a JobSpec: every check that needs no other node happens here, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.util
+import math
+import os
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from disttrain import settings
+from disttrain.errors import LaunchError
+from disttrain_launch.addresses import LOOPBACK, is_loopback
+from disttrain_launch.devices import num_cores, num_gpus
+from disttrain_launch.job import OPERATION, JobSpec, LogPlan, StreamChoice, parse_stream_choice
+
+DEFAULT_PORT = 29500
+
+
+def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
+    """The job that these arguments ask for. Raises LaunchError."""
+    if args.max_restarts != 0:
+        raise LaunchError(
+            OPERATION, f"--max-restarts {args.max_restarts}: only 0 is supported.", "Start the job again."
+        )
+    num_nodes = _num_nodes(args)
+    node_rank = _node_rank(args, num_nodes)
+    host, port = _master(args, num_nodes)
+    token_file = _token_file(args)
+    if num_nodes > 1 and token_file is None and not is_loopback(host):
+        raise LaunchError(
+            OPERATION,
+            f"--master-addr {host} can be reached from the network, and the job has no token.",
+            f"Make one with {OPERATION} --new-token FILE, copy it to all nodes, give it as --token-file FILE.",
+        )
+    run_id = args.rdzv_id or ("none" if num_nodes > 1 else secrets.token_hex(8))
+    return JobSpec(
+        command=_command(args),
+        num_local_workers=_num_local_workers(args.nproc_per_node, args.oversubscribe, environ),
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=host,
+        master_port=port,
+        run_id=run_id,
+        role=args.role,
+        token_file=token_file,
+        logs=_log_plan(args, run_id),
+        stop_grace_s=_seconds("--stop-grace", args.stop_grace),
+        shutdown_timeout_s=_seconds("--shutdown-timeout", args.shutdown_timeout),
+        join_timeout_s=_seconds("--join-timeout", args.join_timeout),
+    )
+
+
+def _num_nodes(args: argparse.Namespace) -> int:
+    text = args.nnodes
+    least, colon, most = text.partition(":")
+    if colon and least != most:
+        raise LaunchError(OPERATION, f"--nnodes {text}: a range of nodes is not supported.", "Give one number.")
+    if not re.fullmatch(r"\d+", least) or int(least) == 0:
+        raise LaunchError(OPERATION, f"--nnodes {text}: it must be a positive number.")
+    if args.standalone:
+        conflicts = [
+            flag
+            for flag, given in (
+                ("--nnodes", int(least) != 1),
+                ("--node-rank", bool(args.node_rank)),
+                ("--master-addr", args.master_addr is not None),
+                ("--master-port", args.master_port is not None),
+                ("--rdzv-endpoint", args.rdzv_endpoint is not None),
+            )
+            if given
+        ]
+        if conflicts:
+            raise LaunchError(
+                OPERATION,
+                f"--standalone is for one node alone; it conflicts with {', '.join(conflicts)}.",
+                "Drop either.",
+            )
+    return int(least)
+
+
+def _node_rank(args: argparse.Namespace, num_nodes: int) -> int:
+    if args.node_rank is None:
+        if num_nodes == 1:
+            return 0
+        raise LaunchError(
+            OPERATION, f"--nnodes {num_nodes} needs --node-rank.", f"Give 0 to {num_nodes - 1}, each on one node."
+        )
+    node_rank = int(args.node_rank)
+    if not 0 <= node_rank < num_nodes:
+        raise LaunchError(
+            OPERATION,
+            f"--node-rank {node_rank} does not fit --nnodes {num_nodes}.",
+            f"Nodes are numbered from 0 to {num_nodes - 1}.",
+        )
+    return node_rank
+
+
+def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
+    host, port = args.master_addr, args.master_port
+    if args.rdzv_endpoint is not None:
+        if host is not None or port is not None:
+            raise LaunchError(
+                OPERATION, "--rdzv-endpoint says the same as --master-addr and --master-port.", "Give one of them."
+            )
+        host, port = _endpoint(args.rdzv_endpoint)
+    host = LOOPBACK if host is None else host.strip("[]")
+    if not host:
+        raise LaunchError(OPERATION, "--master-addr is empty.", "Give node 0's host name or address.")
+    if port is None:
+        port = DEFAULT_PORT if num_nodes > 1 else 0
+    if not 0 <= port < 65536 or (port == 0 and num_nodes > 1):
+        raise LaunchError(OPERATION, f"--master-port {port} is not a port.", "Give 1 to 65535, the same on all nodes.")
+    return host, port
+
+
+def _endpoint(text: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(\[[^\]]+\]|[^:]+)(?::(\d+))?", text)
+    if match is None:
+        raise LaunchError(OPERATION, f"--rdzv-endpoint {text} is not HOST:PORT.", "An IPv6 address needs brackets.")
+    return match[1], None if match[2] is None else int(match[2])
+
+
+def _token_file(args: argparse.Namespace) -> Path | None:
+    path = Path(args.token_file) if args.token_file is not None else settings.TOKEN_FILE.read()
+    if path is not None and not path.is_file():
+        raise LaunchError(
+            OPERATION,
+            f"the token file {path} does not exist.",
+            f"Make one with {OPERATION} --new-token FILE and copy it to all nodes.",
+        )
+    return path
+
+
+def _num_local_workers(text: str, may_oversubscribe: bool, environ: Mapping[str, str]) -> int:
+    gpus = num_gpus(environ)
+    if text == "gpu" and gpus == 0:
+        raise LaunchError(OPERATION, "--nproc-per-node gpu: this node has no visible GPU.", "Give a number, or cpu.")
+    named = {"gpu": gpus, "cpu": num_cores(), "auto": gpus or num_cores()}
+    if text in named:
+        return named[text]
+    if not re.fullmatch(r"\d+", text) or int(text) == 0:
+        raise LaunchError(
+            OPERATION, f"--nproc-per-node {text} starts nothing.", "Give a positive number, or gpu, cpu or auto."
+        )
+    if int(text) > gpus > 0 and not may_oversubscribe:
+        raise LaunchError(
+            OPERATION,
+            f"--nproc-per-node {text} is more than the {gpus} visible GPU{'s' if gpus > 1 else ''} of this node.",
+            "Give fewer, or --oversubscribe when workers shall share GPUs or use none.",
+        )
+    return int(text)
+
+
+def _command(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.script is None:
+        raise LaunchError(OPERATION, "no script was given.", f"See {OPERATION} --help.")
+    if args.no_python and args.module:
+        raise LaunchError(OPERATION, "--module and --no-python conflict.", "A module needs python.")
+    if args.no_python:
+        if shutil.which(args.script) is None:
+            raise LaunchError(OPERATION, f"{args.script} is not a program that can be run.", "Check path and mode.")
+        return (args.script, *args.script_args)
+    # -u: lines reach the screen when they are printed, although a pipe is in between.
+    if args.module:
+        _check_module(args.script)
+        return (sys.executable, "-u", "-m", args.script, *args.script_args)
+    script = Path(args.script)
+    # A folder or archive with a __main__ is a script too, as for python itself.
+    if not script.exists():
+        raise LaunchError(OPERATION, f"the script {script} does not exist.", f"The working directory is {Path.cwd()}.")
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise LaunchError(OPERATION, f"the script {script} is a folder without a __main__.py.", "Name a file in it.")
+    if not os.access(script, os.R_OK):
+        raise LaunchError(OPERATION, f"the script {script} cannot be read.", "Check its mode.")
+    return (sys.executable, "-u", args.script, *args.script_args)
+
+
+def _check_module(module: str) -> None:
+    """Only the top package is looked up: to find a submodule, its parent would have to be imported."""
+    top = module.partition(".")[0]
+    if top.isidentifier():
+        in_working_directory = importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd())])
+        if in_working_directory is not None or importlib.util.find_spec(top) is not None:
+            return
+    raise LaunchError(OPERATION, f"there is no module {module}.", "Check the name, the working directory, PYTHONPATH.")
+
+
+def _log_plan(args: argparse.Namespace, run_id: str) -> LogPlan:
+    only_file = _stream_choice("--redirects", args.redirects)
+    file_and_screen = _stream_choice("--tee", args.tee)
+    directory = None if args.log_dir is None else Path(args.log_dir).absolute()
+    if directory is None and not (only_file.is_empty and file_and_screen.is_empty):
+        directory = Path(tempfile.mkdtemp(prefix=f"disttrain-logs-{_file_name(run_id)}-"))
+        print(f"{OPERATION}: logs are in {directory}", file=sys.stderr)
+    if directory is not None:
+        _check_writable(directory)
+    return LogPlan(directory, only_file, file_and_screen, _local_ranks(args.local_ranks_filter))
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text)[:64]
+
+
+def _check_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            OPERATION, f"--log-dir {directory} cannot be written: {error.strerror}.", "Name another folder."
+        ) from None
+
+
+def _stream_choice(flag: str, text: str) -> StreamChoice:
+    try:
+        return parse_stream_choice(text)
+    except ValueError:
+        raise LaunchError(
+            OPERATION, f"{flag} {text} is not a choice of streams.", "Give 0 to 3, or local rank and stream: 0:3,1:2."
+        ) from None
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise LaunchError(OPERATION, f"--local-ranks-filter {text} is not a list of local ranks.", "Give 0,1,2.")
+    return frozenset(int(item) for item in text.split(","))
+
+
+def _seconds(flag: str, value_s: float) -> float:
+    if not (value_s >= 0 and math.isfinite(value_s)):
+        raise LaunchError(OPERATION, f"{flag} {value_s:g} is not a time.", "Give seconds, 0 or more.")
+    return value_s

@@ -1,0 +1,145 @@
+"""What one node's agent does about its workers: events in, commands out, no I/O and no clock.
+
+The first cause decides how the job ends: a worker that fails, a signal to a launcher, or word from another node.
+Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Where several nodes
+take part, the store decides whose cause was first; its word comes as `PeersEnded` and is final.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class WorkersExited:
+    local_ranks: frozenset[int]
+    failures: tuple[Failed, ...]
+
+
+@dataclass(frozen=True)
+class SignalCame:
+    number: int
+
+
+@dataclass(frozen=True)
+class PeersEnded:
+    """All nodes agree on this."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    pass
+
+
+Event = WorkersExited | SignalCame | PeersEnded | DeadlinePassed
+
+
+@dataclass(frozen=True)
+class Send:
+    """Signal the workers that are left; with_children: their process groups, else only themselves."""
+
+    number: int
+    with_children: bool
+
+
+@dataclass(frozen=True)
+class SetDeadline:
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Let the other nodes know."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class End:
+    """No worker of this node is left, and the job's outcome is known."""
+
+    outcome: Outcome
+
+
+Command = Send | SetDeadline | Tell | End
+
+
+class Supervision:
+    def __init__(
+        self,
+        local_ranks: Iterable[int],
+        *,
+        num_nodes: int,
+        node_rank: int,
+        host: str,
+        stop_grace_s: float,
+        shutdown_timeout_s: float,
+    ) -> None:
+        self._alive = set(local_ranks)
+        self._is_alone = num_nodes == 1
+        self._node_rank = node_rank
+        self._host = host
+        self._stop_grace_s = stop_grace_s
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._cause: Outcome | None = None
+        self._was_interrupted = False
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._cause is not None
+
+    def handle(self, event: Event) -> list[Command]:
+        match event:
+            case WorkersExited(local_ranks, failures):
+                return self._workers_exited(local_ranks, failures)
+            case SignalCame(number):
+                return self._signal_came(number)
+            case PeersEnded(outcome):
+                stops = [] if self.is_stopping else self._stop(outcome)
+                self._cause = outcome
+                return stops + self._end_if_over()
+            case DeadlinePassed():
+                return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
+
+    def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
+        self._alive -= local_ranks
+        if failures and not self.is_stopping:
+            # Of several that ended at once, one killed by a signal is the likelier cause: peers fail with exit codes.
+            first = min(failures, key=lambda failed: (failed.returncode >= 0, failed.rank))
+            return self._tell(first) + self._end_if_over()
+        if not self._alive and not self.is_stopping:
+            return [End(Succeeded())] if self._is_alone else [Tell(Succeeded())]
+        return self._end_if_over()
+
+    def _signal_came(self, number: int) -> list[Command]:
+        if number in PASSED_SIGNALS:
+            return [Send(number, with_children=False)] if self._alive else []
+        if number == signal.SIGINT and self._was_interrupted:
+            return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
+        self._was_interrupted |= number == signal.SIGINT
+        if self.is_stopping:
+            return [Send(number, with_children=True)] if self._alive else []
+        return self._tell(Interrupted(number, self._node_rank, self._host)) + self._end_if_over()
+
+    def _tell(self, cause: Outcome) -> list[Command]:
+        self._cause = cause
+        return self._stop(cause) + ([] if self._is_alone else [Tell(cause)])
+
+    def _stop(self, cause: Outcome) -> list[Command]:
+        if not self._alive:
+            return []
+        if isinstance(cause, Interrupted):
+            return [Send(cause.signal_number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
+        return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
+
+    def _end_if_over(self) -> list[Command]:
+        return [End(self._cause)] if self._cause is not None and not self._alive else []

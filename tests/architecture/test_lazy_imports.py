@@ -1,0 +1,45 @@
+"""What must start fast loads no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HELP_LIMIT_S = 0.3
+TORCH_FREE = {
+    "disttrain": "disttrain/__init__.py",
+    "disttrain.durations": "disttrain/durations.py",
+    "disttrain.errors": "disttrain/errors.py",
+    "disttrain.flight_recorder.cli": "disttrain/flight_recorder/cli.py",
+    "disttrain.settings": "disttrain/settings.py",
+    "disttrain.store": "disttrain/store/__init__.py",
+    "disttrain.store.server": "disttrain/store/server.py",
+    "disttrain_launch.agent": "launcher/disttrain_launch/agent.py",
+    "disttrain_launch.cli": "launcher/disttrain_launch/cli.py",
+}
+
+
+@pytest.mark.parametrize("module", [module for module, path in TORCH_FREE.items() if (ROOT / path).exists()])
+def test_no_torch_is_loaded_by(module: str) -> None:
+    question = f"import sys, {module}; print('torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, "False", "")
+
+
+@pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight"])
+def test_help_comes_at_once(command: str) -> None:
+    """The best of five, since other tests share the cores."""
+    program = Path(sys.executable).with_name(command)
+    times_s = []
+    for _ in range(5 if program.exists() else 0):
+        start = time.perf_counter()
+        answer = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
+        times_s.append(time.perf_counter() - start)
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert "usage: " + command in answer.stdout
+    assert min(times_s, default=0.0) < HELP_LIMIT_S

@@ -1,0 +1,75 @@
+"""Checkpoints of what lies on GPUs: training goes on bit by bit, on each kind of AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disttrain
+from disttrain.checkpoint import Checkpointer, RngState, get_state_dict, set_state_dict
+from disttrain.dtensor import DTensor
+from disttrain.fsdp2 import fully_shard
+from disttrain.testing import RankPool
+
+NUM_GPUS = max(1, torch.cuda.device_count())
+
+
+def sharded_model(seed: int, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(513, 1027), nn.Dropout(0.1), nn.Linear(1027, 7)).to(
+        disttrain.current_world().device
+    )
+    fully_shard(model)
+    return model, torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(0.01) if "capturable" in options else 0.01, **options
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        rows = torch.randn(16, 513, generator=torch.Generator().manual_seed(step)).to(disttrain.current_world().device)
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """This rank's part of all parameters and moments."""
+    found = dict(model.named_parameters())
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        for name, tensor in found.items()
+    }
+
+
+def save_training(directory: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, optimizer = sharded_model(1, options)
+    train(model, optimizer, range(3))
+    Checkpointer(directory).save(3, {**get_state_dict(model, optimizer), "rng": RngState()})
+    train(model, optimizer, range(3, 5))
+    return everything(model, optimizer)
+
+
+def resume_training(directory: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model, optimizer = sharded_model(2, options)
+    state = {**get_state_dict(model, optimizer), "rng": RngState()}
+    assert Checkpointer(directory).load(state) == 3
+    set_state_dict(model, optimizer, state)
+    train(model, optimizer, range(3, 5))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_training_on_gpus_goes_on_bit_by_bit(rank_pool: RankPool, tmp_path: Any, option: str) -> None:
+    """Dropout draws from the GPU's generator, so that is resumed too."""
+    arguments = {"directory": str(tmp_path), "options": {option: True}}
+    undisturbed = rank_pool.run(NUM_GPUS, save_training, arguments)
+    resumed = rank_pool.run(NUM_GPUS, resume_training, arguments)
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert set(before) == set(after)
+        assert [name for name in before if not before[name].equal(after[name])] == []

@@ -1,0 +1,107 @@
+"""Run the real command on small scripts, and see that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MARK = "DISTTRAIN_TEST_JOB"
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launcher that has ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.splitlines()
+
+
+@dataclass
+class Launches:
+    """Starts launchers in a folder of their own; each carries `mark` into everything that it starts."""
+
+    folder: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script and return its name."""
+        (self.folder / name).write_text(dedent(text))
+        return name
+
+    def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "disttrain_launch", *argv],
+            cwd=self.folder,
+            env={**self.environ(), **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *argv: str, **environ: str) -> Ended:
+        return self.end(self.start(*argv, **environ))
+
+    def end(self, process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Ended:
+        stdout, stderr = process.communicate(timeout=limit_s)
+        return Ended(process.returncode, stdout, stderr)
+
+    def ready(self, process: subprocess.Popen[str], num_lines: int) -> list[str]:
+        """Wait for so many lines of its stdout; workers print when they are ready."""
+        assert process.stdout is not None
+        return [process.stdout.readline() for _ in range(num_lines)]
+
+    def environ(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
+        path = os.pathsep.join([str(ROOT), str(ROOT / "launcher"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        return {**kept, "PYTHONPATH": path, "TMPDIR": str(self.folder), "CUDA_VISIBLE_DEVICES": "", MARK: self.mark}
+
+    def living(self) -> list[psutil.Process]:
+        """Every live process that a launcher of this test started, directly or not."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def wait_gone(self, limit_s: float) -> list[psutil.Process]:
+        """Wait until all are gone; returns those that are not."""
+        return psutil.wait_procs(self.living(), timeout=limit_s)[1]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.Error, OSError):
+            return False
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Iterator[Launches]:
+    """Afterwards no process and no temporary folder of any launcher is left."""
+    launches = Launches(tmp_path)
+    yield launches
+    for process in launches.started:
+        process.kill()
+        process.communicate()
+    left = launches.wait_gone(6.0)
+    names = [" ".join(process.cmdline()) for process in left]
+    for process in left:
+        process.send_signal(signal.SIGKILL)
+    assert names == []
+    assert list(tmp_path.glob("disttrain-*")) == []

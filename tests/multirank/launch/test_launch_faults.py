@@ -1,0 +1,192 @@
+"""Workers, launchers and their children die in every way; the rest goes at once and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from tests.multirank.launch.conftest import Launches
+
+WAITING = """
+    import os, time
+    print("ready", os.getpid())
+    time.sleep(100)
+"""
+STUBBORN_FAMILY = """
+    import os, signal, subprocess, sys, time
+    child = "import signal, time; signal.signal(15, signal.SIG_IGN); print('child', flush=True); time.sleep(100)"
+    for hides in (False, True):
+        process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=hides)
+        process.stdout.readline()
+    print("ready", os.getpid())
+    time.sleep(100)
+"""
+
+
+def pids(lines: list[str]) -> dict[int, int]:
+    """pid by rank, of lines like `[rank 1] ready 77`."""
+    words = [line.split() for line in lines]
+    return {int(word[1].rstrip("]")): int(word[3]) for word in words}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_worker_takes_the_rest_along(launches: Launches, victim: int) -> None:
+    process = launches.start("--nproc-per-node", "3", launches.script(WAITING))
+    workers = pids(launches.ready(process, 3))
+    os.kill(workers[victim], signal.SIGKILL)
+    killed_s = time.monotonic()
+    ended = launches.end(process)
+    assert time.monotonic() - killed_s < 5.0
+    assert ended.exit_code == 137
+    assert f"disttrain-launch: rank {victim} failed first: killed by SIGKILL" in ended.stderr
+    assert [pid for pid in workers.values() if psutil.pid_exists(pid)] == []
+    assert launches.living() == []
+
+
+def test_children_that_hide_and_ignore_are_stopped_too(launches: Launches) -> None:
+    process = launches.start("--nproc-per-node", "2", "--stop-grace", "0.3", launches.script(STUBBORN_FAMILY))
+    workers = pids(launches.ready(process, 2))
+    assert len(launches.living()) >= 6
+    os.kill(workers[1], signal.SIGKILL)
+    killed_s = time.monotonic()
+    assert launches.end(process).exit_code == 137
+    assert time.monotonic() - killed_s < 5.0
+    assert launches.living() == []
+
+
+def test_children_that_outlive_a_good_end_are_stopped(launches: Launches) -> None:
+    script = launches.script("""
+        import subprocess, sys
+        subprocess.Popen(["sleep", "100"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """)
+    assert launches.run(script).exit_code == 0
+    assert launches.living() == []
+
+
+def test_a_killed_launcher_leaves_no_orphan(launches: Launches) -> None:
+    process = launches.start("--nproc-per-node", "2", launches.script(STUBBORN_FAMILY))
+    launches.ready(process, 2)
+    process.kill()
+    process.wait()
+    assert launches.wait_gone(5.0) == []
+    assert list(launches.folder.glob("disttrain-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stop_signals_are_passed_on(launches: Launches, number: signal.Signals) -> None:
+    script = launches.script("""
+        import os, signal, sys, time
+        def save(number, frame):
+            print("saved on", signal.Signals(number).name)
+            sys.exit(0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, save)
+        print("ready", os.getpid())
+        time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", script)
+    launches.ready(process, 2)
+    process.send_signal(number)
+    ended = launches.end(process)
+    assert ended.exit_code == 128 + number
+    assert sorted(ended.lines) == [f"[rank 0] saved on {number.name}", f"[rank 1] saved on {number.name}"]
+    assert ended.stderr.splitlines()[-1] == f"disttrain-launch: stopped by {number.name}."
+
+
+def test_user_signals_are_passed_on_and_the_job_goes_on(launches: Launches) -> None:
+    script = launches.script("""
+        import os, signal, time
+        came = []
+        signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+        signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
+        print("ready", os.getpid(), flush=True)
+        while len(came) < 2:
+            signal.pause() if not came else time.sleep(0.01)
+        print("came", sorted(came))
+    """)
+    process = launches.start("--nproc-per-node", "2", script)
+    launches.ready(process, 2)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR2)
+    ended = launches.end(process)
+    assert ended.exit_code == 0
+    assert sorted(ended.lines) == ["[rank 0] came [10, 12]", "[rank 1] came [10, 12]"]
+
+
+def test_a_second_interrupt_kills_at_once(launches: Launches) -> None:
+    script = launches.script("""
+        import os, signal, time
+        signal.signal(signal.SIGINT, lambda number, frame: print("not yet"))
+        print("ready", os.getpid())
+        while True:
+            time.sleep(100)
+    """)
+    process = launches.start(script)
+    launches.ready(process, 1)
+    process.send_signal(signal.SIGINT)
+    assert launches.ready(process, 1) == ["[rank 0] not yet\n"]
+    process.send_signal(signal.SIGINT)
+    interrupted_s = time.monotonic()
+    ended = launches.end(process)
+    assert ended.exit_code == 130
+    assert time.monotonic() - interrupted_s < 5.0
+    assert "again to kill them now" in ended.stderr
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace(launches: Launches) -> None:
+    script = launches.script("""
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        print("ready", os.getpid())
+        if os.environ["RANK"] == "1":
+            sys.stdin.readline()
+            os._exit(3)
+        while True:
+            time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", "--stop-grace", "0.4", script)
+    launches.ready(process, 2)
+    assert launches.end(process, limit_s=5.0).exit_code == 3
+
+
+def test_an_ignored_hangup_stays_ignored(launches: Launches) -> None:
+    script = launches.script("""
+        import signal
+        print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+    """)
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launches.start(script)
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert launches.end(process).lines == ["[rank 0] True"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_left_after_random_faults(launches: Launches, seed: int) -> None:
+    """Five jobs each: a random process of a random job dies at a random moment, by a random signal."""
+    draw = random.Random(seed)
+    script = launches.script(STUBBORN_FAMILY)
+    for _ in range(5):
+        num_workers = draw.randint(1, 3)
+        process = launches.start("--nproc-per-node", str(num_workers), "--stop-grace", "0.1", script)
+        num_lines = draw.choice([0, 1, num_workers])
+        workers = pids(launches.ready(process, num_lines))
+        victim = draw.choice([process.pid, *workers.values()])
+        number = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV])
+        time.sleep(draw.uniform(0, 0.1 if num_lines else 0.3))
+        psutil.Process(victim).send_signal(number)
+        ended = launches.end(process)
+        assert ended.exit_code != 0
+        # Python itself prints one when it is interrupted while it still imports.
+        if ended.exit_code > 0 and not ended.stderr.endswith("\nKeyboardInterrupt\n"):
+            ours = [line for line in ended.stderr.splitlines() if not line.startswith(("[rank ", "    "))]
+            assert [line for line in ours if not line.startswith("disttrain-launch: ")] == []
+        assert launches.wait_gone(5.0) == []
