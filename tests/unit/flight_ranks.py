@@ -31,7 +31,6 @@ class Rank:
 
     rank: int
     world_size: int = 3
-    num_enqueued: int = 0
     records: list[Record] = field(default_factory=list)
     last: dict[tuple[str, str, int | None], int] = field(default_factory=dict)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -113,7 +113,7 @@ def test_who_waits_for_a_rank_that_waits_is_not_to_blame() -> None:
 
 
 def test_lines_that_differ_show_where_a_rank_left_out_a_call() -> None:
-    """Rank 1 leaves out its second call of line 10 and so meets the others one call ahead, until it comes to its end."""
+    """Rank 1 leaves out its second call of line 10 and so is one call ahead of the others until its end."""
 
     def dump(rank: int) -> Dump:
         calls = Rank(rank).call("all_reduce", 10)

@@ -1,0 +1,47 @@
+"""The flight recorder: what each rank called last, and, from all ranks' dumps, why a job hangs.
+
+In the job, `enable` records; the rest, like the command `disttrain-flight`, reads dumps and does without torch: each
+name below is fetched from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from disttrain.flight_recorder.analysis import Analysis as Analysis
+    from disttrain.flight_recorder.analysis import analyze as analyze
+    from disttrain.flight_recorder.dump import Dump as Dump
+    from disttrain.flight_recorder.dump import read_dump as read_dump
+    from disttrain.flight_recorder.dump import write_dump as write_dump
+    from disttrain.flight_recorder.recorder import FlightRecorder as FlightRecorder
+    from disttrain.flight_recorder.triggers import enable as enable
+    from disttrain.flight_recorder.verdict import Kind as Kind
+    from disttrain.flight_recorder.verdict import Verdict as Verdict
+
+_MODULE_OF = {
+    "Analysis": "analysis",
+    "Dump": "dump",
+    "FlightRecorder": "recorder",
+    "Kind": "verdict",
+    "Verdict": "verdict",
+    "analyze": "analysis",
+    "enable": "triggers",
+    "read_dump": "dump",
+    "write_dump": "dump",
+}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'disttrain.flight_recorder' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"disttrain.flight_recorder.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

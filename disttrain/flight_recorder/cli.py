@@ -1,0 +1,60 @@
+"""`disttrain-flight`: a folder of dumps in, the cause of the hang out. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.analysis import analyze
+from disttrain.flight_recorder.report import as_json, as_text
+from disttrain.flight_recorder.verdict import Kind
+
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `disttrain-flight` and return its exit code: that of the first verdict, or 2 when it was called wrongly."""
+    options = _parser().parse_args(argv)
+    try:
+        analysis = analyze(Path(options.path))
+        _write(as_json(analysis) if options.json else as_text(analysis))
+    except FlightDumpError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return USAGE
+    except KeyboardInterrupt:
+        return 130
+    return analysis.verdicts[0].kind.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    codes = "\n".join(f"  {kind.exit_code:3}  {kind.value.replace('_', ' ')}" for kind in Kind)
+    parser = argparse.ArgumentParser(
+        prog="disttrain-flight",
+        description="Say why a job hangs, from the dumps of its ranks' flight recorders.",
+        epilog=f"exit codes, by the first verdict:\n{codes}\n    {USAGE}  wrong usage",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "path", metavar="DIR", help="folder with the dumps (DISTTRAIN_FLIGHT_DIR of the job), or one dump"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with verdicts, dumps and notes")
+    return parser
+
+
+def _write(text: str) -> None:
+    """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The words of a dump, as values: a frame, a call site, one operation as seen by one rank, how far a rank has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+SEND, RECEIVE = "send", "recv"
+"""The operations that only two ranks see. All others are collectives of their group."""
+
+
+class Frame(NamedTuple):
+    """One line of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]
+"""Innermost frame first."""
+
+
+class State(StrEnum):
+    """How far this rank's host has come with an operation."""
+
+    ENQUEUED = "enqueued"
+    """Handed to the transport; the host has not seen it end."""
+    COMPLETED = "completed"
+    """The host has waited for it. On CUDA the device may still be at it."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """What an operation asks for and where it is called: alike for all passes of a loop, so kept once.
+
+    `ranks` are the group's global ranks in group order; `peer_rank` is the global rank of the root, destination or
+    source; `stack` leaves out disttrain's own frames.
+    """
+
+    group_name: str
+    ranks: tuple[int, ...]
+    operation: str
+    input_shapes: tuple[Shape, ...]
+    output_shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    peer_rank: int | None
+    stack: Stack
+
+    @property
+    def is_message(self) -> bool:
+        return self.operation in (SEND, RECEIVE)
+
+    @property
+    def num_input_elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.input_shapes)
+
+    @property
+    def num_output_elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.output_shapes)
+
+    @property
+    def tensors(self) -> str:
+        """Such as `float32[8, 4]`, or `float32[8] -> [4]`; empty for a barrier."""
+        inputs = ", ".join(map(_shape_text, self.input_shapes))
+        outputs = ", ".join(map(_shape_text, self.output_shapes))
+        sizes = inputs if inputs == outputs or not outputs else f"{inputs} -> {outputs}" if inputs else outputs
+        return "/".join(dict.fromkeys(self.dtypes)) + sizes
+
+
+class Record(NamedTuple):
+    """One operation as seen by one rank. Times are seconds since the epoch, by this rank's clock.
+
+    `sequence` counts the group's collectives from 1; for a message, those of this operation with this peer there.
+    """
+
+    site: CallSite
+    sequence: int
+    state: State
+    enqueued_s: float
+    completed_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """The last collective that this rank has entered in one group, also when its record has left the ring."""
+
+    group_name: str
+    ranks: tuple[int, ...]
+    last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelProgress:
+    """How many messages this rank has started to send to, or receive from, one peer in one group."""
+
+    group_name: str
+    operation: str
+    peer_rank: int
+    last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadStack:
+    """Where one Python thread was when the dump was made; disttrain's own frames are in it."""
+
+    name: str
+    is_main: bool
+    stack: Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended the process, and where it was raised."""
+
+    kind: str
+    message: str
+    stack: Stack
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [_run_text(first, last) for first, last in runs]
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if is_one else 'ranks'} {', '.join(parts) or 'none'}"
+
+
+def _run_text(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}, {last}" if last == first + 1 else f"{first}-{last}"
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
