@@ -15,6 +15,7 @@ class CommStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
+        self._device = device
         self.gather = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None
         self.reduce = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None
 
@@ -28,9 +29,9 @@ class CommStreams:
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at this point of the current stream."""
-        return torch.cuda.current_stream().record_event() if self.is_cuda else None
+        return torch.cuda.current_stream(self._device).record_event() if self.is_cuda else None
 
     def follow(self, event: torch.cuda.Event | None) -> None:
         """Queue nothing more on the current stream before `event`."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)

@@ -1,0 +1,182 @@
+"""Plans: who writes which part of which tensor, and which part of which file goes where. Pure.
+
+A save's plan is a function of what all ranks hold, so that each rank can make it for itself. A load's plan is a
+function of one rank's wishes and the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.layout import Box, Sharding
+from disttrain.checkpoint.manifest import Chunk, Manifest
+from disttrain.errors import CheckpointCorruptError, CheckpointError
+
+SPLIT_BYTES = 4 << 20
+"""A part that several ranks hold is split among them when it is larger."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What one rank's state has, by name, without the values.
+
+    `values` are plain values, equal on all ranks; `per_rank` ones differ; `same_as` maps a tensor's second name to its
+    first.
+    """
+
+    tensors: Mapping[str, Sharding] = field(default_factory=dict)
+    values: Sequence[str] = ()
+    per_rank: Sequence[str] = ()
+    same_as: Mapping[str, str] = field(default_factory=dict)
+
+    def to_plain(self) -> list[Any]:
+        tensors = {name: sharding.to_plain() for name, sharding in self.tensors.items()}
+        return [tensors, list(self.values), list(self.per_rank), dict(self.same_as)]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Outline:
+        tensors, values, per_rank, same_as = plain
+        return cls({name: Sharding.from_plain(item) for name, item in tensors.items()}, values, per_rank, same_as)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank writes: parts of tensors by name, and values by name."""
+
+    parts: list[tuple[str, Box]] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+
+
+def plan_save(outlines: Sequence[Outline]) -> list[RankPlan]:
+    """What each rank writes, given what each has. Every element of every tensor is written by exactly one rank.
+
+    What one rank alone holds it writes; the rest goes, largest first, to the holder with the fewest bytes. A plain
+    value is written by the first rank that has it. Raises CheckpointError when ranks have different things by one name.
+    """
+    _check_kinds(outlines)
+    plans = [RankPlan() for _ in outlines]
+    load_bytes = [0] * len(outlines)
+    shared: list[tuple[int, str, Box, tuple[int, ...]]] = []
+    for name, (sharding, ranks) in _merged(outlines).items():
+        item_size = dtype_named(sharding.dtype).itemsize
+        for box, holders in _parts(name, sharding, ranks).items():
+            if len(holders) == 1:
+                plans[holders[0]].parts.append((name, box))
+                load_bytes[holders[0]] += box.num_elements * item_size
+            else:
+                pieces = box.split(_split_elements(box, item_size, len(holders)))
+                shared += [(piece.num_elements * item_size, name, piece, holders) for piece in pieces]
+    for num_bytes, name, box, holders in sorted(shared, key=lambda item: (-item[0], item[1], item[2])):
+        writer = min(holders, key=load_bytes.__getitem__)
+        plans[writer].parts.append((name, box))
+        load_bytes[writer] += num_bytes
+    _plan_values(outlines, plans)
+    return plans
+
+
+def _check_kinds(outlines: Sequence[Outline]) -> None:
+    """No name may be a tensor on one rank and a value on another."""
+    tensors = {name for outline in outlines for name in (*outline.tensors, *outline.same_as)}
+    values = {name for outline in outlines for name in outline.values}
+    per_rank = {name for outline in outlines for name in outline.per_rank}
+    mixed = sorted(tensors & values | tensors & per_rank | values & per_rank)
+    if mixed:
+        raise CheckpointError(
+            "save",
+            f"{mixed[0]!r} is a tensor, a value or a PerRank, depending on the rank.",
+            "Give them names of their own.",
+        )
+
+
+def _split_elements(box: Box, item_size: int, num_holders: int) -> int:
+    """How many elements each piece of a shared part has at most."""
+    if box.num_elements * item_size <= SPLIT_BYTES:
+        return box.num_elements
+    return max(SPLIT_BYTES // item_size, -(-box.num_elements // num_holders))
+
+
+def _merged(outlines: Sequence[Outline]) -> dict[str, tuple[Sharding, tuple[int, ...]]]:
+    """Each tensor and the ranks that have it."""
+    if all(outline is outlines[0] for outline in outlines):
+        every = tuple(range(len(outlines)))
+        return {name: (sharding, every) for name, sharding in outlines[0].tensors.items()}
+    ranks: dict[str, list[int]] = {}
+    for rank, outline in enumerate(outlines):
+        for name, sharding in outline.tensors.items():
+            first = ranks.setdefault(name, [rank])
+            if outlines[first[0]].tensors[name] != sharding:
+                raise CheckpointError(
+                    "save",
+                    f"{name!r} is {outlines[first[0]].tensors[name]} on rank {first[0]}, {sharding} on rank {rank}.",
+                    "Give tensors that differ between ranks names of their own, or wrap small ones in PerRank.",
+                )
+            if rank != first[0]:
+                first.append(rank)
+    return {name: (outlines[holders[0]].tensors[name], tuple(holders)) for name, holders in ranks.items()}
+
+
+def _parts(name: str, sharding: Sharding, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
+    if not sharding.is_plain:
+        absent = sorted(set(sharding.mesh_ranks) - set(ranks))
+        if absent:
+            raise CheckpointError(
+                "save",
+                f"{name!r} lies on ranks {absent} too, whose states lack it.",
+                "Save it on all ranks of its mesh.",
+            )
+        return sharding.boxes()
+    whole = Box.whole(sharding.shape)
+    return {whole: ranks} if whole.num_elements else {}
+
+
+def _plan_values(outlines: Sequence[Outline], plans: list[RankPlan]) -> None:
+    taken: set[str] = set()
+    for outline, plan in zip(outlines, plans, strict=True):
+        plan.values.extend(name for name in outline.values if name not in taken)
+        plan.values.extend(outline.per_rank)
+        taken.update(outline.values)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bring the elements in `box` (global) of tensor `name` from `chunk`."""
+
+    name: str
+    dtype: str
+    chunk: Chunk
+    box: Box
+
+
+def plan_load(manifest: Manifest, wanted: Mapping[str, Box]) -> list[Read]:
+    """Which chunks, and what of them, fill the wanted box of each tensor; in the order of files and offsets.
+
+    Raises CheckpointCorruptError when the chunks don't cover what is wanted.
+    """
+    reads: list[Read] = []
+    for name, box in wanted.items():
+        tensor = manifest.tensor_named(name)
+        assert tensor is not None
+        found = [(chunk, chunk.box.intersection(box)) for chunk in tensor.chunks]
+        mine = [Read(name, tensor.dtype, chunk, part) for chunk, part in found if part is not None]
+        num_elements = sum(read.box.num_elements for read in mine)
+        if num_elements != box.num_elements:
+            raise CheckpointCorruptError(
+                "load",
+                f"{name!r} has chunks for {num_elements} of the {box.num_elements} elements at {box.origin}.",
+                "Load another save.",
+            )
+        reads += mine
+    return sorted(reads, key=lambda read: (read.chunk.file, read.chunk.offset, read.box))
+
+
+def mismatches(manifest: Manifest, shardings: Mapping[str, Sharding]) -> list[str]:
+    """A sentence for each tensor that was saved with another shape or dtype than it has now."""
+    return [
+        f"{name} is {tensor.dtype}{list(tensor.shape)} there, {sharding.dtype}{list(sharding.shape)} here"
+        for name, sharding in shardings.items()
+        if (tensor := manifest.tensor_named(name)) is not None
+        and (tensor.shape, tensor.dtype) != (sharding.shape, sharding.dtype)
+    ]

@@ -1,0 +1,177 @@
+"""Where saves lie: the few file operations that they are made of. Tests put in one that fails or kills.
+
+Nothing here knows of formats. What a method has written or moved is durable when the caller has also synced the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+HOLD_SUFFIX = ".lock"
+
+
+class ReadableFile(Protocol):
+    """An open file."""
+
+    num_bytes: int
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `offset` on; returns how many bytes there were."""
+        ...
+
+
+class Storage(Protocol):
+    """Folders and files. Errors are OSError."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a new folder, and those above it; fails where there is one."""
+        ...
+
+    def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
+        """Write a new file of these parts; its content is durable on return."""
+        ...
+
+    def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
+        """Open a file for reading."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What is in a folder, sorted; nothing where there is no folder."""
+        ...
+
+    def sync_folder(self, path: Path) -> None:
+        """Make durable which names the folder has."""
+        ...
+
+    def move(self, source: Path, target: Path) -> None:
+        """Rename a folder in one step; fails where `target` is."""
+        ...
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove a folder with all in it."""
+        ...
+
+    def hold(self, path: Path) -> AbstractContextManager[None]:
+        """Mark that a living process is writing to `path`, for as long as the block runs."""
+        ...
+
+    def remove_unless_held(self, path: Path) -> bool:
+        """Remove a folder that no living process holds. Returns whether it is gone."""
+        ...
+
+
+class _LocalFile:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.num_bytes = os.fstat(descriptor).st_size
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            num_read = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            if num_read == 0:
+                break
+            done += num_read
+        return done
+
+
+class LocalStorage:
+    """A local or shared POSIX file system. Satisfies `Storage`."""
+
+    def make_folder(self, path: Path) -> None:
+        _make_parents(path)
+        path.mkdir()
+
+    def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
+        with path.open("xb", buffering=0) as file:
+            for part in parts:
+                done = 0
+                while done < len(part):  # a write may be short
+                    done += file.write(part[done:])
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[ReadableFile]:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield _LocalFile(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def names(self, path: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def sync_folder(self, path: Path) -> None:
+        _sync_folder(path)
+
+    def move(self, source: Path, target: Path) -> None:
+        if target.exists():  # rename would replace an empty folder
+            raise FileExistsError(f"{target} is there already")
+        source.rename(target)
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+    @contextmanager
+    def hold(self, path: Path) -> Iterator[None]:
+        # The kernel lets go of the lock when its process dies, however it dies.
+        _make_parents(path)
+        lock = _lock_path(path)
+        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks: nobody removes what this file marks
+                pass
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def remove_unless_held(self, path: Path) -> bool:
+        lock = _lock_path(path)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # held, or a file system without locks, where nobody can know
+            return False
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            return not path.exists()
+        finally:
+            os.close(descriptor)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(path.name + HOLD_SUFFIX)
+
+
+def _make_parents(path: Path) -> None:
+    """Make the folders above `path`, each durable in the one above it."""
+    folder = path.parent
+    if not folder.is_dir():
+        _make_parents(folder)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

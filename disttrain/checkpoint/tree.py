@@ -1,0 +1,205 @@
+"""A state as a flat list of named leaves, and back.
+
+Dicts with text keys are taken apart; a leaf's name is its keys joined by `/` (`~` and `/` within a key are written `~0`
+and `~1`, as in RFC 6901). Everything else is a leaf: a tensor, or a value that msgpack can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.layout import Box, Sharding
+from disttrain.checkpoint.plan import Outline
+from disttrain.checkpoint.state import load_model_state, model_state
+from disttrain.checkpoint.stateful import PerRank, Stateful, Unfilled, Value, make_plain
+from disttrain.dtensor import DTensor, Partial, Shard, local_shape_and_offset
+from disttrain.errors import CheckpointError
+
+Make = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A place where a load puts leaves that the state does not have: the dict they go to, and how tensors are made."""
+
+    root: Callable[[], dict[str, Any]]
+    make: Make
+
+
+@dataclass
+class Tree:
+    """A state taken apart: where each leaf is, where unknown leaves may be put, and who is to be told after a load."""
+
+    operation: str
+    leaves: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    openings: dict[str, Opening] = field(default_factory=dict)
+    listeners: list[Callable[[], Any]] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+
+    def outline(self) -> Outline:
+        """What there is, for the plan. Tensors that are the same object under several names are there once."""
+        first: dict[int, str] = {}
+        tensors: dict[str, Sharding] = {}
+        same_as: dict[str, str] = {}
+        for name, tensor in self.tensors.items():
+            if first.setdefault(id(tensor), name) == name:
+                tensors[name] = sharding_of(self.operation, name, tensor)
+            else:
+                same_as[name] = first[id(tensor)]
+        rest = {name: leaf for name, leaf in self.leaves.items() if not isinstance(leaf, torch.Tensor)}
+        return Outline(
+            tensors,
+            [name for name, leaf in rest.items() if not isinstance(leaf, PerRank)],
+            [name for name, leaf in rest.items() if isinstance(leaf, PerRank)],
+            same_as,
+        )
+
+    def make_for(self, name: str) -> Make | None:
+        """How to make a tensor for a leaf that the state does not have; None where no place is open for it."""
+        opening = self._opening_of(name)
+        return None if opening is None else self.openings[opening].make
+
+    def put(self, name: str, value: Any) -> None:
+        """Set a leaf, in a place that there is or one that is open."""
+        if name in self.places:
+            parent, key = self.places[name]
+            parent[key] = value
+            return
+        opening = self._opening_of(name)
+        assert opening is not None
+        parent = self.openings[opening].root()
+        *inner, last = name.removeprefix(f"{opening}/").split("/")
+        for key in inner:
+            parent = parent.setdefault(_unescaped(key), {})
+        parent[_unescaped(last)] = value
+
+    def _opening_of(self, name: str) -> str | None:
+        above = name.rpartition("/")[0]
+        while above and above not in self.openings:
+            above = above.rpartition("/")[0]
+        return above or None
+
+
+def take_apart(operation: str, state: Mapping[str, Any]) -> Tree:
+    """The leaves of `state`; modules and Statefuls give theirs. Raises CheckpointError for what cannot be saved."""
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            operation, f"the state is a {type(state).__name__}, not a dict.", "Give each part a name."
+        )
+    tree = Tree(operation)
+    _descend(tree, "", state)
+    return tree
+
+
+def _descend(tree: Tree, prefix: str, node: dict[str, Any]) -> None:
+    for key, child in list(node.items()):
+        name = prefix + key.replace("~", "~0").replace("/", "~1")
+        if isinstance(child, nn.Module):
+            state = model_state(child)
+            tree.listeners.append(partial(load_model_state, child, state))
+            _descend(tree, name + "/", state)
+        elif isinstance(child, torch.optim.Optimizer):
+            raise CheckpointError(
+                tree.operation,
+                f"{name!r} is an optimizer, whose own state names parameters by number.",
+                "Give get_state_dict(model, optimizers), which names them as the model does.",
+            )
+        elif isinstance(child, Stateful) and not isinstance(child, dict):
+            state = child.state_dict()
+            tree.listeners.append(partial(child.load_state_dict, state))
+            tree.openings[name] = Opening(partial(_itself, state), make_plain)
+            _descend(tree, name + "/", state)
+        elif isinstance(child, Unfilled):
+            tree.openings[name] = Opening(partial(_slot_root, node, key), child.make)
+        elif isinstance(child, dict) and all(isinstance(inner, str) for inner in child):
+            _descend(tree, name + "/", child)
+        else:
+            _check_leaf(tree.operation, name, child)
+            tree.leaves[name] = child
+            tree.places[name] = node, key
+
+
+def _itself(state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
+def _slot_root(node: dict[str, Any], key: str) -> dict[str, Any]:
+    """The dict that has taken the place of an Unfilled."""
+    if isinstance(node[key], Unfilled):
+        node[key] = {}
+    return cast(dict[str, Any], node[key])
+
+
+def _unescaped(key: str) -> str:
+    return key.replace("~1", "/").replace("~0", "~")
+
+
+def _check_leaf(operation: str, name: str, leaf: Any) -> None:
+    if name == "__metadata__":
+        raise CheckpointError(operation, "the name '__metadata__' is safetensors' own.", "Rename the entry.")
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+            kind = "on the meta device" if leaf.is_meta else f"{leaf.layout}, quantized={leaf.is_quantized}"
+            raise CheckpointError(
+                operation,
+                f"tensor {name!r} is {kind}.",
+                "Give strided tensors with values (module.to_empty makes some).",
+            )
+    elif _has_dtensor(leaf):
+        raise CheckpointError(operation, f"the value {name!r} has a DTensor in it.", "Put it in a dict, under a name.")
+
+
+def _has_dtensor(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_dtensor, value))
+    if isinstance(value, dict):
+        return any(map(_has_dtensor, value.values()))
+    return isinstance(value, DTensor) or (isinstance(value, Value | PerRank) and _has_dtensor(value.value))
+
+
+def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:
+    """How a tensor lies. Raises CheckpointError for partial values."""
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    if not isinstance(tensor, DTensor):
+        return Sharding(shape, dtype)
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise CheckpointError(
+            operation,
+            f"tensor {name!r} lies as {list(tensor.placements)}: no rank has its values.",
+            "Redistribute it to Shard or Replicate first.",
+        )
+    mesh = tensor.device_mesh
+    cuts = tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
+    return Sharding(shape, dtype, mesh.layout.ranks, mesh.shape, cuts)
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """What this rank holds, sharing memory with `tensor`, and where in the whole it lies."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), Box.whole(tuple(tensor.shape))
+    with torch.no_grad():
+        local = tensor.to_local()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return local, Box.whole((0,) * tensor.ndim)
+    shape, origin = local_shape_and_offset(tuple(tensor.shape), mesh.shape, coordinate, tensor.placements)
+    return local, Box(origin, shape)
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Some names, for a message."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more

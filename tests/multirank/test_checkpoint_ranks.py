@@ -1,0 +1,279 @@
+"""Checkpoints on real ranks: saved by any number of them, loaded by any other, on any mesh, bit by bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from disttrain import get_rank, get_world_size, init_device_mesh
+from disttrain.checkpoint import (
+    Checkpointer,
+    LocalStorage,
+    RngState,
+    get_state_dict,
+    load,
+    rng_state,
+    save,
+    set_state_dict,
+)
+from disttrain.checkpoint.storage import ReadableFile
+from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from disttrain.errors import CheckpointCorruptError, CheckpointError
+from disttrain.fsdp2 import fully_shard
+from disttrain.testing import RankPool
+
+SHAPES = [(), (0, 3), (1,), (7,), (5, 3), (2, 9, 4), (13, 1)]
+DTYPES = [torch.bfloat16, torch.bool, torch.float32, torch.int64]
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same values on every rank and in every run."""
+    generator = torch.Generator().manual_seed(len(shape) * 100 + sum(shape))
+    return torch.randint(0, 2 if dtype == torch.bool else 200, shape, generator=generator).to(dtype)
+
+
+def placements_for(dice: random.Random, num_axes: int, num_dims: int) -> list[Placement]:
+    options: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(num_dims))]
+    return [dice.choice(options) for _ in range(num_axes)]
+
+
+def sharded_state(seed: int, *, filled: bool) -> dict[str, Any]:
+    """Tensors that lie at random, alike on all ranks, on a mesh of one or two axes; and plain ones and values."""
+    dice = random.Random(seed)
+    size = get_world_size()
+    mesh = init_device_mesh("cpu", dice.choice([(size,), (2, size // 2)] if size % 2 == 0 else [(size,), (1, size)]))
+    state: dict[str, Any] = {"step": 42 if filled else 0, "plain": torch.full((5,), 3.0 if filled else 0.0)}
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            values = whole(shape, dtype) if filled else torch.zeros(shape, dtype=dtype)
+            tensor = distribute_tensor(values, mesh, placements_for(dice, mesh.ndim, len(shape)), src_data_rank=None)
+            state[f"{dtype}{list(shape)}"] = tensor
+    return state
+
+
+def save_sharded(path: str, seed: int) -> None:
+    save(sharded_state(seed, filled=True), path)
+
+
+def load_sharded(path: str, seed: int) -> None:
+    state = sharded_state(seed, filled=False)
+    load(state, path)
+    assert (state["step"], state["plain"].tolist()) == (42, [3.0] * 5)
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            assert torch.equal(state[f"{dtype}{list(shape)}"].full_tensor(), whole(shape, dtype)), (shape, dtype)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mesh_loads_what_any_mesh_saved(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
+    """4 -> 2 -> 3 -> 1 -> 4 ranks, each with placements of its own."""
+    for number, (num_saving, num_loading) in enumerate([(4, 2), (2, 3), (3, 1), (1, 4), (4, 4)]):
+        path = str(tmp_path / f"save{number}")
+        rank_pool.run(num_saving, save_sharded, {"path": path, "seed": 10 * seed + number})
+        rank_pool.run(num_loading, load_sharded, {"path": path, "seed": 10 * seed + number + 1})
+
+
+class CountedFile:
+    def __init__(self, file: ReadableFile, counter: Counting) -> None:
+        self.file = file
+        self.counter = counter
+        self.num_bytes = file.num_bytes
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        self.counter.num_bytes += len(buffer)
+        return self.file.read_at(offset, buffer)
+
+
+class Counting(LocalStorage):
+    """Counts the bytes that are read, but for the manifest's."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[ReadableFile]:
+        with super().open_file(path) as file:
+            yield file if path.suffix == ".json" else CountedFile(file, self)
+
+
+def save_large(path: str) -> None:
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    rows = torch.arange(6 * 4096, dtype=torch.float32).view(-1, 1).expand(-1, 1024)
+    save({"w": distribute_tensor(rows, mesh, [Shard(0)], src_data_rank=None)}, path)
+
+
+def load_large(path: str) -> int:
+    mesh = init_device_mesh("cpu", (get_world_size(),))
+    weight = distribute_tensor(torch.zeros(6 * 4096, 1024), mesh, [Shard(0)], src_data_rank=None)
+    storage = Counting()
+    load({"w": weight}, path, storage=storage)
+    local = weight.to_local()
+    assert local[:, 0].equal(torch.arange(len(local)) + get_rank() * float(len(local)))
+    assert local[:, -1].equal(local[:, 0])
+    return storage.num_bytes
+
+
+def test_each_rank_reads_only_what_it_needs(rank_pool: RankPool, tmp_path: Path) -> None:
+    """96 MiB by 4 ranks, loaded by 3: 32 MiB each, in whole blocks of 1 MiB."""
+    path = str(tmp_path / "save")
+    rank_pool.run(4, save_large, {"path": path})
+    needed_bytes = 32 << 20
+    for num_bytes in rank_pool.run(3, load_large, {"path": path}):
+        assert needed_bytes <= num_bytes <= 1.1 * needed_bytes
+
+
+class Model(nn.Module):
+    """Sizes that 2, 3 and 4 ranks divide unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Linear(7, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    fully_shard(model, mesh=init_device_mesh("cpu", (get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)  # every rank the same, so that ranks may come and go
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and moments, whole."""
+    found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def save_training(directory: str) -> dict[str, torch.Tensor]:
+    """Save after 3 steps, go on to 5."""
+    model, optimizer = sharded_model(0)
+    train(model, optimizer, range(3))
+    Checkpointer(directory).save(3, get_state_dict(model, optimizer))
+    train(model, optimizer, range(3, 5))
+    return everything(model, optimizer)
+
+
+def resume_training(directory: str) -> dict[str, torch.Tensor]:
+    """Load into a fresh optimizer, go on to 5."""
+    model, optimizer = sharded_model(1)
+    state = get_state_dict(model, optimizer)
+    assert Checkpointer(directory).load(state) == 3
+    set_state_dict(model, optimizer, state)
+    train(model, optimizer, range(3, 5))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("num_resuming", [4, 3, 1])
+def test_adamw_goes_on_bit_by_bit(rank_pool: RankPool, tmp_path: Path, num_resuming: int) -> None:
+    """On as many ranks: the very same bits. On others, gradients are averaged over other numbers of equal terms."""
+    undisturbed = rank_pool.run(4, save_training, {"directory": str(tmp_path)})[0]
+    for resumed in rank_pool.run(num_resuming, resume_training, {"directory": str(tmp_path)}):
+        assert set(resumed) == set(undisturbed)
+        for name, tensor in undisturbed.items():
+            if num_resuming == 4:
+                assert resumed[name].equal(tensor), name
+            else:
+                torch.testing.assert_close(resumed[name], tensor)
+
+
+def save_generators(path: str) -> float:
+    torch.manual_seed(get_rank())
+    np.random.seed(get_rank())
+    save({"rng": RngState()}, path)
+    return float(torch.rand(()))
+
+
+def load_generators(path: str) -> float:
+    load({"rng": RngState()}, path)
+    assert rng_state()["generators"].rank == get_rank()
+    return float(torch.rand(()))
+
+
+def test_each_rank_has_its_own_generators(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "save")
+    drawn = rank_pool.run(2, save_generators, {"path": path})
+    assert rank_pool.run(2, load_generators, {"path": path}) == drawn
+    more = rank_pool.run(4, load_generators, {"path": path})
+    assert more[:2] == drawn
+    assert len(set(more)) == 4
+    assert rank_pool.run(4, load_generators, {"path": path}) == more
+
+
+class FullOnOneRank(LocalStorage):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
+        if get_rank() == self.rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        super().write_file(path, parts)
+
+
+def fail_on_one_rank(directory: str, failing_rank: int) -> tuple[str, int | None]:
+    good = Checkpointer(directory)
+    good.save(1, {"w": torch.ones(100), "v": torch.ones(100)})
+    state = sharded_state(0, filled=True)
+    try:
+        Checkpointer(directory, storage=FullOnOneRank(failing_rank)).save(2, state)
+    except CheckpointError as error:
+        return error.problem, good.latest()
+    return "", good.latest()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 2])
+def test_a_full_disk_on_one_rank_is_everybodys_error(rank_pool: RankPool, tmp_path: Path, failing_rank: int) -> None:
+    arguments = {"directory": str(tmp_path), "failing_rank": failing_rank}
+    found = rank_pool.run(3, fail_on_one_rank, arguments, timeout_s=20.0)
+    assert found == [found[0]] * 3
+    assert found[0][0].startswith(f"on rank {failing_rank}: OSError: [Errno 28] No space left on device")
+    assert found[0][1] == 1
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def load_damaged(path: str) -> tuple[str, str]:
+    try:
+        load(sharded_state(0, filled=False), path)
+    except CheckpointCorruptError as error:
+        return error.problem, type(error.__cause__).__name__
+    return "", ""
+
+
+def test_a_flip_that_one_rank_sees_is_everybodys_error(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "save"
+    rank_pool.run(3, save_sharded, {"path": str(path), "seed": 0})
+    for file in sorted(path.glob("*.safetensors")):
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+        found = rank_pool.run(3, load_damaged, {"path": str(path)}, timeout_s=20.0)
+        assert len({problem for problem, _ in found}) == 1
+        assert f"{file} does not have the bytes of" in found[0][0]
+        raw[-1] ^= 1
+        file.write_bytes(raw)

@@ -1,0 +1,212 @@
+"""Checkpoint plans: every element is written once, every wanted element is read once, bytes are balanced."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain.checkpoint.layout import Box, Sharding, spans
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, mismatches, plan_load, plan_save
+from disttrain.errors import CheckpointCorruptError, CheckpointError
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """A box with at least one element."""
+    starts = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - start)) for size, start in zip(shape, starts, strict=True)]
+    return Box(tuple(starts), tuple(sizes))
+
+
+@st.composite
+def shardings(draw: st.DrawFn, shape: tuple[int, ...], world_size: int) -> Sharding:
+    """Plain, or any cuts on any mesh of all ranks in any order."""
+    factors = [
+        mesh
+        for num_axes in (1, 2)
+        for mesh in itertools.product(range(1, world_size + 1), repeat=num_axes)
+        if math.prod(mesh) == world_size
+    ]
+    mesh_shape = draw(st.sampled_from(factors))
+    if draw(st.booleans()):
+        return Sharding(shape, "int16")
+    dims = [None, *range(len(shape))]
+    cuts = tuple(draw(st.sampled_from(dims)) for _ in mesh_shape)
+    return Sharding(shape, "int16", tuple(draw(st.permutations(range(world_size)))), mesh_shape, cuts)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, dict[str, Sharding]]:
+    world_size = draw(st.integers(1, 6))
+    shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
+    return world_size, {f"t{place}": draw(shardings(shape, world_size)) for place, shape in enumerate(shapes)}
+
+
+def count(plans: list[RankPlan], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """How often each element of a tensor is written."""
+    times = np.zeros(shape, int)
+    for plan in plans:
+        for other, box in plan.parts:
+            if other == name:
+                times[box.slices()] += 1
+    return times
+
+
+@settings(max_examples=30)
+@given(worlds())
+def test_every_element_is_written_exactly_once(world: tuple[int, dict[str, Sharding]]) -> None:
+    world_size, tensors = world
+    plans = plan_save([Outline(tensors)] * world_size)
+    for name, sharding in tensors.items():
+        assert (count(plans, name, sharding.shape) == 1).all()
+
+
+@settings(max_examples=30)
+@given(worlds())
+def test_ranks_write_only_what_they_hold(world: tuple[int, dict[str, Sharding]]) -> None:
+    world_size, tensors = world
+    for rank, plan in enumerate(plan_save([Outline(tensors)] * world_size)):
+        for name, box in plan.parts:
+            sharding = tensors[name]
+            if not sharding.is_plain:
+                held = [whole for whole, holders in sharding.boxes().items() if rank in holders]
+                assert any(box.intersection(whole) == box for whole in held)
+
+
+@settings(max_examples=30)
+@given(worlds(), st.data())
+def test_a_load_covers_every_wanted_element_once(world: tuple[int, dict[str, Sharding]], data: st.DataObject) -> None:
+    world_size, tensors = world
+    manifest = manifest_of(plan_save([Outline(tensors)] * world_size), tensors)
+    wanted = {
+        name: data.draw(boxes_in(sharding.shape)) for name, sharding in tensors.items() if 0 not in sharding.shape
+    }
+    times = {name: np.zeros(tensors[name].shape, int) for name in wanted}
+    for read in plan_load(manifest, wanted):
+        assert read.box.intersection(read.chunk.box) == read.box
+        times[read.name][read.box.slices()] += 1
+    for name, box in wanted.items():
+        assert (times[name][box.slices()] == 1).all()
+        assert times[name].sum() == box.num_elements
+
+
+def manifest_of(plans: list[RankPlan], tensors: dict[str, Sharding]) -> Manifest:
+    chunks = [
+        (name, Chunk(f"rank-{rank}", 0, 2 * box.num_elements, box, b""))
+        for rank, plan in enumerate(plans)
+        for name, box in plan.parts
+    ]
+    saved = {
+        name: SavedTensor(sharding.shape, sharding.dtype, tuple(chunk for other, chunk in chunks if other == name))
+        for name, sharding in tensors.items()
+    }
+    return Manifest("id", len(plans), "a test", {}, saved, {}, {})
+
+
+def test_a_gap_between_chunks_is_found() -> None:
+    whole = SavedTensor((4,), "int16", (Chunk("rank-0", 0, 6, Box((0,), (3,)), b""),))
+    manifest = Manifest("id", 1, "a test", {}, {"w": whole}, {}, {})
+    with pytest.raises(CheckpointCorruptError, match="'w' has chunks for 3 of the 4 elements"):
+        plan_load(manifest, {"w": Box.whole((4,))})
+
+
+def test_replicated_tensors_are_spread_by_bytes() -> None:
+    tensors = {f"t{place}": Sharding((place + 1, 10), "float32") for place in range(20)}
+    plans = plan_save([Outline(tensors)] * 4)
+    loads = [sum(box.num_elements for _, box in plan.parts) for plan in plans]
+    assert sum(loads) == 2100
+    assert max(loads) <= 1.03 * 2100 / 4
+
+
+def test_a_large_replicated_tensor_is_split_among_its_holders() -> None:
+    tensors = {"w": Sharding((3 * SPLIT_BYTES,), "uint8")}
+    plans = plan_save([Outline(tensors)] * 3)
+    assert [[box for _, box in plan.parts] for plan in plans] == [
+        [Box((SPLIT_BYTES * rank,), (SPLIT_BYTES,))] for rank in range(3)
+    ]
+
+
+def test_replicas_take_turns_on_a_mesh_of_two_axes() -> None:
+    """Four ranks, two replicas of two halves: each half goes to the holder who has less so far."""
+    tensors = {name: Sharding((4, 2), "float32", (0, 1, 2, 3), (2, 2), (None, 0)) for name in ("a", "b")}
+    plans = plan_save([Outline(tensors)] * 4)
+    assert [plan.parts for plan in plans] == [
+        [("a", Box((0, 0), (2, 2)))],
+        [("a", Box((2, 0), (2, 2)))],
+        [("b", Box((0, 0), (2, 2)))],
+        [("b", Box((2, 0), (2, 2)))],
+    ]
+
+
+def test_ranks_may_have_different_parts_of_a_model() -> None:
+    first = Outline({"a": Sharding((4,), "int16"), "both": Sharding((2,), "int16")}, ["step"], ["rng"])
+    second = Outline({"b": Sharding((3,), "int16"), "both": Sharding((2,), "int16")}, ["step", "late"], ["rng"])
+    plans = plan_save([first, second])
+    assert [sorted(name for name, _ in plan.parts) for plan in plans] == [["a"], ["b", "both"]]
+    assert [plan.values for plan in plans] == [["step", "rng"], ["late", "rng"]]
+
+
+def test_different_tensors_of_one_name_are_refused() -> None:
+    outlines = [Outline({"w": Sharding((4,), "int16")}), Outline({"w": Sharding((5,), "int16")})]
+    with pytest.raises(CheckpointError, match=r"'w' is .* on rank 0, .* on rank 1"):
+        plan_save(outlines)
+
+
+def test_a_tensor_is_on_all_ranks_of_its_mesh() -> None:
+    sharded = Outline({"w": Sharding((4,), "int16", (0, 1), (2,), (0,))})
+    with pytest.raises(CheckpointError, match=r"'w' lies on ranks \[1\] too, whose states lack it"):
+        plan_save([sharded, Outline()])
+
+
+def test_a_name_is_a_tensor_everywhere_or_nowhere() -> None:
+    with pytest.raises(CheckpointError, match="'w' is a tensor, a value or a PerRank"):
+        plan_save([Outline({"w": Sharding((4,), "int16")}), Outline({}, ["w"])])
+
+
+def test_mismatches_name_shape_and_dtype() -> None:
+    sharding = Sharding((4, 2), "float32")
+    manifest = manifest_of([RankPlan()], {"w": sharding, "v": sharding})
+    wrong = mismatches(manifest, {"w": replace(sharding, dtype="float64"), "v": sharding, "new": sharding})
+    assert wrong == ["w is float32[4, 2] there, float64[4, 2] here"]
+
+
+@settings(max_examples=30)
+@given(worlds())
+def test_outlines_travel(world: tuple[int, dict[str, Sharding]]) -> None:
+    outline = Outline(world[1], ["v"], ["r"], {"tied": "t0"})
+    assert Outline.from_plain(outline.to_plain()) == outline
+
+
+@given(SHAPES.filter(lambda shape: 0 not in shape), st.integers(1, 30), st.data())
+def test_spans_hold_the_elements_of_a_box(shape: tuple[int, ...], max_gap: int, data: st.DataObject) -> None:
+    box = data.draw(boxes_in(shape))
+    places = np.arange(math.prod(shape)).reshape(shape)[box.slices()].ravel()
+    found = list(spans(shape, box, max_gap))
+    inside = np.concatenate([np.arange(start, end) for start, end in found])
+    assert np.isin(places, inside).all()
+    assert (np.diff(inside) > 0).all()
+    gaps = np.setdiff1d(inside, places)
+    assert all(start in places and end - 1 in places for start, end in found)
+    assert len(gaps) == 0 or max_gap > 1
+    if max_gap == 1:
+        assert inside.tolist() == places.tolist()
+
+
+@given(SHAPES.filter(lambda shape: 0 not in shape), st.integers(1, 50), st.data())
+def test_a_split_box_is_the_box(shape: tuple[int, ...], max_elements: int, data: st.DataObject) -> None:
+    box = data.draw(boxes_in(shape))
+    times = np.zeros(shape, int)
+    for part in box.split(max_elements):
+        assert part.num_elements <= max_elements
+        times[part.slices()] += 1
+    assert (times[box.slices()] == 1).all()
+    assert times.sum() == box.num_elements
