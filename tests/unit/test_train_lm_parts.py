@@ -104,8 +104,8 @@ def test_nonsense_is_refused(
 
 def finished_run(*arguments: str) -> Path:
     parsed = flags.parse(arguments, 2)
-    (parsed.out / flags.CHECKPOINTS / "step-00000007").mkdir(parents=True)
     flags.save(parsed)
+    (parsed.out / flags.CHECKPOINTS / "step-00000007").mkdir(parents=True)
     return Path(parsed.out)
 
 

@@ -1,0 +1,142 @@
+"""What the person at the terminal sees: a header, a progress bar, a summary. Without a terminal: plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+BAR_INTERVAL_S = 0.1
+LINE_INTERVAL_S = 10.0
+"""How often there is a line where there is no terminal for a bar."""
+NUM_AVERAGED_STEPS = 20
+
+
+class Meter:
+    """How far training is: averages over the last steps, and what they say about the rest."""
+
+    def __init__(self, num_steps: int, first_step: int, tokens_per_step: int) -> None:
+        self.num_steps = num_steps
+        self.step = first_step
+        self._tokens_per_step = tokens_per_step
+        self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+
+    def add(self, loss: float, time_s: float) -> None:
+        self.step += 1
+        self._losses.append(loss)
+        self._times_s.append(time_s)
+
+    @property
+    def loss(self) -> float | None:
+        """The average over the last steps; None before the first."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    def status(self, memory_bytes: int) -> str:
+        """All there is to know, in one line."""
+        step_s = sum(self._times_s) / len(self._times_s)
+        return (
+            f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self._tokens_per_step / step_s)} tokens/s · "
+            f"{short(memory_bytes)}B · {clock(step_s * (self.num_steps - self.step))} left"
+        )
+
+
+class Screen:
+    """Shows on rank 0; the other ranks' screens are silent.
+
+    The bar is one line that ends in a carriage return, so that it works through the launcher, which prefixes lines.
+    """
+
+    def __init__(self, meter: Meter, *, is_shown: bool) -> None:
+        self.console = Console(quiet=not is_shown, highlight=False, soft_wrap=False)
+        self._meter = meter
+        self._started_s = time.monotonic()
+        self._shown_s = self._started_s
+        self._interval_s = BAR_INTERVAL_S if self.console.is_terminal else LINE_INTERVAL_S
+        self._bar = Text()
+
+    def show_step(self, memory_bytes: int) -> None:
+        """Bring the bar up to date, now and then."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s < self._interval_s:
+            return
+        self._shown_s = now_s
+        status = self._meter.status(memory_bytes)
+        if not self.console.is_terminal:
+            self._print(f"step {status}")
+            return
+        width = max(self.console.width - len(status) - 2, 0)
+        done = width * self._meter.step // self._meter.num_steps
+        self._bar = Text.assemble(("━" * done, "cyan"), ("━" * (width - done), "bright_black"), f" {status}")
+        self._draw_bar()
+
+    def show_evaluation(self, held_out_loss: float) -> None:
+        training = "" if self._meter.loss is None else f"   training {self._meter.loss:.3f}"
+        self._print(f"step {self._meter.step:>5}   held out [bold red]{held_out_loss:.3f}[/]{training}")
+
+    def show_continuation(self, prompt: bytes, continuation: bytes) -> None:
+        """Both as text, the prompt in another colour."""
+        text = Text.assemble((readable(prompt), "bold magenta"), readable(continuation))
+        if self.console.is_terminal:
+            self.console.print(Panel(text, title="a continuation", title_align="left", border_style="magenta"))
+        else:
+            self.console.print("a continuation:", text, sep="\n", soft_wrap=True)
+
+    def show_facts(self, title: str, facts: Mapping[str, str]) -> None:
+        """A table of names and what they are."""
+        if not self.console.is_terminal:
+            lines = [title, *(f"  {name:<11} {fact}" for name, fact in facts.items())]
+            self.console.print("\n".join(lines), soft_wrap=True, markup=False)
+            return
+        table = Table.grid(padding=(0, 3))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, fact in facts.items():
+            table.add_row(name, Text(fact))
+        self.console.print(Panel(table, title=f"[bold]{title}[/]", title_align="left", border_style="cyan"))
+
+    def end_bar(self) -> float:
+        """Remove the bar; returns the seconds since the screen was made."""
+        self._erase_bar()
+        self._bar = Text()
+        return time.monotonic() - self._started_s
+
+    def _print(self, line: str) -> None:
+        self._erase_bar()
+        self.console.print(line)
+        self._draw_bar()
+
+    def _draw_bar(self) -> None:
+        if self._bar:
+            self.console.print(self._bar, end="\r", no_wrap=True, overflow="crop")
+
+    def _erase_bar(self) -> None:
+        if self._bar:
+            self.console.print(" " * (self.console.width - 1), end="\r")
+
+
+def readable(data: bytes) -> str:
+    """Bytes as text, with marks for what is none, so that no control sequence reaches the terminal."""
+    text = data.decode("utf-8", "replace")
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def short(number: float) -> str:
+    """Three digits: 950, 11.2k, 539k, 1.16M."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.{0 if number >= 99.95 or not unit else 1 if number >= 9.995 else 2}f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
+
+
+def clock(duration_s: float) -> str:
+    """m:ss, or h:mm:ss."""
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
