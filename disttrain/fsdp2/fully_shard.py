@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,6 +35,11 @@ class FSDPModule:
         state = _state(self)
         state.reshard()
         state.is_kept_unsharded = False
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile the module's forward, in place, with these arguments; gathering and freeing stay outside."""
+        module = cast(nn.Module, self)
+        module.forward = torch.compile(module.forward, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""

@@ -14,6 +14,10 @@ from disttrain.fsdp2.flat import FlatSlot
 from disttrain.mesh import DeviceMesh
 
 
+_SHARDED_AS = "_disttrain_sharded_as"
+"""Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
+
+
 @dataclass(frozen=True, eq=False)
 class Owner:
     """A module that has the parameter, and under which name. Shared parameters have several."""
@@ -30,20 +34,8 @@ class ShardedParam:
     """
 
     def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        if isinstance(parameter, DTensor):
-            raise ShardingError(
-                "fully_shard",
-                f"parameter {fqn} is a DTensor already, laid out as {parameter.placements}.",
-                "Call fully_shard once per module; the mesh of another parallelism is not combined with it here.",
-                rank=mesh.get_rank(),
-            )
-        if parameter.ndim == 0:
-            raise ShardingError(
-                "fully_shard",
-                f"parameter {fqn} is a scalar, which has no dim to shard.",
-                "Make it one-dimensional, or leave it out by ignored_params.",
-                rank=mesh.get_rank(),
-            )
+        """`check_can_shard` has been asked about `parameter`."""
+        parameter.__dict__[_SHARDED_AS] = fqn
         self.owners = owners
         self.fqn = fqn
         self.shape = tuple(parameter.shape)
@@ -58,6 +50,10 @@ class ShardedParam:
         self._buffer_bytes = 0
         self.show_sharded()
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over: the shard alone."""
+        return {**self.__dict__, "unsharded": None, "_buffer": None, "_shard_view": None}
+
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
         owner = self.owners[0]
@@ -67,20 +63,25 @@ class ShardedParam:
         )
 
     def adopt_registered(self) -> None:
-        """Take over the parameter that the module has now, if it has been replaced."""
+        """Take over the parameter that the module has now, if it has been replaced, and its dtype."""
         owner = self.owners[0]
         registered = registered_parameter(owner.module, owner.name)
-        if registered is None or registered is self.sharded:
-            return
-        if not isinstance(registered, DTensor) or registered._spec.layout != self._spec.layout:
+        if registered is not None and registered is not self.sharded:
+            self._check_fits(registered)
+            self.sharded = registered
+            self.show_sharded()
+        self._spec = self.sharded._spec  # type: ignore[attr-defined]
+        self.orig_dtype = self._spec.dtype
+
+    def _check_fits(self, registered: nn.Parameter) -> None:
+        spec: Spec | None = getattr(registered, "_spec", None)
+        if spec is None or spec.layout != self._spec.layout or spec.shape != self.shape:
             raise ShardingError(
                 "fully_shard",
                 f"parameter {self.fqn} has become a {type(registered).__name__} of shape {tuple(registered.shape)}.",
-                f"Assign a DTensor that lies as {self._spec.layout}.",
+                f"Assign a DTensor of shape {self.shape} that lies as {self._spec.layout}.",
                 rank=self._spec.mesh.get_rank(),
             )
-        self.sharded = registered
-        self.show_sharded()
 
     def lay_out(self, view: torch.Tensor) -> None:
         """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""
@@ -130,3 +131,19 @@ class ShardedParam:
             self.sharded.grad = DTensor(local_grad, self._spec)
         else:
             self.sharded.grad._local_tensor.add_(local_grad)  # type: ignore[attr-defined]
+
+
+def check_can_shard(fqn: str, parameter: nn.Parameter, rank: int) -> None:
+    """Raise ShardingError for a parameter that `fully_shard` cannot take."""
+    if isinstance(parameter, DTensor):
+        problem = f"parameter {fqn} is a DTensor already, laid out as {parameter.placements}."
+        remedy = "Call fully_shard once per module; the mesh of another parallelism is not combined with it here."
+    elif parameter.ndim == 0:
+        problem = f"parameter {fqn} is a scalar, which has no dim to shard."
+        remedy = "Make it one-dimensional, or leave it out by ignored_params."
+    elif _SHARDED_AS in parameter.__dict__:
+        problem = f"parameter {fqn} is shared with a module that is sharded already, as its {parameter.__dict__[_SHARDED_AS]}."
+        remedy = "Leave that part to the call on a module that holds all owners of the parameter."
+    else:
+        return
+    raise ShardingError("fully_shard", problem, remedy, rank=rank)
