@@ -179,7 +179,7 @@ def main() -> None:
         if args.out:
             settings = {key: str(value) for key, value in vars(args).items()}
             gpus = f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}"
-            report = {"torch": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
+            report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
             args.out.write_text(json.dumps(report, indent=1))
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
