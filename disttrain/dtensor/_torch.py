@@ -48,7 +48,7 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones; a view's result shares memory with its first
-    argument; `returns_data` when the result depends on values, not on shapes alone.
+    argument; `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
@@ -58,6 +58,7 @@ class OpFacts:
     is_random: bool
     is_view: bool
     returns_data: bool
+    shape_depends_on_values: bool
 
     @property
     def is_inplace(self) -> bool:
@@ -79,4 +80,5 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         returns_data=returns_data,
+        shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags,
     )

@@ -34,9 +34,13 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     tensors = _tensors_of([*args, *kwargs.values()])
+    if _are_scalars_among_plain(op_facts, tensors):
+        values = [tensor if _is_plain(tensor) else _value_of(tensor) for tensor in tensors]
+        plain_args, plain_kwargs = _replaced(args, kwargs, values)
+        return op(*plain_args, **plain_kwargs)
     specs = tuple(_spec_of(op_facts, tensor) for tensor in tensors)
     call = OpCall(op_facts, args, kwargs, specs, ())
-    if not op_facts.returns_data:
+    if _can_be_planned(op_facts):
         outputs = _global_outputs(op, args, kwargs)
         if isinstance(outputs, torch.Tensor):
             call = OpCall(op_facts, args, kwargs, specs, tuple(outputs.shape))
@@ -44,6 +48,29 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
             if propagation is not None:
                 return _run_planned(wrap, op, call, propagation, tensors, outputs)
     return _run_whole(wrap, op, call, tensors)
+
+
+def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
+    """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
+    if not any(tensor.ndim > 0 and _is_plain(tensor) for tensor in tensors):
+        return False
+    is_written_to = bool(op_facts.mutated) and not _is_plain(tensors[0])
+    return not is_written_to and all(_is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not hasattr(tensor, "_spec")
+
+
+def _value_of(tensor: torch.Tensor) -> torch.Tensor:
+    spec: Spec = tensor._spec  # type: ignore[attr-defined]
+    return redistribute_local(_local_of(tensor), spec, spec.layout.replicated())
+
+
+def _can_be_planned(op_facts: OpFacts) -> bool:
+    """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
+    writes_elsewhere = bool(op_facts.mutated) and not op_facts.is_inplace
+    return not (op_facts.returns_data or op_facts.shape_depends_on_values or writes_elsewhere)
 
 
 def _plan(call: OpCall) -> Propagation | None:
@@ -91,8 +118,8 @@ def _run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[torch
     # A random in-place operator ignores what was there: nothing needs to be gathered for it.
     overwrites = call.facts.is_random and call.facts.is_inplace
     wholes = [
-        tensor if spec is None else _whole(tensor, spec, skips_values=overwrites)
-        for tensor, spec in zip(tensors, call.operands, strict=True)
+        tensor if spec is None else _whole(tensor, spec, skips_values=overwrites and place == 0)
+        for place, (tensor, spec) in enumerate(zip(tensors, call.operands, strict=True))
     ]
     args, kwargs = _replaced(call.arguments, call.keywords, wholes)
     result = op(*args, **kwargs)

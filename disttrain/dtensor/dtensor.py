@@ -115,6 +115,23 @@ class DTensor(torch.Tensor):
         )
 
     @property
+    def data(self) -> torch.Tensor:  # the stubs have it as an attribute
+        """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""
+        return cast(torch.Tensor, torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise LayoutError(
+                "data",
+                f"a plain tensor of shape {tuple(value.shape)} is assigned to a DTensor.",
+                "Make it a DTensor with distribute_tensor or DTensor.from_local.",
+                rank=self.device_mesh.get_rank(),
+            )
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh the tensor lies on."""
         return self._spec.mesh
@@ -172,7 +189,9 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         spec: Spec = ctx.spec
-        return DTensor(grads[0], Spec(ctx.grad_layout, spec.shape, spec.stride, grads[0].dtype)), None
+        # The gradient of a sum is one number, expanded: it could not be written to, as clipping does.
+        grad = grads[0].contiguous()
+        return DTensor(grad, Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)), None
 
 
 class _Redistribute(torch.autograd.Function):

@@ -28,7 +28,16 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
         return _norms(wrap, local_args, local_kwargs, leaders)
     results = op(*local_args, **local_kwargs)
     if facts.mutated:
+        _write_back(facts, args, local_args, leaders)
         return None
+    for local, spec in zip(results, leaders, strict=True):
+        if spec is not None and tuple(local.shape) != spec.local_shape:
+            raise LayoutError(
+                facts.name,
+                "it does not work element by element, and has no sharding rule.",
+                "Call the operator for one tensor on each of them.",
+                rank=spec.mesh.world.rank,
+            )
     return [
         local if spec is None else wrap(local, Spec(spec.layout, spec.shape, spec.stride, local.dtype))
         for local, spec in zip(results, leaders, strict=True)
@@ -69,8 +78,25 @@ def _element(facts: OpFacts, tensor: torch.Tensor, leader: Spec | None) -> torch
             "a DTensor meets a plain tensor at the same place of two lists.",
             "Make both DTensors; an optimizer must be built after the parameters have been sharded.",
         )
+    return _local(tensor, _wanted(spec, leader))
+
+
+def _wanted(spec: Spec, leader: Spec) -> Layout:
     # A scalar, such as a step count, has no dim to shard.
-    return _local(tensor, leader.layout if spec.shape == leader.shape else spec.layout.replicated())
+    return leader.layout if spec.shape == leader.shape else spec.layout.replicated()
+
+
+def _write_back(facts: OpFacts, args: Sequence[Any], local_args: Sequence[Any], leaders: Sequence[Spec | None]) -> None:
+    """What was written to a redistributed copy goes to the part that it stands for."""
+    for position in facts.mutated:
+        tensors, written = (args[position], local_args[position]) if 0 <= position < len(args) else ((), ())
+        if not isinstance(tensors, list | tuple) or not tensors:
+            continue
+        for tensor, local, leader in zip(tensors, written, leaders, strict=True):
+            spec: Spec | None = getattr(tensor, "_spec", None)
+            if spec is not None and leader is not None and local is not tensor._local_tensor:
+                used = spec.with_layout(_wanted(spec, leader))
+                tensor._local_tensor.copy_(redistribute_local(local, used, spec.layout))
 
 
 def _local(tensor: Any, layout: Layout) -> torch.Tensor:

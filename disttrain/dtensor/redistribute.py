@@ -61,7 +61,8 @@ def _run(step: Step, local: torch.Tensor, spec: Spec, placements: list[Placement
             return _reduce_scatter(local, step.dim, step.partial, mesh, step.axis)
         case Split():
             size, offset = piece(local.shape[step.dim], mesh.shape[step.axis], mesh.get_local_rank(step.axis))
-            return local.narrow(step.dim, offset, size).contiguous()
+            # A view would keep the whole's memory, and writing to it would write to the whole.
+            return local.narrow(step.dim, offset, size).clone(memory_format=torch.contiguous_format)
         case MakePartial():
             return _make_partial(local, step.partial, mesh.get_local_rank(step.axis))
     raise AssertionError(step)
@@ -106,22 +107,21 @@ def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     group = mesh.get_group(axis)
+    if isinstance(partial, NormPartial) and partial.order != float("inf"):
+        # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
+        powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
+        all_reduce(powers, group=group)
+        return powers.pow_(1.0 / partial.order).to(local.dtype)
     reduced = local.clone(memory_format=torch.contiguous_format)
-    if not isinstance(partial, NormPartial):
-        all_reduce(reduced, _REDUCE_OPS[partial.reduce_op], group=group)
-        return reduced
-    if partial.order == float("inf"):
-        all_reduce(reduced, ReduceOp.MAX, group=group)
-        return reduced
-    reduced.pow_(partial.order)
-    all_reduce(reduced, group=group)
-    return reduced.pow_(1.0 / partial.order)
+    op = ReduceOp.MAX if isinstance(partial, NormPartial) else _REDUCE_OPS[partial.reduce_op]
+    all_reduce(reduced, op, group=group)
+    return reduced
 
 
 def _make_partial(local: torch.Tensor, partial: Partial, position: int) -> torch.Tensor:
     # Dividing the value among the ranks would lose bits; one rank holds all of it instead.
     if position == 0 or partial.reduce_op in ("avg", "min", "max"):
-        return local
+        return local.clone()
     if partial.reduce_op == "product":
         return torch.ones_like(local)
     return torch.zeros_like(local)

@@ -24,6 +24,12 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of; itself when it is none."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
 def backward_is_running() -> bool:
     """True when this thread is inside a backward pass, as in a recomputation under activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -51,7 +51,10 @@ def start_gather(
     shard: torch.Tensor, dtype: torch.dtype, num_shards: int, group: ProcessGroup, streams: CommStreams
 ) -> Gather:
     """Gather every rank's flat `shard`, cast to `dtype`, on the all-gather stream. Collective."""
+    # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
+    written = streams.mark()
     with streams.gathering():
+        streams.follow(written)
         sent = shard if shard.dtype == dtype else shard.to(dtype)
         output = sent.new_empty((num_shards, sent.numel()))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import own_parameters
-from disttrain.fsdp2.param import Owner, ShardedParam
+from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
 from disttrain.fsdp2.state import ShardState, set_state, state_of
@@ -49,6 +50,16 @@ class FSDPModule:
                 group.zero_grads(set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # What `half`, `to` and the like change is the shards, also while the module computes with whole parameters.
+        _state(self).reshard()
+        return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
+
+    def __getstate__(self) -> object:
+        """What a deep copy takes over; its parameters are shards."""
+        _state(self).reshard()
+        return super().__getstate__()
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
         module = cast(nn.Module, self)
@@ -80,22 +91,30 @@ def fully_shard(
              ignored_params         parameters to leave as they are.
     Returns: the module, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
-             parameter that is a scalar or a DTensor.
+             parameter that is a scalar, a DTensor, or shared with a part that is sharded already.
     Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
     """
     mesh = mesh if mesh is not None else _whole_world(module)
     _check(module, mesh)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
+    managed = list(_managed(module, ignored_params or set()))
+    for fqn, parameter, _ in managed:
+        check_can_shard(fqn, parameter, mesh.get_rank())
     _move_to(module, device)
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
-    for fqn, parameter, owners in _managed(module, ignored_params or set()):
+    for fqn, parameter, owners in managed:
         by_dtype.setdefault(parameter.dtype, []).append(ShardedParam(owners, fqn, parameter, mesh))
     groups = [ParamGroup(params, mesh, policy) for params in by_dtype.values()]
     set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
-    cls = type(module)
-    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _sharded_class(cast(Any, type(module)))
     return module
+
+
+@cache
+def _sharded_class(cls: type) -> Any:
+    """The class of sharded modules of class `cls`; one for all of them, so that torch.compile compiles it once."""
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
 
 
 def _whole_world(module: nn.Module) -> DeviceMesh:

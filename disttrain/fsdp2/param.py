@@ -13,7 +13,6 @@ from disttrain.fsdp2._torch import registered_parameter, swap_parameter
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.mesh import DeviceMesh
 
-
 _SHARDED_AS = "_disttrain_sharded_as"
 """Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
 
@@ -142,7 +141,8 @@ def check_can_shard(fqn: str, parameter: nn.Parameter, rank: int) -> None:
         problem = f"parameter {fqn} is a scalar, which has no dim to shard."
         remedy = "Make it one-dimensional, or leave it out by ignored_params."
     elif _SHARDED_AS in parameter.__dict__:
-        problem = f"parameter {fqn} is shared with a module that is sharded already, as its {parameter.__dict__[_SHARDED_AS]}."
+        other = parameter.__dict__[_SHARDED_AS]
+        problem = f"parameter {fqn} is shared with a module that is sharded already, as its {other}."
         remedy = "Leave that part to the call on a module that holds all owners of the parameter."
     else:
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import base_of
 from disttrain.fsdp2.collectives import Gather, Reduction, copy_out, start_gather, start_reduction
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
@@ -26,6 +28,13 @@ class Comm:
             with self.streams.gathering():
                 self.streams.follow(self.copied_out[1])
             self.copied_out = None
+
+    def drop_reduction(self) -> None:
+        """Wait for the reduce-scatter under way, if any, and forget what it brings."""
+        if self.reducing is not None:
+            _, reduction, _, _ = self.reducing
+            self.reducing = None
+            reduction.wait(self.streams)
 
     def finish_reduction(self) -> None:
         """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
@@ -60,24 +69,43 @@ class ParamGroup:
         """The dtype of the gathered parameters."""
         return self._policy.param_dtype or self._orig_dtype
 
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
+        return {**self.__dict__, "comm": None, "_flat": None, "_gather": None, "is_unsharded": False}
+
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
         if self._flat is not None and all(param.is_laid_out() for param in self.params):
             return
         for param in self.params:
             param.adopt_registered()
+        self._orig_dtype = self._common_dtype()
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
-        flat = torch.zeros(self._plan.shard_numel, dtype=self._orig_dtype, device=locals_[0].device)
-        for param, local, slot in zip(self.params, locals_, self._plan.slots, strict=True):
-            view = param.slot_view(flat, slot)
-            view.copy_(local)
-            param.lay_out(view)
+        # Parameters outlive an inference; what is made in inference mode could not be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.zeros(self._plan.shard_numel, dtype=self._orig_dtype, device=locals_[0].device)
+            for param, local, slot in zip(self.params, locals_, self._plan.slots, strict=True):
+                view = param.slot_view(flat, slot)
+                view.copy_(local)
+                param.lay_out(view)
         self._flat = flat
+
+    def _common_dtype(self) -> torch.dtype:
+        dtypes = {param.orig_dtype: param.fqn for param in self.params}
+        if len(dtypes) > 1:
+            raise ShardingError(
+                "fully_shard",
+                f"parameters that are gathered together have become of different dtypes: {dtypes}.",
+                "Convert all of them alike, or before fully_shard.",
+                rank=self._mesh.get_rank(),
+            )
+        return next(iter(dtypes))
 
     def unshard(self) -> None:
         """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective."""
         if self.is_unsharded or self._gather is not None:
             return
+        self.lay_out()
         comm = self._comm()
         assert self._flat is not None
         comm.release_gathered()
@@ -91,7 +119,7 @@ class ParamGroup:
         comm, gather = self._comm(), self._gather
         self._gather = None
         gather.wait(comm.streams)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             buffers = [
                 param.make_unsharded(slot, self._num_shards, self.compute_dtype, gather.output.device)
                 for param, slot in zip(self.params, self._plan.slots, strict=True)
@@ -113,6 +141,11 @@ class ParamGroup:
             param.free_unsharded()
         self.is_unsharded = False
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True for a gathered parameter and views of it."""
+        base = base_of(tensor)
+        return any(param.unsharded is base for param in self.params)
+
     def drop_grads(self) -> None:
         """Forget whole gradients that have not been reduced."""
         for param in self.params:
@@ -130,7 +163,8 @@ class ParamGroup:
 
     def has_grads(self) -> bool:
         """True when a backward pass has left gradients of whole parameters that have not been reduced."""
-        return any(param.unsharded is not None and param.unsharded.grad is not None for param in self.params)
+        wholes = [param.unsharded for param in self.params if param.unsharded is not None]
+        return any(whole.grad is not None and whole.numel() > 0 for whole in wholes)
 
     def reduce_grads(self) -> None:
         """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
@@ -141,7 +175,8 @@ class ParamGroup:
             return
         comm = self._comm()
         trainable = [(param, param.unsharded) for param in self.params if param.unsharded is not None]
-        trainable = [(param, whole) for param, whole in trainable if whole.requires_grad]
+        # What has no elements has nothing to reduce.
+        trainable = [(param, whole) for param, whole in trainable if whole.requires_grad and whole.numel() > 0]
         receivers = [None if whole.grad is None else param for param, whole in trainable]
         grads = [torch.zeros_like(whole) if whole.grad is None else whole.grad for _, whole in trainable]
         for _, whole in trainable:

@@ -6,16 +6,30 @@ autograd function on the inputs for post-backward, a callback at the end of the 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
 from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.param_group import Comm, ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+
+
+class _BackwardEnd:
+    """What the autograd engine calls when a backward pass ends. It alone holds it: it is gone when the pass fails."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        self._context.end_backward()
 
 
 class RootContext:
@@ -25,33 +39,43 @@ class RootContext:
         self.states = states
         self.comm = Comm(device)
         self.order: ExecutionOrder[ShardState] = ExecutionOrder()
-        self.is_in_backward = False
+        self.is_in_forward = False
+        self._backward: weakref.ref[_BackwardEnd] | None = None
         for state in states:
             state.context = self
             for group in state.groups:
                 group.comm = self.comm
 
+    @property
+    def is_in_backward(self) -> bool:
+        """True while a backward pass that has reached the model is under way."""
+        return self._backward is not None and self._backward() is not None
+
     def begin_forward(self) -> None:
         """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew."""
-        if self.is_in_backward:
+        if self._backward is not None:
             self._abandon_backward()
+        self.is_in_forward = True
         self.order.begin()
         for state in self.states:
             if not state.is_kept_unsharded:
                 state.reshard()
-                for group in state.groups:
-                    group.lay_out()
-        streams = self.comm.streams
-        # The optimizer has written to the shards on the current stream.
-        optimizer_done = streams.mark()
-        with streams.gathering():
-            streams.follow(optimizer_done)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward pass reaches the model."""
-        if not self.is_in_backward:
-            self.is_in_backward = True
-            when_backward_ends(self.end_backward)
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                "backward",
+                "create_graph=True would need whole parameters again after they have been freed.",
+                "Leave the module that needs gradients of gradients out of fully_shard.",
+            )
+        if self.is_in_backward:
+            return
+        if self._backward is not None:
+            self._abandon_backward()
+        end = _BackwardEnd(self)
+        self._backward = weakref.ref(end)
+        when_backward_ends(end)
 
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
@@ -60,14 +84,14 @@ class RootContext:
             state.is_kept_unsharded = False
         self.comm.finish_reduction()
         self.comm.release_gathered()
-        self.is_in_backward = False
+        self._backward = None
 
     def _abandon_backward(self) -> None:
         """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
-        self.comm.finish_reduction()
+        self.comm.drop_reduction()
         for state in self.states:
             state.abandon_backward()
-        self.is_in_backward = False
+        self._backward = None
 
 
 class ShardState:
@@ -95,8 +119,18 @@ class ShardState:
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward, always_call=True)
         # What is saved and loaded is the shards, whatever the module computes with at the moment.
-        module.register_state_dict_pre_hook(lambda *_: self.reshard())
-        module.register_load_state_dict_pre_hook(lambda *_: self.reshard())
+        module.register_state_dict_pre_hook(self._show_shards)
+        module.register_load_state_dict_pre_hook(self._show_shards)
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over: a module that has not run yet."""
+        return {
+            **self.__dict__,
+            "context": None,
+            "is_kept_unsharded": False,
+            "_awaits_post_backward": False,
+            "_is_root": False,
+        }
 
     def unshard(self) -> None:
         """Start gathering the module's own parameters. Collective."""
@@ -110,6 +144,9 @@ class ShardState:
     def reshard(self) -> None:
         for group in self.groups:
             group.reshard()
+
+    def _show_shards(self, *_: object) -> None:
+        self.reshard()
 
     def post_backward(self) -> None:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
@@ -129,12 +166,16 @@ class ShardState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self.context or self._become_root()
-        if self._is_root and not backward_is_running():
+        # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
+        is_recomputation = backward_is_running()
+        if self._is_root and not is_recomputation:
             context.begin_forward()
+        elif not (context.is_in_forward or is_recomputation or self.is_kept_unsharded):
+            # Called on its own, without the root: here, too, what was gathered may have been overwritten since.
+            self.reshard()
         self.unshard()
         self.wait_for_unshard()
-        # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
-        if not context.is_in_backward:
+        if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self)
             if following is not None:
                 following.unshard()
@@ -146,19 +187,31 @@ class ShardState:
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         assert self.context is not None
+        if self._is_root:
+            self.context.is_in_forward = False
         # Without outputs, as after an exception, there is no backward to keep anything for.
         grad_will_come = torch.is_grad_enabled() and outputs is not None
-        is_needed = self.is_kept_unsharded or self._awaits_post_backward
+        num_outputs = 0
+
+        def hand_out(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal num_outputs
+            num_outputs += 1
+            # A gathered parameter is freed later on: what a module returns of it must not go with it.
+            tensor = tensor.clone() if any(group.holds(tensor) for group in self.groups) else tensor
+            return self._watch_output(tensor) if grad_will_come else tensor
+
+        if self._policy.output_dtype is not None:
+            outputs = _cast(outputs, self._policy.output_dtype)
+        outputs = _for_each_tensor(outputs, hand_out)
+        # Where no tensor is found in the outputs, nothing will tell that the backward begins.
+        is_unseen = grad_will_come and num_outputs == 0
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard()
         if self._is_root and not grad_will_come:
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
                     state.reshard()
-        if self._policy.output_dtype is not None:
-            outputs = _cast(outputs, self._policy.output_dtype)
-        if grad_will_come:
-            _for_each_tensor(outputs, self._watch_output)
         return outputs
 
     def _frees_after_forward(self) -> bool:
@@ -238,14 +291,37 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest of tuples, lists and dicts with `function` applied to its tensors, in order."""
+    """The nest of tuples, lists, dicts and dataclasses with `function` applied to its tensors, in order.
+
+    A container of which nothing changes is handed on itself: a module may want to write to it.
+    """
     if isinstance(values, torch.Tensor):
         return function(values)
+    items = _items_of(values)
+    mapped = {key: _for_each_tensor(value, function) for key, value in items.items()}
+    if all(mapped[key] is value for key, value in items.items()):
+        return values
     if isinstance(values, tuple):
-        mapped = [_for_each_tensor(value, function) for value in values]
-        return type(values)(*mapped) if hasattr(values, "_fields") else tuple(mapped)
+        return type(values)(*mapped.values()) if hasattr(values, "_fields") else tuple(mapped.values())
     if isinstance(values, list):
-        return [_for_each_tensor(value, function) for value in values]
+        return list(mapped.values())
+    # A subclass of dict, or a dataclass, may have more to it than its items.
+    changed = copy.copy(values)
+    for key, value in mapped.items():
+        if isinstance(changed, dict):
+            changed[key] = value
+        else:
+            object.__setattr__(changed, key, value)
+    return changed
+
+
+def _items_of(values: Any) -> dict[Any, Any]:
+    """What a container holds, by place, key or field; nothing for other values."""
+    if isinstance(values, tuple | list):
+        return dict(enumerate(values))
     if isinstance(values, dict):
-        return {key: _for_each_tensor(value, function) for key, value in values.items()}
-    return values
+        return dict(values)
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        names = (field.name for field in dataclasses.fields(values))
+        return {name: getattr(values, name) for name in names if hasattr(values, name)}
+    return {}

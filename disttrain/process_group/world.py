@@ -104,8 +104,16 @@ class World:
         self.observers = tuple(other for other in self.observers if other is not observer)
 
     def destroy_group(self, group: ProcessGroup) -> None:
+        if group not in self._groups:
+            raise GroupError(
+                "destroy_process_group",
+                f"group {group.group_name} has been destroyed already.",
+                "Destroy it once.",
+                rank=self.rank,
+            )
         group.shutdown()
         self._groups.remove(group)
+        self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""

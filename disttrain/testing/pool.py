@@ -101,24 +101,12 @@ class RankPool:
         Arguments and results are what `disttrain.process_group.packing` knows. Returns: the results, by rank.
         Raises RankError with each failed rank's traceback, and with the stacks of those that hang.
         """
-        store = self._ensure(world_size)
-        job = f"job-{next(self._jobs)}"
-        for rank in self._ranks[:world_size]:
-            rank.ask(
-                {
-                    "file": str(Path(function.__code__.co_filename).resolve()),
-                    "function": function.__qualname__,
-                    "arguments": arguments or {},
-                    "rank": rank.rank,
-                    "world_size": world_size,
-                    "host": store.host,
-                    "port": store.port,
-                    "job": job,
-                    "backend": backend,
-                    "timeout_s": timeout_s,
-                }
-            )
-        answers = self._collect(world_size, timeout_s)
+        try:
+            answers = self._ask(world_size, function, arguments or {}, backend, timeout_s)
+        except BaseException:
+            # Workers are still at it: their late answers must not be taken for those to the next question.
+            self.close()
+            raise
         absent = sorted(set(range(world_size)) - set(answers))
         if absent or any(answer.get("kind") == "Gone" for answer in answers.values()):
             report = self._stacks(absent)
@@ -131,6 +119,34 @@ class RankPool:
             problem = f"failed on ranks {sorted(failed)}, hung on ranks {absent} of {world_size}"
             raise RankError(function.__qualname__, f"{problem}{text}{report}")
         return [answers[rank]["value"] for rank in range(world_size)]
+
+    def _ask(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        backend: str | None,
+        timeout_s: float,
+    ) -> dict[int, dict[str, Any]]:
+        """Hand the call to the workers, and collect their answers by rank."""
+        store = self._ensure(world_size)
+        job = f"job-{next(self._jobs)}"
+        for rank in self._ranks[:world_size]:
+            rank.ask(
+                {
+                    "file": str(Path(function.__code__.co_filename).resolve()),
+                    "function": function.__qualname__,
+                    "arguments": arguments,
+                    "rank": rank.rank,
+                    "world_size": world_size,
+                    "host": store.host,
+                    "port": store.port,
+                    "job": job,
+                    "backend": backend,
+                    "timeout_s": timeout_s,
+                }
+            )
+        return self._collect(world_size, timeout_s)
 
     def close(self) -> None:
         """End all workers and the store. The next `run` starts new ones."""
@@ -149,6 +165,8 @@ class RankPool:
         self.close()
 
     def _ensure(self, world_size: int) -> TCPStore:
+        if any(rank.process.poll() is not None for rank in self._ranks):
+            self.close()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._ranks += [_Rank(rank, self._answers) for rank in range(len(self._ranks), world_size)]

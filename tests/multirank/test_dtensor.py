@@ -216,3 +216,127 @@ def test_modules_copy_cast_and_move() -> None:
     assert empty.weight.to_local().device.type == "meta"
     assert "Shard(0)" in repr(module.weight)
     assert "dp=2" in repr(module.weight)
+
+
+@on_ranks(2)
+def test_clipping_takes_sharded_and_plain_gradients_together() -> None:
+    mesh = mesh_of_all()
+    plain = [nn.Parameter(normal(5, 3)), nn.Parameter(normal(4, seed=1))]
+    for order in ((0, 1), (1, 0)):
+        for foreach in (None, True, False):
+            mixed: list[nn.Parameter] = []
+            for place in order:
+                plain[place].grad = normal(*plain[place].shape, seed=2 + place)
+                value, grad = plain[place].detach().clone(), plain[place].grad.clone()
+                if place == 0:
+                    value, grad = (distribute_tensor(one, mesh, [Shard(0)]) for one in (value, grad))
+                mixed.append(nn.Parameter(value))
+                mixed[-1].grad = grad
+            expected = nn.utils.clip_grad_norm_(plain, 0.5, foreach=foreach)
+            norm = nn.utils.clip_grad_norm_(mixed, 0.5, foreach=foreach)
+            torch.testing.assert_close(norm.full_tensor(), expected)
+            for place, parameter in zip(order, mixed, strict=True):
+                grad = parameter.grad.full_tensor() if place == 0 else parameter.grad
+                assert type(grad) is torch.Tensor
+                torch.testing.assert_close(grad, plain[place].grad)
+
+
+@on_ranks(2)
+def test_stacking_counts_plain_and_negative_numbers_once() -> None:
+    mesh = mesh_of_all()
+    x = normal(5, 3)
+    tensor = distribute_tensor(x, mesh, [Shard(0)])
+    two = torch.tensor(2.0, dtype=x.dtype)
+    minus = distribute_tensor(-two, mesh, [Replicate()])
+    norm = torch.linalg.vector_norm(x)
+    torch.testing.assert_close(torch.stack([tensor.sum(), two]).full_tensor(), torch.stack([x.sum(), two]))
+    stacked = torch.stack([torch.linalg.vector_norm(tensor), minus])
+    torch.testing.assert_close(stacked.full_tensor(), torch.stack([norm, -two]))
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+def test_out_is_written_to_whatever_its_layout() -> None:
+    mesh = mesh_of_all()
+    x, y = normal(5, 3), normal(5, 3, seed=1)
+    a, b = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(y, mesh, [Shard(1)])
+    for placement in PLACEMENTS:
+        out = distribute_tensor(torch.zeros_like(x), mesh, [placement])
+        assert torch.add(a, b, out=out) is out
+        assert out.placements == (placement,)
+        torch.testing.assert_close(out.full_tensor(), x + y)
+    row = distribute_tensor(torch.zeros_like(x[0]), mesh, [Shard(0)])
+    torch.sum(a, 0, out=row)
+    torch.testing.assert_close(row.full_tensor(), x.sum(0))
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+def test_reductions_without_dims_and_results_that_depend_on_values() -> None:
+    mesh = mesh_of_all()
+    x = normal(5, 4)
+    for placement in PLACEMENTS:
+        tensor = distribute_tensor(x, mesh, [placement])
+        for operation in (
+            lambda t: t.sum(dim=[]),
+            lambda t: t.amax(dim=()),
+            lambda t: t.sum().sum(0),
+            lambda t: t.mean().amax(-1),
+            torch.nonzero,
+            lambda t: t[t > 0],
+        ):
+            torch.testing.assert_close(operation(tensor).full_tensor(), operation(x))
+
+
+@on_ranks(2)
+def test_bernoulli_looks_at_its_probabilities() -> None:
+    mesh = mesh_of_all()
+    certain = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    tensor = distribute_tensor(torch.full((5,), 7.0), mesh, [Shard(0)])
+    tensor.bernoulli_(distribute_tensor(certain, mesh, [Shard(0)]))
+    assert torch.equal(tensor.full_tensor(), certain)
+
+
+@on_ranks(2)
+def test_detach_and_data_share_memory_and_data_can_be_assigned() -> None:
+    mesh = mesh_of_all()
+    x = normal(5, 3)
+    for placement in (*PLACEMENTS, Partial("avg")):
+        tensor = DTensor.from_local(x.clone(), mesh, [placement]) if placement.is_partial() else None
+        tensor = distribute_tensor(x, mesh, [placement]) if tensor is None else tensor
+        tensor.detach().mul_(2)
+        torch.testing.assert_close(tensor.full_tensor(), 2 * x)
+    parameter = nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
+    parameter.data.mul_(3)
+    parameter.data = parameter.data.float() / 2
+    assert (parameter.dtype, parameter.to_local().dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(parameter.full_tensor(), (1.5 * x).float())
+    with pytest.raises(LayoutError, match="a plain tensor of shape"):
+        parameter.data = x
+
+
+@on_ranks(2)
+def test_the_gradient_of_a_sum_of_parts_can_be_clipped_and_added_to() -> None:
+    parameter = distribute_tensor(normal(5, 3), mesh_of_all(), [Shard(0)]).requires_grad_()
+    parameter.to_local().sum().backward()
+    parameter.grad.mul_(2)
+    parameter.to_local().sum().backward()
+    assert torch.equal(parameter.grad.full_tensor(), torch.full((5, 3), 3.0, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_a_fused_optimizer_writes_to_states_of_another_layout() -> None:
+    mesh = mesh_of_all()
+    plain = nn.Parameter(normal(5))
+    sharded = nn.Parameter(distribute_tensor(plain.detach(), mesh, [Shard(0)]))
+    optimizers = [torch.optim.AdamW([one], lr=0.1, fused=True) for one in (plain, sharded)]
+    for step in range(3):
+        plain.grad = normal(5, seed=step)
+        sharded.grad = distribute_tensor(plain.grad, mesh, [Replicate()])
+        for optimizer in optimizers:
+            optimizer.step()
+        state = optimizers[1].state[sharded]
+        state["exp_avg"] = state["exp_avg"].redistribute(placements=[Replicate()])
+    torch.testing.assert_close(sharded.full_tensor(), plain)
+    with pytest.raises(LayoutError, match="does not work element by element"):
+        torch._foreach_max([sharded.detach()])

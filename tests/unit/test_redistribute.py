@@ -114,3 +114,28 @@ def test_other_meshes_and_impossible_placements_are_refused() -> None:
     assert "one per axis" in texts[2]
     assert "include Partial" in texts[3]
     assert "brings shape (3,), its part of (4,) is (2,)" in texts[4]
+
+
+def test_a_part_has_memory_of_its_own() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        own = torch.arange(12.0).view(4, 3)
+        whole = distribute_tensor(own, mesh, [Replicate()])
+        for placement in (Shard(0), Partial("sum"), Partial("avg")):
+            whole.redistribute(placements=[placement]).mul_(2)
+            assert torch.equal(whole.to_local(), own)
+        part = distribute_tensor(own, mesh, [Shard(0)], src_data_rank=None)
+        part.mul_(2)
+        assert torch.equal(own, whole.to_local())
+        assert part.to_local().untyped_storage().nbytes() == 6 * 4
+
+    run_threads(2, body)
+
+
+def test_norms_of_16_bits_do_not_overflow() -> None:
+    def body() -> float:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        values = distribute_tensor(torch.full((4,), 300.0, dtype=torch.float16), mesh, [Shard(0)])
+        return torch.linalg.vector_norm(values).item()
+
+    assert run_threads(2, body) == [600.0, 600.0]

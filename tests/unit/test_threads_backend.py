@@ -9,7 +9,7 @@ import torch
 
 import disttrain
 from disttrain import ReduceOp
-from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError
+from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, GroupError
 from disttrain.store import HashStore
 from disttrain.testing import run_threads
 
@@ -97,3 +97,30 @@ def test_outside_of_run_threads_it_says_who_makes_the_world() -> None:
     world = disttrain.World(HashStore(), 0, 1, backend="threads", timeout_s=1)
     with pytest.raises(BackendError, match=r"Let disttrain\.testing\.run_threads make the world"):
         world.default_group.backend("all_reduce", "cpu")
+
+
+def test_collectives_write_beside_autograd() -> None:
+    def body() -> tuple[list[float], bool]:
+        weight = torch.ones(2, requires_grad=True)
+        disttrain.all_reduce(weight)
+        total = (weight * 2).sum()
+        history = total.grad_fn
+        disttrain.all_reduce(total)
+        return [*weight.tolist(), total.item()], total.grad_fn is history
+
+    assert run_threads(2, body) == [([2.0, 2.0, 16.0], True)] * 2
+
+
+def test_a_mesh_makes_its_group_anew_once_it_has_been_destroyed() -> None:
+    def body() -> float | None:
+        if disttrain.get_rank() == 2:
+            return None
+        group = disttrain.DeviceMesh("cpu", [0, 1]).get_group()
+        disttrain.destroy_process_group(group)
+        with pytest.raises(GroupError, match="destroyed already"):
+            disttrain.destroy_process_group(group)
+        tensor = torch.ones(())
+        disttrain.all_reduce(tensor, group=disttrain.DeviceMesh("cpu", [0, 1]).get_group())
+        return tensor.item()
+
+    assert run_threads(3, body) == [2.0, 2.0, None]

@@ -30,10 +30,7 @@ _EVERY_OPERAND = frozenset(
     {
         "aten.add",
         "aten.add_",
-        "aten.alias",
-        "aten.clone",
         "aten.copy_",
-        "aten.detach",
         "aten.empty_like",
         "aten.neg",
         "aten.neg_",
@@ -44,6 +41,9 @@ _EVERY_OPERAND = frozenset(
     }
 )
 """f(sum of x, sum of y) = sum of f(x, y): partial operands give a partial result."""
+
+_IDENTITIES = frozenset({"aten.alias", "aten.clone", "aten.detach"})
+"""The same values: whatever is partial stays so."""
 
 _FIRST_OPERAND = frozenset({"aten.div", "aten.div_", "aten.mul", "aten.mul_"})
 """f(sum of x, c) = sum of f(x, c): linear in the first operand alone."""
@@ -70,12 +70,15 @@ def _operand(spec: Spec | None, dim: int, output_shape: tuple[int, ...]) -> Plac
 
 def _partial(call: OpCall) -> list[Signature]:
     name, num_operands = call.facts.name, len(call.operands)
+    if name in _IDENTITIES and call.operands[0] is not None:
+        kinds = {place for place in call.operands[0].placements if isinstance(place, Partial)}
+        return [Signature((kind,), kind) for kind in sorted(kinds, key=repr)]
     if name in _EVERY_OPERAND and all(spec is not None for spec in call.operands) and not _adds_a_number(call):
         partial = Partial("sum")
         return [Signature((partial,) * num_operands, partial)]
     if name in _FIRST_OPERAND and call.operands[0] is not None and call.argument("rounding_mode") is None:
-        kinds: tuple[Placement, ...] = (Replicate(),) * (num_operands - 1)
-        return [Signature((Partial(op), *kinds), Partial(op)) for op in ("sum", "avg")]
+        others: tuple[Placement, ...] = (Replicate(),) * (num_operands - 1)
+        return [Signature((Partial(op), *others), Partial(op)) for op in ("sum", "avg")]
     return []
 
 

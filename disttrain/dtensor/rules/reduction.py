@@ -50,10 +50,9 @@ def _partial(call: OpCall) -> Partial:
 
 def _reduced_dims(call: OpCall, num_dims: int) -> frozenset[int]:
     dims = call.argument("dim")
-    if dims is None or dims == ():
-        return frozenset(range(num_dims))
-    named = (dims,) if isinstance(dims, int) else dims
-    return frozenset(dim % num_dims for dim in named)
+    named = (dims,) if isinstance(dims, int) else tuple(dims or ())
+    # No dims named means all of them; a scalar has none, though dim 0 may be named.
+    return frozenset(dim % num_dims for dim in named if num_dims) if named else frozenset(range(num_dims))
 
 
 def _kept(call: OpCall, dim: int, reduced: frozenset[int]) -> Placement:

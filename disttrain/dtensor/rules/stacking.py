@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.dtensor.placement import Partial, Placement, Shard
+from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
 from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
 
 
@@ -21,5 +21,14 @@ def stack(call: OpCall) -> Sequence[Signature]:
 
 
 def _partials(call: OpCall) -> list[Partial]:
-    present: list[Placement] = [place for spec in call.operands if spec is not None for place in spec.placements]
-    return sorted({place for place in present if isinstance(place, Partial)}, key=repr)
+    specs = [spec for spec in call.operands if spec is not None]
+    if len(specs) < len(call.operands):
+        return []  # every rank would count the plain scalar
+    present: list[Placement] = [place for spec in specs for place in spec.placements]
+    kinds = {place for place in present if isinstance(place, Partial)}
+    # Any value is a sum, but only another norm is sure to be a norm: what is negative is none.
+    return [
+        kind
+        for kind in sorted(kinds, key=repr)
+        if not isinstance(kind, NormPartial) or all(kind in spec.placements for spec in specs)
+    ]

@@ -112,7 +112,9 @@ def _hold(meeting: Meeting, combine: Combine[Payload]) -> Exception | None:
             meeting.title, f"the members called different operations: {calls}.", "Call the same one on every rank."
         )
     try:
-        combine([meeting.brought[member] for member in range(meeting.size)])  # type: ignore[misc]
+        # The thread that came last writes for all: to any tensor, and beside autograd, as transports do.
+        with torch.inference_mode():
+            combine([meeting.brought[member] for member in range(meeting.size)])  # type: ignore[misc]
     except (RuntimeError, ValueError) as error:
         return BackendError(meeting.title, f"it failed on the values the members brought: {error}")
     return None
