@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Final
 
-from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError
+from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError
 from disttrain.store.channel import Channel
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
@@ -21,7 +21,8 @@ _LONGEST_PAUSE_S: Final = 1.0
 def dial(host: str, port: int, token: str | None, timeout_s: float) -> Channel:
     """A channel to the server at `host`:`port`.
 
-    Raises StoreAuthError at once when the tokens don't match, StoreConnectionError when the timeout is over.
+    Raises StoreConnectionError when the timeout is over; at once StoreAuthError when the tokens don't match, and
+    SettingError for what cannot be a host name.
     """
     where = f"{host}:{port}"
     deadline_s = time.monotonic() + timeout_s
@@ -31,6 +32,10 @@ def dial(host: str, port: int, token: str | None, timeout_s: float) -> Channel:
             return _attempt(host, port, token, where, deadline_s)
         except StoreAuthError:
             raise
+        except UnicodeError:
+            # The codec of international host names refuses empty labels and long ones.
+            problem, remedy = f"{host!r} is not a host name.", "Check it, or give an address."
+            raise SettingError("connect", problem, remedy, where=where) from None
         except (OSError, WireError) as error:
             if time.monotonic() + pause_s >= deadline_s:
                 raise _unreachable(error, where, timeout_s) from None
@@ -85,4 +90,4 @@ def _unreachable(error: OSError | WireError, where: str, timeout_s: float) -> St
         remedy = "See whether a firewall is in between, and whether it is a disttrain store that listens there."
     else:
         problem, remedy = str(error).rstrip("."), "Check host and port; see whether a disttrain store listens there."
-    return StoreConnectionError("connect", f"no store within {timeout_s:g} s: {problem}.", remedy, where=where)
+    return StoreConnectionError("connect", f"no store within {timeout_s:.3g} s: {problem}.", remedy, where=where)

@@ -140,7 +140,7 @@ class StoreState:
             _refuse("a request is [request_id, op, *arguments] with a request_id >= 0.")
         op, arguments = request[1], request[2:]
         if type(op) not in (int, Op) or op not in self._handlers:
-            _refuse(f"there is no operation {str(op)[:32]!r}.")
+            _refuse(f"there is no operation {_shown(op)}.")
         handler, num_arguments = self._handlers[op]
         if len(arguments) != num_arguments:
             _refuse(f"{Op(op).name.lower()} takes {num_arguments} arguments, not {len(arguments)}.")
@@ -348,8 +348,13 @@ def _counter(key: str, text: bytes) -> int:
 def _checked_timeout(timeout_s: float) -> float:
     # The comparison is false for NaN as well.
     if type(timeout_s) not in (int, float) or not 0 < timeout_s < float("inf"):
-        _refuse(f"a timeout is a positive number of seconds, not {str(timeout_s)[:32]!r}.")
+        _refuse(f"a timeout is a positive number of seconds, not {_shown(timeout_s)}.")
     return timeout_s
+
+
+def _shown(value: object) -> str:
+    """A value that a client sent where a number belongs; what is deep or long is not shown."""
+    return repr(value) if type(value) in (int, float) else f"a {type(value).__name__}"
 
 
 def _discard(table: dict[Any, dict[_Parked, None]], key: object, parked: _Parked) -> None:

@@ -12,7 +12,7 @@ def is_loopback(host: str) -> bool:
     """True when `host` can only be reached from this machine. A name that does not resolve is not."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 

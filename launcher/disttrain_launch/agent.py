@@ -87,6 +87,7 @@ class Agent:
                 self._start_worker(local_rank, place, meeting)
             return self._loop()
         finally:
+            self._signals.interrupts = False
             for worker in self._workers.values():
                 worker.kill()
             sessions = {worker.pid for worker in self._workers.values()}

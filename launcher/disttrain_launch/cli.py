@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,17 @@ from disttrain_launch.request import job_spec
 
 NOT_STARTED = 2
 """Exit code when the job was not started as asked."""
+
+# What a machine may run out of at any step, and what to do then.
+_SHORTAGES = {
+    errno.E2BIG: "Shorten the script's arguments, or the environment.",
+    errno.EMFILE: "Raise ulimit -n, or start fewer workers.",
+    errno.ENFILE: "End some of its processes.",
+    errno.EAGAIN: "Raise ulimit -u, or start fewer workers.",
+    errno.ENOMEM: "Start fewer workers.",
+    errno.ENOSPC: "Make room, or set TMPDIR to another folder.",
+    errno.EDQUOT: "Make room, or set TMPDIR to another folder.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(spec)
     except DisttrainError as error:
         print(error if error.operation == OPERATION else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
+        return NOT_STARTED
+    except OSError as error:
+        remedy = _SHORTAGES.get(error.errno or 0)
+        if remedy is None:
+            raise
+        print(f"{OPERATION}: a limit of this machine: {error.strerror}. {remedy}", file=sys.stderr, flush=True)
         return NOT_STARTED
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from disttrain import __version__, settings
-from disttrain.errors import LaunchError, StoreError
+from disttrain.errors import LaunchError, StoreAddressError
 from disttrain.store import ServerProcess, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, free_port, is_loopback
 from disttrain_launch.agent import Agent
@@ -42,23 +42,26 @@ def run(spec: JobSpec) -> int:
     name = f"{outer}/{secrets.token_hex(8)}" if outer else secrets.token_hex(8)
     with ExitStack() as cleanup:
         # The warden knows the folder before it is made, so that no moment is left in which it could stay behind.
-        folder = Path(tempfile.gettempdir(), f"disttrain-{secrets.token_hex(8)}")
+        folder = Path(_temporary_directory(), f"disttrain-{secrets.token_hex(8)}")
         warden = Warden(name, folder, spec.stop_grace_s)
         cleanup.callback(warden.close)
         folder.mkdir(mode=0o700)
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         signals = cleanup.enter_context(SignalPipe())
         try:
-            host = socket.gethostname()
-            place, meeting, link = _meet(spec, cleanup, folder, name, host)
-            agent = Agent(spec, name=name, host=host, environ=environ, signals=signals, warden=warden, link=link)
-            outcome = agent.run(place, meeting)
-            signals.interrupts = True
-            if link is not None:
-                outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
-            agent.output.say(ending(outcome, spec))
-            agent.output.flush()
-            return outcome.exit_code
+            try:
+                host = socket.gethostname()
+                place, meeting, link = _meet(spec, cleanup, folder, name, host)
+                agent = Agent(spec, name=name, host=host, environ=environ, signals=signals, warden=warden, link=link)
+                outcome = agent.run(place, meeting)
+                signals.interrupts = True
+                if link is not None:
+                    outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
+                agent.output.say(ending(outcome, spec))
+                agent.output.flush()
+                return outcome.exit_code
+            finally:
+                signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
             _say(f"stopped by {signal_name(stop.number)}.")
             return 128 + stop.number
@@ -106,7 +109,7 @@ def _serve(spec: JobSpec, token: str | None) -> ServerProcess:
         listen_addr = spec.master_addr
     try:
         return spawn_server(listen_addr, spec.master_port, token, linger_s=_LINGER_S)
-    except StoreError as error:
+    except StoreAddressError as error:
         where = f"{listen_addr or '*'}:{spec.master_port}"
         raise LaunchError(OPERATION, f"the store cannot listen on {where}: {error.problem}", error.remedy) from None
 
@@ -122,6 +125,13 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
         host=host,
         agent=agent,
     )
+
+
+def _temporary_directory() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise LaunchError(OPERATION, "there is no folder for temporary files.", "Set TMPDIR to one.") from None
 
 
 def _hold_standard_fds() -> None:

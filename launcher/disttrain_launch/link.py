@@ -80,12 +80,21 @@ class JobLink:
         return self.outcome or own
 
     def _tell(self, outcome: Outcome) -> None:
-        try:
-            if isinstance(outcome, Succeeded) and self._store.add("succeeded", 1) < self._num_nodes:
+        while self.outcome is None:
+            try:
+                self._write(outcome)
                 return
-            self._store.compare_set("outcome", b"", encode(outcome))
-        except StoreError:
-            pass  # The watching thread meets the same and says so.
+            except StoreTimeoutError:
+                continue  # A store that is slow to answer is not gone yet; what it heard already may be said again.
+            except StoreError:
+                return  # The watching thread meets the same and says so.
+
+    def _write(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Succeeded):
+            self._store.set(f"succeeded/{self._node_rank}", b"")
+            if not self._store.check([f"succeeded/{node_rank}" for node_rank in range(self._num_nodes)]):
+                return
+        self._store.compare_set("outcome", b"", encode(outcome))
 
     def _watch(self) -> None:
         pulse = Pulse(self._num_nodes, time.monotonic())

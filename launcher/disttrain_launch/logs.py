@@ -66,7 +66,7 @@ class StreamPump:
 
     Args: fd  the pipe's reading end, non-blocking, owned from now on;  screen  None: not shown;
           prefix  before each line on the screen;  log_file  None: not kept;  shows_bar  whether a progress bar is shown
-          while it moves, or its last state only.
+          while it moves, or its last state only;  say  shows a message of the launcher's own.
     """
 
     def __init__(
@@ -77,12 +77,14 @@ class StreamPump:
         prefix: bytes,
         log_file: BinaryIO | None,
         shows_bar: bool,
+        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fd = fd
         self._screen = screen
         self._prefix = prefix
         self._log_file = log_file
+        self._say = say
         self._shows_bar = shows_bar
         self._clock = clock
         self._folder = LineFolder()
@@ -102,7 +104,7 @@ class StreamPump:
             return False
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._log_file is not None:
-            self._log_file.write(data)
+            self._keep(self._log_file, data)
         if self._screen is not None:
             self._show(self._screen, data)
         return True
@@ -128,6 +130,17 @@ class StreamPump:
     def tail(self) -> str:
         """The last lines that came, as text."""
         return self._tail.decode("utf-8", "replace")
+
+    def _keep(self, log_file: BinaryIO, data: bytes) -> None:
+        # A full disk ends the log, not the job.
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[log_file.write(rest) :]
+        except OSError as error:
+            self._log_file = None
+            log_file.close()
+            self._say(f"{OPERATION}: {log_file.name} is not written any more: {error.strerror}.\n")
 
     def _show(self, screen: Screen, data: bytes) -> None:
         if lines := self._folder.feed(data):

@@ -100,6 +100,7 @@ class Output:
             prefix=rank_prefix(worker.rank, self._environ, is_terminal=screen.is_terminal),
             log_file=log_file,
             shows_bar=worker.rank == 0,
+            say=self.say,
         )
 
     def _pause(self) -> None:

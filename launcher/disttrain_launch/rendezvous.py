@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
+from disttrain.errors import RendezvousError, StoreAuthError, StoreConnectionError, StoreTimeoutError
 from disttrain.store import PrefixStore, TCPStore
 from disttrain.store.base import Store
 from disttrain_launch.job import OPERATION, JobSpec
@@ -49,13 +49,17 @@ class Agreed:
 
 
 def connect(spec: JobSpec, host: str, port: int, token: str | None, say: Say) -> TCPStore:
-    """Reach node 0's store, trying until the join time is over. Raises RendezvousError, StoreAuthError."""
+    """Reach node 0's store, trying until the join time is over. Raises RendezvousError."""
     where = f"{host}:{port}"
     until_s = time.monotonic() + spec.join_timeout_s
     while True:
         attempt_s = min(SAY_EVERY_S, max(until_s - time.monotonic(), MIN_ATTEMPT_S))
         try:
             return TCPStore(host, port, is_master=False, timeout=attempt_s, token=token)
+        except StoreAuthError as error:
+            problem = f"node 0's store at {where} and this node don't fit together: {error.problem}"
+            remedy = "Every node needs the same --token-file and the same disttrain."
+            raise RendezvousError(OPERATION, problem, remedy) from None
         except (StoreConnectionError, StoreTimeoutError) as error:
             left_s = until_s - time.monotonic()
             if left_s < MIN_ATTEMPT_S:

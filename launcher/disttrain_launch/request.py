@@ -26,6 +26,11 @@ DEFAULT_PORT = 29500
 
 def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
     """The job that these arguments ask for. Raises LaunchError."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        problem = f"the working directory cannot be used: {error.strerror}."
+        raise LaunchError(OPERATION, problem, "Perhaps it was removed; go to another.") from None
     if args.max_restarts != 0:
         raise LaunchError(
             OPERATION, f"--max-restarts {args.max_restarts}: only 0 is supported.", "Start the job again."
@@ -112,13 +117,20 @@ def _master(args: argparse.Namespace, num_nodes: int) -> tuple[str, int]:
             )
         host, port = _endpoint(args.rdzv_endpoint)
     host = LOOPBACK if host is None else host.strip("[]")
-    if not host:
-        raise LaunchError(OPERATION, "--master-addr is empty.", "Give node 0's host name or address.")
+    if not _may_be_host(host):
+        raise LaunchError(OPERATION, f"--master-addr {host!r} is not a host.", "Give node 0's host name or address.")
     if port is None:
         port = DEFAULT_PORT if num_nodes > 1 else 0
     if not 0 <= port < 65536 or (port == 0 and num_nodes > 1):
         raise LaunchError(OPERATION, f"--master-port {port} is not a port.", "Give 1 to 65535, the same on all nodes.")
     return host, port
+
+
+def _may_be_host(text: str) -> bool:
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:

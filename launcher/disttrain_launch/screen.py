@@ -7,6 +7,7 @@ that a worker died. What cannot be written now waits in memory, and `is_congeste
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import stat
@@ -24,6 +25,7 @@ _PREFIX_COLUMNS = len("[rank 0] ") + 1
 ERASE_LINE = b"\x1b[2K"
 _CLEAR_LINE = b"\r" + ERASE_LINE
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+_ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 
@@ -121,9 +123,14 @@ class Screen:
 
 
 def _cut(text: bytes, width: int) -> bytes:
-    # A bar that wraps could not be overwritten. One with escape sequences knows the width itself.
-    shown = text.decode("utf-8", "replace")
-    return text if "\x1b" in shown else shown[: max(width, 8)].encode()
+    # A bar that wraps could not be overwritten; escape sequences take no room, and colours must end.
+    left = max(width, 8)
+    kept = []
+    for part in _ESCAPES.split(text.decode("utf-8", "replace")):
+        shown = part if part.startswith("\x1b") else part[:left]
+        left -= 0 if shown.startswith("\x1b") else len(shown)
+        kept.append(shown)
+    return "".join(kept).encode()
 
 
 def make_screens() -> dict[int, Screen]:

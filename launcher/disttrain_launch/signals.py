@@ -22,7 +22,8 @@ class SignalStop(Exception):
 
 
 class SignalPipe:
-    """A context: inside it signals arrive at `fd`. `interrupts`: whether a stop signal raises SignalStop as well.
+    """A context: inside it signals arrive at `fd`. `interrupts`: whether the next stop signal raises SignalStop as
+    well; it is cleared by the first that does, since what that one sets off must not be interrupted by a second.
 
     A signal that whoever started us chose to ignore (nohup ignores SIGHUP) stays ignored, for workers too.
     """
@@ -58,4 +59,5 @@ class SignalPipe:
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         if self.interrupts and number in STOP_SIGNALS:
+            self.interrupts = False
             raise SignalStop(number)

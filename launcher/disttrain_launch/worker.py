@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,14 +13,16 @@ from disttrain.errors import LaunchError
 from disttrain_launch.job import OPERATION
 from disttrain_launch.outcome import Exit
 
+_UNUSABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM)
+
 
 class Worker:
     """A started worker. `stdout_fd` and `stderr_fd` are the reading ends of its pipes, non-blocking; whoever reads
     them closes them.
 
-    Args: command, environ  of the process;  rank, local_rank  what it is;
-          num_before  0 for the node's first worker, which alone gets the launcher's stdin.
-    Raises: LaunchError when the program cannot be run.
+    Args: command, environ  of the process;  rank, local_rank  what it is; local rank 0 alone gets the
+          launcher's stdin.
+    Raises: LaunchError when the program cannot be run, OSError when the machine is short of something.
     """
 
     def __init__(self, command: tuple[str, ...], environ: Mapping[str, str], *, rank: int, local_rank: int) -> None:
@@ -43,6 +46,8 @@ class Worker:
         except OSError as error:
             os.close(self.stdout_fd)
             os.close(self.stderr_fd)
+            if error.errno not in _UNUSABLE:
+                raise
             raise LaunchError(
                 OPERATION, f"{command[0]} cannot be run: {error.strerror}.", "Check path and mode."
             ) from None

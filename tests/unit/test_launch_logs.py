@@ -85,7 +85,7 @@ def test_a_pump_shows_keeps_and_remembers(tmp_path: Path) -> None:
     os.set_blocking(reading, False)
     screen = screen_on(tmp_path / "screen", is_terminal=False)
     log_file = open_log(log_path(tmp_path, 3, "stderr"), "run")
-    pump = StreamPump(reading, screen=screen, prefix=b"[rank 3] ", log_file=log_file, shows_bar=False)
+    pump = StreamPump(reading, screen=screen, prefix=b"[rank 3] ", log_file=log_file, shows_bar=False, say=print)
     os.write(writing, b"one\ntwo\nhal")
     pump.drain()
     os.write(writing, b"f\r100%")
@@ -137,6 +137,21 @@ def test_on_a_terminal_lines_go_above_the_bar(tmp_path: Path) -> None:
     assert (tmp_path / "screen").read_bytes() == b"".join(expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"0123456789abcdef", b"0123456789"),
+        (b"\x1b[32m01234\x1b[0m\x1b[1m56789abc\x1b[0mdef\x1b[K", b"\x1b[32m01234\x1b[0m\x1b[1m56789\x1b[0m\x1b[K"),
+        (b"\x1b[32mshort\x1b[0m", b"\x1b[32mshort\x1b[0m"),
+    ],
+)
+def test_a_bar_never_wraps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, shown: bytes) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = screen_on(tmp_path / "screen", is_terminal=True)
+    screen.show_bar(b"[rank 0] ", text, 0.0, is_bar=True)
+    assert (tmp_path / "screen").read_bytes() == b"\r\x1b[2K[rank 0] " + shown
+
+
 def test_a_hidden_cursor_is_shown_again(tmp_path: Path) -> None:
     screen = screen_on(tmp_path / "screen", is_terminal=True)
     screen.show_lines(b"", b"\x1b[?25lhidden\n")
@@ -183,3 +198,19 @@ def test_prefixes_are_coloured_on_a_terminal_unless_unwanted() -> None:
     assert rank_prefix(3, {}, is_terminal=False) == b"[rank 3] "
     assert rank_prefix(3, {"NO_COLOR": "1"}, is_terminal=True) == b"[rank 3] "
     assert rank_prefix(3, {}, is_terminal=True) == b"\x1b[35m[rank 3]\x1b[0m "
+
+
+def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
+    said: list[str] = []
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    with open(tmp_path / "screen", "wb", buffering=0) as screen_file, open("/dev/full", "wb", buffering=0) as full:
+        screen = Screen(Outlet(screen_file.fileno()), is_terminal=False)
+        pump = StreamPump(reading, screen=screen, prefix=b"", log_file=full, shows_bar=False, say=said.append)
+        for line in (b"one\n", b"two\n"):
+            os.write(writing, line)
+            pump.drain()
+        os.close(writing)
+        pump.close()
+    assert (tmp_path / "screen").read_bytes() == b"one\ntwo\n"
+    assert said == ["disttrain-launch: /dev/full is not written any more: No space left on device.\n"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import select
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_launch.link import LOST_S, Pulse
+from disttrain.errors import StoreTimeoutError
+from disttrain.store import HashStore
+from disttrain_launch.link import LOST_S, JobLink, Pulse
+from disttrain_launch.outcome import Failed, Outcome, Succeeded
 from disttrain_launch.rendezvous_state import (
     Begin,
     Command,
@@ -118,3 +122,42 @@ def test_a_silent_node_is_noticed_by_its_beat() -> None:
     assert pulse.silent([b"2", b"1", b"2"], 1.0 + LOST_S / 2) == ()
     assert pulse.silent([b"3", b"1", b"2"], 1.0 + LOST_S) == (1,)
     assert pulse.silent([b"3", b"2", b"2"], 1.0 + LOST_S * 1.5) == (2,)
+
+
+class SlowStore(HashStore):
+    """Does what it is asked, but says so too late: each kind of write, the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = {"set", "compare_set"}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        super().set(key, value)
+        self._answer_late("set")
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        value = super().compare_set(key, expected, desired)
+        self._answer_late("compare_set")
+        return value
+
+    def _answer_late(self, what: str) -> None:
+        if what in self.late:
+            self.late.remove(what)
+            raise StoreTimeoutError(what, "the answer came too late.")
+
+
+FAILED = Failed(1, 0, 1, "host-1", 7, 3, 0.5, "", "")
+
+
+@pytest.mark.parametrize(
+    ("told", "agreed"), [((Succeeded(), Succeeded()), Succeeded()), ((Succeeded(), FAILED), FAILED)]
+)
+def test_a_slow_store_delays_the_end_and_no_more(told: tuple[Outcome, Outcome], agreed: Outcome) -> None:
+    store = SlowStore()
+    links = [JobLink(store, "host-0:1", node_rank, num_nodes=2) for node_rank in range(2)]
+    for link, outcome in zip(links, told, strict=True):
+        link.tell(outcome)
+    for link in links:
+        assert select.select([link.fd], [], [], 10.0)[0] == [link.fd]
+        assert link.outcome == agreed
+    assert store.late == set()

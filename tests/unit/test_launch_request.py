@@ -78,6 +78,8 @@ def test_modules_and_programs(script: str) -> None:
         ("--nnodes 2 train.py", "--nnodes 2 needs --node-rank"),
         ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 does not fit --nnodes 2"),
         ("--nnodes 2 --node-rank 0 --master-addr 192.0.2.1 train.py", "the job has no token"),
+        ("--nnodes 2 --node-rank 0 --master-addr a..b train.py", "--master-addr 'a..b' is not a host"),
+        (f"--master-addr {'a' * 64} train.py", "is not a host. Give node 0's host name or address."),
         ("--nnodes 2 --node-rank 0 --master-port 70000 train.py", "--master-port 70000 is not a port"),
         ("--rdzv-endpoint a:b:c train.py", "--rdzv-endpoint a:b:c is not HOST:PORT"),
         ("--rdzv-endpoint a:1 --master-port 2 train.py", "says the same as --master-addr and --master-port"),
@@ -99,6 +101,14 @@ def test_wrong_input_is_refused(script: str, argv: str, words: str) -> None:
     message = str(caught.value)
     assert words in message
     assert "\n" not in message
+
+
+def test_a_working_directory_that_is_gone_is_named(script: str) -> None:
+    Path("gone").mkdir()
+    os.chdir("gone")
+    Path("../gone").rmdir()
+    with pytest.raises(LaunchError, match="the working directory cannot be used: No such file or directory"):
+        spec_of(script)
 
 
 @pytest.mark.parametrize(

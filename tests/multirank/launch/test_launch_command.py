@@ -192,6 +192,18 @@ def test_a_port_in_use_is_named(launches: Launches) -> None:
     assert line.startswith(f"disttrain-launch: the store cannot listen on 127.0.0.1:{port}: ")
 
 
+def test_a_limit_of_the_machine_is_named(launches: Launches) -> None:
+    script = launches.script("print('started')")
+    line = f"ulimit -n 14; exec {sys.executable} -m disttrain_launch --nproc-per-node 4 {script}"
+    ended = launches.run("--no-python", "sh", "-c", line)
+    assert ended.exit_code == 2
+    assert ended.lines == []
+    assert ended.stderr.splitlines()[0] == (
+        "[rank 0] disttrain-launch: a limit of this machine: Too many open files. "
+        "Raise ulimit -n, or start fewer workers."
+    )
+
+
 def test_a_new_token_is_ours_alone(launches: Launches) -> None:
     ended = launches.run("--new-token", "token")
     assert ended.exit_code == 0

@@ -140,6 +140,20 @@ def test_a_second_interrupt_kills_at_once(launches: Launches) -> None:
     assert "again to kill them now" in ended.stderr
 
 
+@pytest.mark.parametrize("pause_s", [0.0005, 0.004])
+def test_a_storm_of_interrupts_gives_no_traceback(launches: Launches, pause_s: float) -> None:
+    process = launches.start("--nproc-per-node", "2", launches.script(WAITING))
+    launches.ready(process, 2)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause_s)
+    ended = launches.end(process)
+    # The last of them may come when all is done and nobody minds it any more.
+    assert ended.exit_code in (130, -signal.SIGINT)
+    ours = [line for line in ended.stderr.splitlines() if not line.startswith("[rank ")]
+    assert [line for line in ours if not line.startswith("disttrain-launch: ")] == []
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(launches: Launches) -> None:
     script = launches.script("""
         import os, signal, sys, time
