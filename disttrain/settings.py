@@ -68,6 +68,15 @@ LOCAL_RANK = Setting[int | None]("LOCAL_RANK", _natural, None, "Rank of this pro
 LOCAL_WORLD_SIZE = Setting[int | None]("LOCAL_WORLD_SIZE", _natural, None, "Number of processes on this node.")
 MASTER_ADDR = Setting[str | None]("MASTER_ADDR", str, None, "Host name or address of rank 0's node.")
 MASTER_PORT = Setting[int | None]("MASTER_PORT", _natural, None, "Port on MASTER_ADDR where ranks meet.")
+TORCHELASTIC_USE_AGENT_STORE = Setting[bool](
+    "TORCHELASTIC_USE_AGENT_STORE",
+    lambda text: text == "True",
+    False,
+    "`True`: torchrun's own store is at MASTER_ADDR:MASTER_PORT; torchrun sets it.",
+)
+TORCHELASTIC_RESTART_COUNT = Setting[int](
+    "TORCHELASTIC_RESTART_COUNT", _natural, 0, "How often torchrun has started this job's workers again."
+)
 
 # The launcher. AGENT is written for workers, by whom a process that outlives its job is found.
 AGENT = Setting[str | None](

@@ -18,6 +18,7 @@ from disttrain.store import Store
 ReduceOp = c10d.ReduceOp
 Reduction = ReduceOp | ReduceOp.RedOpType
 """An operation as `ReduceOp.SUM` gives it, or an object of ReduceOp that wraps it."""
+AllToAllOptions = c10d.AllToAllOptions
 AllreduceOptions = c10d.AllreduceOptions
 AllgatherOptions = c10d.AllgatherOptions
 BarrierOptions = c10d.BarrierOptions
@@ -105,6 +106,20 @@ def make_nccl(
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return nccl(store, rank, size, options)
+
+
+def wrapping(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
+    """A tensor of class `kind` that looks like the contiguous `inner` and has no memory of its own."""
+    return torch.Tensor._make_wrapper_subclass(kind, inner.shape, dtype=inner.dtype, device=inner.device)
+
+
+def is_traced() -> bool:
+    """True while Dynamo, make_fx or fake tensors record operators instead of running them."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As a class's `__torch_function__`: `__torch_dispatch__` alone handles its tensors."""
 
 
 def nccl_is_available() -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Call
 from disttrain.process_group.work import TransportWork, Work
@@ -28,6 +29,11 @@ def issue(
 
     Returns: the handle when `async_op`, else None after waiting for it.
     """
+    for tensor in (*inputs, *outputs):
+        if type(tensor) is AsyncCollectiveTensor:
+            # Transports read memory below all dispatch: what a collective still brings must be there.
+            arguments, inputs, outputs = settled((arguments, inputs, outputs))
+            break
     if operation not in POINT_TO_POINT:
         group.sequence += 1
         sequence = group.sequence

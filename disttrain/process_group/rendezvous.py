@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from disttrain import __version__, settings
 from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
+from disttrain.process_group import torchrun
 from disttrain.settings import Setting
 from disttrain.store import PrefixStore, Store, TCPStore, read_token
 
@@ -34,6 +35,8 @@ class Place:
     port: int = 0
     hosts_store: bool = False
     """True when this rank starts the store's server."""
+    under_torchrun: bool = False
+    """True when `host` and `port` are those of torchrun's store, which tells where ours is."""
 
     @property
     def address(self) -> str:
@@ -81,6 +84,8 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
             )
         return _checked(Place(rank, world_size, host, int(port)))
     host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
+    if settings.TORCHELASTIC_USE_AGENT_STORE.read(environ):
+        return _checked(Place(rank, world_size, host, port_number, under_torchrun=True))
     return _checked(Place(rank, world_size, host, port_number, hosts_store=rank == 0))
 
 
@@ -110,7 +115,7 @@ def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = max(deadline_s - time.monotonic(), _LEAST_S)
-        store = _open_store(place, left_s)
+        store = _open_store(place, prefix, left_s)
         try:
             join(PrefixStore(prefix, store), place, left_s)
         except StoreConnectionError:
@@ -125,7 +130,9 @@ def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
             return store
 
 
-def _open_store(place: Place, timeout_s: float) -> TCPStore:
+def _open_store(place: Place, prefix: str, timeout_s: float) -> TCPStore:
+    if place.under_torchrun:
+        return torchrun.open_store(place.host, place.port, place.rank, prefix, timeout_s)
     token_file = settings.TOKEN_FILE.read()
     return TCPStore(
         place.host,

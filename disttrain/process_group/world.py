@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -13,6 +15,7 @@ from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Observer
+from disttrain.process_group.work import Work
 from disttrain.settings import LOCAL_RANK
 from disttrain.store import Store
 
@@ -59,6 +62,9 @@ class World:
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._num_alike: Counter[tuple[int, ...]] = Counter()
         self._owned_store = owned_store
+        self._named: weakref.WeakValueDictionary[str, ProcessGroup] = weakref.WeakValueDictionary()
+        self._pending: dict[int, tuple[torch.Tensor, Work]] = {}
+        self._handles = itertools.count(1)
         self.default_group = self._make_group("world", tuple(range(world_size)), backend, timeout_s, options)
 
     def new_group(
@@ -96,6 +102,36 @@ class World:
             group = self._shared[ranks] = made
         return group
 
+    def find_group(self, operation: str, group_name: str) -> ProcessGroup:
+        """The group of that name, as long as somebody holds it. Raises GroupError when there is none."""
+        group = self._named.get(group_name)
+        if group is None:
+            raise GroupError(
+                operation,
+                f"there is no group {group_name!r} in this world; it has {', '.join(sorted(self._named))}.",
+                "A compiled function, or a backward, belongs to the world it was made in: make it again.",
+                rank=self.rank,
+            )
+        return group
+
+    def keep_pending(self, output: torch.Tensor, work: Work) -> int:
+        """Hold a collective that is under way for a graph, which cannot hold a Work. Returns: its handle."""
+        handle = next(self._handles)
+        self._pending[handle] = (output, work)
+        return handle
+
+    def take_pending(self, handle: int) -> tuple[torch.Tensor, Work]:
+        """What `keep_pending` was given; only once."""
+        try:
+            return self._pending.pop(handle)
+        except KeyError:
+            raise GroupError(
+                "wait_tensor",
+                f"no collective is under way by handle {handle}.",
+                "Wait once for each collective, in the world that started it.",
+                rank=self.rank,
+            ) from None
+
     def add_observer(self, observer: Observer) -> None:
         """Show `observer` every collective from now on."""
         self.observers = (*self.observers, observer)
@@ -114,12 +150,14 @@ class World:
         group.shutdown()
         self._groups.remove(group)
         self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
+        del self._named[group.group_name]
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""
         for group in reversed(self._groups):
             group.shutdown()
         self._groups.clear()
+        self._pending.clear()
         if self._owned_store is not None:
             self._owned_store.close()
 
@@ -128,6 +166,7 @@ class World:
     ) -> ProcessGroup:
         group = ProcessGroup(self, name, ranks, choose_backends(backend), timeout_s, options)
         self._groups.append(group)
+        self._named[name] = group
         return group
 
     def _check_ranks(self, ranks: tuple[int, ...]) -> None:

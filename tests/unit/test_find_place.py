@@ -21,6 +21,28 @@ def test_a_running_store_is_joined() -> None:
     assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 4000)
 
 
+def test_under_torchrun_its_store_tells_where_ours_is() -> None:
+    environ = {**LAUNCHED, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 29500, under_torchrun=True)
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 29500, hosts_store=True)
+
+
+def test_a_running_store_comes_before_all_else_in_the_environment() -> None:
+    environ = {**LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE": "True", "DISTTRAIN_STORE": "[::1]:4000"}
+    assert find_place(None, -1, -1, None, environ) == Place(1, 4, "[::1]", 4000)
+    del environ["MASTER_ADDR"]
+    assert find_place("env://", 3, -1, None, environ) == Place(3, 4, "[::1]", 4000)
+    assert find_place("env://", 3, -1, None, {**environ, "DISTTRAIN_STORE": ""} | LAUNCHED).host == "node0"
+
+
+def test_what_the_script_says_comes_before_the_environment() -> None:
+    environ = {**LAUNCHED, "DISTTRAIN_STORE": "node0:4000"}
+    assert find_place("tcp://h:1", 0, 3, None, environ) == Place(0, 3, "h", 1, hosts_store=True)
+    assert find_place(None, 2, 3, HashStore(), environ) == Place(2, 3)
+    assert find_place(None, 2, 3, None, environ) == Place(2, 3, "node0", 4000)
+
+
 def test_from_an_address() -> None:
     assert find_place("tcp://h:1?rank=2&world_size=3", -1, -1, None, {}) == Place(2, 3, "h", 1)
     assert find_place("tcp://h:1", 0, 3, None, {}) == Place(0, 3, "h", 1, hosts_store=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,6 +62,17 @@ class Backend(ABC):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork: ...
+
+    @abstractmethod
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool,
+    ) -> TransportWork:
+        """Splits are numbers of rows of dim 0, one per rank."""
 
     @abstractmethod
     def barrier(self, device: torch.device) -> TransportWork: ...

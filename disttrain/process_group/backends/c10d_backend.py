@@ -46,6 +46,19 @@ class C10dBackend(Backend):
         options.asyncOp = async_op
         return _work(self._transport._reduce_scatter_base(output, input, options))
 
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool,
+    ) -> TransportWork:
+        options = _c10d.AllToAllOptions()
+        options.asyncOp = async_op
+        splits = (list(output_splits), list(input_splits))
+        return _work(self._transport.alltoall_base(output, input, *splits, options))
+
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
         return _work(self._transport.send([tensor], dst_rank, tag))
 

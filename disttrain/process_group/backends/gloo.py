@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -45,6 +47,18 @@ class GlooBackend(C10dBackend):
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         return super().all_gather_into_tensor(_bytes_of(output), _bytes_of(input), async_op)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool,
+    ) -> TransportWork:
+        row_bytes = input.dtype.itemsize * math.prod(input.shape[1:])
+        received, sent = ([size * row_bytes for size in sizes] for sizes in (output_splits, input_splits))
+        return super().all_to_all_single(_bytes_of(output), _bytes_of(input), received, sent, async_op)
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
         return super().send(_bytes_of(tensor), dst_rank, tag)

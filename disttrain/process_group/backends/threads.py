@@ -194,6 +194,22 @@ class ThreadsBackend(Backend):
 
         return self._meet(f"reduce_scatter_tensor {_op_name(op)} {_signature(input)}", (output, input), combine)
 
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool,
+    ) -> TransportWork:
+        def combine(parts: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
+            for rank, (outputs, _) in enumerate(parts):
+                for target, (_, inputs) in zip(outputs, parts, strict=True):
+                    target.copy_(inputs[rank])
+
+        payload = (output.split(list(output_splits)), input.split(list(input_splits)))
+        return self._meet("all_to_all_single", payload, combine)
+
     def barrier(self, device: torch.device) -> TransportWork:
         return self._meet("barrier", None, lambda _: None)
 
