@@ -35,6 +35,7 @@ _HOMES = {
         "current_world",
         "destroy_process_group",
         "entered_world",
+        "from_torch",
         "get_backend",
         "get_process_group_ranks",
         "get_rank",

@@ -25,6 +25,7 @@ from disttrain.process_group.current import (
     new_group,
 )
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.interop import from_torch
 from disttrain.process_group.observer import Call, Observer
 from disttrain.process_group.point_to_point import irecv, isend, recv, send
 from disttrain.process_group.work import Work
@@ -46,6 +47,7 @@ __all__ = [
     "current_world",
     "destroy_process_group",
     "entered_world",
+    "from_torch",
     "get_backend",
     "get_process_group_ranks",
     "get_rank",

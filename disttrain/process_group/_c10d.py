@@ -6,13 +6,15 @@ are used as bare transports: torch's own registry of process groups never hears 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistStoreError, distributed_c10d
 
+from disttrain.errors import StoreTimeoutError
 from disttrain.store import Store
 
 ReduceOp = c10d.ReduceOp
@@ -24,6 +26,8 @@ AllgatherOptions = c10d.AllgatherOptions
 BarrierOptions = c10d.BarrierOptions
 BroadcastOptions = c10d.BroadcastOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
+
+TorchTCPStore = c10d.TCPStore
 
 Transport = Any
 """A `c10d::Backend`: torch's stubs don't describe the methods that all of them share."""
@@ -106,6 +110,71 @@ def make_nccl(
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return nccl(store, rank, size, options)
+
+
+class _TimesOutAsTorchs(StoreAdapter):
+    """For torch's own Python code, which catches RuntimeError while it waits for slow ranks."""
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        try:
+            super().wait(keys, timeout)
+        except StoreTimeoutError as error:
+            raise DistStoreError(str(error)) from error
+
+
+class TorchRegistration:
+    """A process group that torch.distributed knows, on transports that are there already.
+
+    `transports` are names ("gloo", "nccl") and C++ halves, by device type. torch has no public way to take them in: its
+    maps are filled as its own init_process_group and new_group fill them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        group_rank: int,
+        store: Store,
+        transports: Mapping[str, tuple[str, Transport]],
+        is_default: bool,
+    ) -> None:
+        self._store = _TimesOutAsTorchs(store)
+        bindings: Any = c10d  # the stubs tell names of groups from other str
+        self.group: Any = bindings.ProcessGroup(self._store, group_rank, len(ranks))
+        names = {device_type: transport_name for device_type, (transport_name, _) in transports.items()}
+        known: Any = c10d.ProcessGroup.BackendType
+        kinds = {transport_name: getattr(known, transport_name.upper()) for transport_name in names.values()}
+        self.group._set_default_backend(kinds["nccl" if "nccl" in kinds else "gloo"])
+        for device_type, (transport_name, transport) in transports.items():
+            self.group._register_backend(torch.device(device_type), kinds[transport_name], transport)
+        self.group._set_group_name(name)
+        self.group._set_group_desc("default_pg" if is_default else "undefined")
+        config = ",".join(f"{device_type}:{transport_name}" for device_type, transport_name in names.items())
+        world: Any = distributed_c10d._world
+        world.pg_map[self.group] = (config if len(kinds) > 1 else next(iter(kinds)), self._store)
+        world.pg_names[self.group] = name
+        world.pg_backend_config[self.group] = config
+        world.pg_group_ranks[self.group] = {rank: position for position, rank in enumerate(ranks)}
+        world.pg_to_tag[self.group] = ""
+        world.tags_to_pg.setdefault("", []).append(self.group)
+        bindings._register_process_group(name, self.group)
+        if is_default:
+            distributed_c10d._update_default_pg(self.group)
+
+    def undo(self) -> None:
+        """Make torch forget the group; the default one with all groups that torch made from it."""
+        if self.group in distributed_c10d._world.pg_map:
+            torch.distributed.destroy_process_group(self.group)
+
+
+def store_of_torch() -> Any:
+    """The store of torch's default group."""
+    return distributed_c10d._get_default_store()
+
+
+def transport_of(group: Any, device_type: str) -> Transport:
+    """The C++ half that torch's `group` uses for a device type."""
+    return group._get_backend(torch.device(device_type))
 
 
 def wrapping(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:

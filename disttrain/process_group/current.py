@@ -48,6 +48,8 @@ def init_process_group(
     group_name: str = "",
     pg_options: object | None = None,
     device_id: torch.device | int | None = None,
+    *,
+    register_with_torch: bool = False,
 ) -> None:
     """Make this process a rank of a job; afterwards the functions of `disttrain` work on its default group.
 
@@ -58,6 +60,8 @@ def init_process_group(
              store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. For
                           another world, wrap it in a PrefixStore or give another `group_name`.
              device_id    the GPU that this rank computes on; default: the one of its local rank.
+             register_with_torch  initialise torch.distributed too, over the same transports, so that what is written
+                          for it (DDP, DistributedSampler, ...) finds its default group. Connects all ranks at once.
     Raises:  RendezvousError when ranks don't fit together or don't come, StoreError when the store can't be reached,
              GroupError when the process is a rank already.
     Collective: every rank of the job.
@@ -90,6 +94,17 @@ def init_process_group(
         options=pg_options,
         owned_store=opened if store is None else None,
     )
+    if register_with_torch:
+        try:
+            _default.process_world.default_group.to_torch()
+        except BaseException:
+            destroy_process_group()
+            raise
+
+
+def enter_process_world(world: World) -> None:
+    """Make this process a rank of `world`, until destroy_process_group."""
+    _default.process_world = world
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
@@ -191,6 +206,7 @@ __all__ = [
     "NON_GROUP_MEMBER",
     "current_world",
     "destroy_process_group",
+    "enter_process_world",
     "entered_world",
     "get_backend",
     "get_process_group_ranks",

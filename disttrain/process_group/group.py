@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from disttrain.errors import BackendError, GroupError
+from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, Membership
+from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -45,6 +47,9 @@ class ProcessGroup:
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
         self._is_destroyed = False
+        self.torch_group: Any = None
+        """torch's ProcessGroup over the same transports, if there is one."""
+        self._registration: TorchRegistration | None = None
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -100,9 +105,63 @@ class ProcessGroup:
             return f"{','.join(map(str, ranks[:4]))},…,{ranks[-1]} ({len(ranks)} ranks)"
         return ",".join(map(str, ranks))
 
+    @property
+    def device_types(self) -> tuple[str, ...]:
+        """What the group has transports for."""
+        return tuple(self._backend_classes)
+
+    def to_torch(self) -> Any:
+        """This group as a torch.distributed.ProcessGroup over the same transports, for all of torch.distributed.
+
+        The default group becomes torch's default group, so that torch.distributed is initialised; it comes first.
+        Destroying this group, or the world, takes it from torch again. Collectives of both kinds share one order.
+        Raises:  GroupError when torch.distributed belongs to another job; BackendError for a backend without C++ half.
+        Collective: every rank of the group.
+        """
+        if self.torch_group is None:
+            is_default = self is self.world.default_group
+            if torch.distributed.is_initialized() == is_default:
+                raise GroupError(
+                    "to_torch",
+                    "torch.distributed is initialised already, by somebody else."
+                    if is_default
+                    else "torch.distributed is not initialised, and this is not the default group.",
+                    "Destroy that first, or join it by from_torch."
+                    if is_default
+                    else "Call init_process_group(register_with_torch=True).",
+                    rank=self.world.rank,
+                )
+            transports = {device_type: self._transport(device_type) for device_type in self._backend_classes}
+            store = PrefixStore(f"torch/{self.group_name}", self.world.store)
+            name = f"disttrain/{self.group_name}"
+            self._registration = TorchRegistration(name, self.ranks, self.group_rank, store, transports, is_default)
+            self.torch_group = self._registration.group
+        return self.torch_group
+
+    def adopt(self, torch_group: Any, transports: dict[str, Transport]) -> None:
+        """Use the transports of torch's `torch_group`, by device type, and leave them to torch."""
+        for device_type, transport in transports.items():
+            kind = self._backend_classes[device_type]
+            assert issubclass(kind, C10dBackend)
+            self._made[device_type] = kind.adopting(transport, self._membership(device_type))
+        self.torch_group = torch_group
+
+    def _transport(self, device_type: str) -> tuple[str, Transport]:
+        backend = self.backend("to_torch", device_type)
+        if not isinstance(backend, C10dBackend):
+            raise BackendError(
+                "to_torch",
+                f"group {self.group_name} uses {self.backend_name}; torch can share Gloo and NCCL only.",
+                "Choose these, or leave `backend` out.",
+                rank=self.world.rank,
+            )
+        return _short_name(type(backend)), backend.transport
+
     def shutdown(self) -> None:
         """Let go of the transports; the group cannot be used afterwards."""
         self._is_destroyed = True
+        if self._registration is not None:
+            self._registration.undo()
         for backend in self._made.values():
             backend.shutdown()
         self._made.clear()

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from disttrain import __version__, settings
 from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
-from disttrain.process_group import torchrun
+from disttrain.process_group import beside_torch
 from disttrain.settings import Setting
 from disttrain.store import PrefixStore, Store, TCPStore, read_token
 
@@ -132,7 +132,7 @@ def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
 
 def _open_store(place: Place, prefix: str, timeout_s: float) -> TCPStore:
     if place.under_torchrun:
-        return torchrun.open_store(place.host, place.port, place.rank, prefix, timeout_s)
+        return beside_torch.open_under_torchrun(place.host, place.port, place.rank, prefix, timeout_s)
     token_file = settings.TOKEN_FILE.read()
     return TCPStore(
         place.host,

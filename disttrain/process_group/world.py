@@ -102,6 +102,15 @@ class World:
             group = self._shared[ranks] = made
         return group
 
+    @property
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        """All groups that have not been destroyed, the default group first."""
+        return tuple(self._groups)
+
+    def adopted_group(self, group_name: str, ranks: tuple[int, ...], backend: str) -> ProcessGroup:
+        """A group under the name that somebody else has given it, to be used with their transports."""
+        return self._make_group(group_name, ranks, backend, self.timeout_s, None)
+
     def find_group(self, operation: str, group_name: str) -> ProcessGroup:
         """The group of that name, as long as somebody holds it. Raises GroupError when there is none."""
         group = self._named.get(group_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 
@@ -16,9 +17,25 @@ class C10dBackend(Backend):
     """Calls a C++ transport. Abstract: subclasses make `_transport`."""
 
     _transport: Transport
+    _is_adopted = False
 
     def __init__(self, membership: Membership) -> None:
         self._store = _c10d.StoreAdapter(membership.store)
+        self._global_rank = membership.global_rank
+
+    @classmethod
+    def adopting(cls, transport: Transport, membership: Membership) -> Self:
+        """A backend on a transport that somebody else made, and shuts down."""
+        made = cls.__new__(cls)
+        C10dBackend.__init__(made, membership)
+        made._transport = transport
+        made._is_adopted = True
+        return made
+
+    @property
+    def transport(self) -> Transport:
+        """The C++ half."""
+        return self._transport
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         options = _c10d.AllreduceOptions()
@@ -66,7 +83,8 @@ class C10dBackend(Backend):
         return _work(self._transport.recv([tensor], src_rank, tag))
 
     def shutdown(self) -> None:
-        self._transport.shutdown()
+        if not self._is_adopted:
+            self._transport.shutdown()
 
     def _barrier(self, device_ids: Sequence[int] = ()) -> TransportWork:
         options = _c10d.BarrierOptions()

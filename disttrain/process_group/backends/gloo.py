@@ -35,7 +35,6 @@ class GlooBackend(C10dBackend):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
-        self._global_rank = membership.global_rank
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
         )

@@ -1,0 +1,204 @@
+"""Beside torch.distributed: what is written for it works on our transports, and its jobs become ours."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import disttrain
+from disttrain.errors import BackendError, GroupError
+from disttrain.store import PrefixStore, Store
+from disttrain.testing.pytest_plugin import on_ranks
+
+
+def registered(name: str = "registered", **arguments: Any) -> tuple[Store, int, int]:
+    """Leave the pool's world and join one that torch knows too."""
+    world = disttrain.current_world()
+    store, rank, size = world.store.clone(), world.rank, world.world_size
+    disttrain.destroy_process_group()
+    disttrain.init_process_group(
+        store=PrefixStore(name, store), rank=rank, world_size=size, timeout=30, register_with_torch=True, **arguments
+    )
+    return store, rank, size
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(24, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+@on_ranks(2, 3)
+def test_ddp_trains_as_one_process_does() -> None:
+    _, rank, size = registered()
+    alone, wrapped = model(), DistributedDataParallel(model())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, wrapped)]
+    for batch in data().chunk(4):
+        for each, part, optimizer in zip((alone, wrapped), (batch, batch.chunk(size)[rank]), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(part).square().mean().backward()
+            optimizer.step()
+    for ours, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@on_ranks(2)
+def test_both_apis_share_one_group() -> None:
+    store, rank, size = registered()
+    assert dist.is_initialized()
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (rank, size, "gloo")
+    gc.collect()  # C++ holds the store's other half; ours must live as long
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    disttrain.all_reduce(tensor)
+    assert tensor.item() == 6.0
+    assert disttrain.current_world().default_group.to_torch() is dist.group.WORLD
+    assert disttrain.from_torch() is disttrain.current_world().default_group
+    # torch makes groups of its own over our store.
+    made = dist.new_group([1, 0])
+    gathered = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(gathered, torch.tensor([float(rank)]), group=made)
+    assert sorted(value.item() for value in gathered) == [0.0, 1.0]
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": 0}, {"rank": 1}]
+    disttrain.destroy_process_group()
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        dist.get_rank()
+    # And once more: nothing is left of the first.
+    disttrain.init_process_group(
+        store=PrefixStore("again", store), rank=rank, world_size=size, timeout=30, register_with_torch=True
+    )
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == size
+    # torch may also let go first.
+    dist.destroy_process_group()
+    disttrain.destroy_process_group()
+    assert not disttrain.is_initialized()
+
+
+@on_ranks(3)
+def test_a_part_of_the_world_as_torchs_group() -> None:
+    _, rank, _ = registered()
+    pair = disttrain.new_group([2, 0])
+    if isinstance(pair, disttrain.ProcessGroup):
+        torchs = pair.to_torch()
+        assert (dist.get_rank(torchs), dist.get_world_size(torchs)) == ([2, 0].index(rank), 2)
+        assert dist.get_process_group_ranks(torchs) == [2, 0]
+        tensor = torch.tensor([float(rank)])
+        dist.broadcast(tensor, src=2, group=torchs)
+        assert tensor.item() == 2.0
+        assert disttrain.from_torch(torchs) is pair
+        disttrain.destroy_process_group(pair)
+        with pytest.raises(ValueError, match="is not initialized"):
+            dist.get_backend(torchs)
+    disttrain.barrier()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_distributed_sampler_gives_each_rank_its_part() -> None:
+    _, rank, size = registered()
+    dataset = TensorDataset(torch.arange(10))
+    loader = DataLoader(dataset, batch_size=5, sampler=DistributedSampler(dataset, shuffle=False))
+    assert [batch.tolist() for (batch,) in loader] == [list(range(rank, 10, size))]
+
+
+@on_ranks(2)
+def test_torchs_own_dtensor_sees_the_world() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    _, rank, size = registered()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(8.0).view(4, 2)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(sharded.to_local(), whole.chunk(size)[rank])
+    assert sharded.sum().full_tensor().item() == 28.0
+
+
+@on_ranks(2, 3)
+def test_a_job_of_torch_distributed_becomes_ours() -> None:
+    world = disttrain.current_world()
+    rank, size = world.rank, world.world_size
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port[0] = server.port
+    disttrain.broadcast(port, 0)
+    disttrain.destroy_process_group()
+    torch_store = dist.TCPStore("127.0.0.1", int(port.item()), is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size)
+    try:
+        for _ in range(2):
+            group = disttrain.from_torch()
+            assert (disttrain.get_rank(), disttrain.get_world_size()) == (rank, size)
+            assert group.backend_name == "cpu:gloo"
+            tensor = torch.tensor([rank + 1.0])
+            disttrain.all_reduce(tensor)
+            dist.all_reduce(tensor)
+            assert tensor.item() == size * size * (size + 1) / 2
+            made = dist.new_group([1, 0])
+            if rank < 2:
+                part = disttrain.from_torch(made)
+                assert (part.ranks, disttrain.from_torch(made) is part) == (
+                    tuple(dist.get_process_group_ranks(made)),
+                    True,
+                )
+                gathered = torch.empty(2)
+                disttrain.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=part)
+                assert gathered.tolist() == [float(member) for member in part.ranks]
+            else:
+                with pytest.raises(GroupError, match="not a member"):
+                    disttrain.from_torch(made)
+            # A group of our own, over our own store.
+            own = disttrain.new_group()
+            disttrain.all_reduce(tensor, group=own)
+            assert tensor.item() == size**3 * (size + 1) / 2
+            disttrain.destroy_process_group()
+            assert not disttrain.is_initialized()
+            dist.barrier()  # what torch made is still torch's
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        del server
+
+
+@on_ranks(2)
+def test_each_mistake_gets_one_clear_error() -> None:
+    world = disttrain.current_world()
+    with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
+        disttrain.from_torch()
+    part = disttrain.new_group()
+    assert isinstance(part, disttrain.ProcessGroup)
+    with pytest.raises(GroupError, match=r"Call init_process_group\(register_with_torch=True\)"):
+        part.to_torch()
+    store, rank, size = world.store.clone(), world.rank, world.world_size
+    disttrain.destroy_process_group()
+    with pytest.raises(BackendError, match="torch can share Gloo and NCCL only"):
+        disttrain.init_process_group(
+            "fake", store=PrefixStore("fake", store), rank=rank, world_size=size, register_with_torch=True
+        )
+    assert not disttrain.is_initialized()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    disttrain.init_process_group(store=PrefixStore("ours", store), rank=rank, world_size=size)
+    try:
+        with pytest.raises(GroupError, match="by somebody else"):
+            disttrain.current_world().default_group.to_torch()
+        with pytest.raises(GroupError, match="shares no transports"):
+            disttrain.from_torch()
+    finally:
+        dist.destroy_process_group()
