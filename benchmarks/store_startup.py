@@ -4,7 +4,8 @@
 
 The clients are threads of a few processes. In torch, "get" reads the addresses one by one, as its transports do;
 "multi_get" waits for all keys and asks for their values together, the best that its interface allows. Its barrier is
-a counter and a key that all wait for. Sides take turns; times are from the signal to start until the last client is
+a counter and a key that all wait for. torch looks up each peer's name in the DNS; where no DNS answers, that alone
+takes seconds, so measure it where `hosts` in nsswitch.conf is `files`, or look at its ratio with care. Sides take turns; times are from the signal to start until the last client is
 through, in the slowest process. Then the server's state machine alone, without sockets: the same start with 100,000
 simulated clients, which each wait for their right neighbour's key and meet at a barrier. Writes
 benchmarks/results/store_startup.json.
@@ -102,34 +103,37 @@ SIDES: dict[str, Client] = {
 
 
 def run_clients(pipe: Any) -> None:
-    """One process: for each (client, port, ranks, num_clients) that comes, all those clients, each in a thread."""
+    """One process: for each (side, port, ranks, num_clients) that comes, all those clients, each in a thread."""
     import torch.distributed  # noqa: F401  here, so that its loading is in nobody's time
 
     while (task := pipe.recv()) is not None:
-        name, port, ranks, num_clients = task
-        stores: list[object] = []
-        go = threading.Event()
+        pipe.send(run_once(pipe, *task))
 
-        def one(rank: int, client: Client = SIDES[name], go: threading.Event = go) -> None:
-            go.wait()
-            stores.append(client(port, rank, num_clients))
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        pipe.send("ready")
-        pipe.recv()
-        started_s = time.perf_counter()
-        go.set()
-        for thread in threads:
-            thread.join()
-        taken_s = time.perf_counter() - started_s
-        assert len(stores) == len(ranks)
-        for store in stores:
-            if isinstance(store, TCPStore):
-                store.close()
-        del stores
-        pipe.send(taken_s)
+def run_once(pipe: Any, name: str, port: int, ranks: range, num_clients: int) -> float:
+    """Seconds from the signal until the last of `ranks` is through."""
+    stores: list[object] = []
+    go = threading.Event()
+
+    def one(rank: int) -> None:
+        go.wait()
+        stores.append(SIDES[name](port, rank, num_clients))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    pipe.send("ready")
+    pipe.recv()
+    started_s = time.perf_counter()
+    go.set()
+    for thread in threads:
+        thread.join()
+    taken_s = time.perf_counter() - started_s
+    assert len(stores) == len(ranks)
+    for store in stores:
+        if isinstance(store, TCPStore):
+            store.close()
+    return taken_s
 
 
 def start_up_seconds(name: str, pipes: list[Any], num_clients: int) -> float:

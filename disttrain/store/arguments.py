@@ -75,5 +75,10 @@ def checked_timeout(timeout_s: float) -> float:
     """A time to wait."""
     # The comparison is false for NaN as well.
     if type(timeout_s) not in (int, float) or not 0 < timeout_s < float("inf"):
-        refuse(f"a timeout is a positive number of seconds, not {str(timeout_s)[:32]!r}.")
+        refuse(f"a timeout is a positive number of seconds, not {shown(timeout_s)}.")
     return timeout_s
+
+
+def shown(value: object) -> str:
+    """A value that a client sent where a number belongs; what is deep or long is not shown."""
+    return repr(value) if type(value) in (int, float) else f"a {type(value).__name__}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hmac
 import os
 import stat
-from pathlib import Path
 from typing import Final
 
 from disttrain.errors import StoreAuthError
@@ -53,12 +52,15 @@ def read_token(path: str | os.PathLike[str]) -> str:
     Raises StoreAuthError unless the file is ours, nobody else can read or write it, and it holds a token.
     """
     try:
-        with Path(path).open() as file:
+        # Without waiting: a pipe that nobody writes to would hold us for ever.
+        with open(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise StoreAuthError("read_token", f"{path} cannot be read: {reason}.", _MAKE_ONE) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreAuthError("read_token", f"{path} is not a regular file.", _MAKE_ONE)
     if status.st_uid != os.geteuid():
         raise StoreAuthError(
             "read_token",

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Final, NamedTuple
 
-from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
+from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
@@ -44,8 +44,8 @@ class Dialer:
     def dial(self, timeout_s: float) -> Link:
         """The first link.
 
-        Raises StoreAuthError at once when the tokens don't match, StoreLimitError when the server has too many clients,
-        StoreConnectionError when the timeout is over.
+        Raises StoreConnectionError when the timeout is over; at once StoreAuthError when the tokens don't match,
+        StoreLimitError when the server has too many clients, and SettingError for what cannot be a host name.
         """
         deadline_s = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -54,6 +54,10 @@ class Dialer:
                 return self._attempt(deadline_s)
             except (StoreAuthError, StoreLimitError):
                 raise
+            except UnicodeError:
+                # The codec of international host names refuses empty labels and long ones.
+                problem, remedy = f"{self._address[0]!r} is not a host name.", "Check it, or give an address."
+                raise SettingError("connect", problem, remedy, where=self.where) from None
             except (OSError, WireError) as error:
                 if time.monotonic() + pause_s >= deadline_s:
                     raise _unreachable(error, self.where, timeout_s) from None
@@ -131,4 +135,4 @@ def _unreachable(error: OSError | WireError, where: str, timeout_s: float) -> St
         remedy = "See whether a firewall is in between, and whether it is a disttrain store that listens there."
     else:
         problem, remedy = str(error).rstrip("."), "Check host and port; see whether a disttrain store listens there."
-    return StoreConnectionError("connect", f"no store within {timeout_s:g} s: {problem}.", remedy, where=where)
+    return StoreConnectionError("connect", f"no store within {timeout_s:.3g} s: {problem}.", remedy, where=where)

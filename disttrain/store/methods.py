@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from disttrain.durations import Duration, seconds
 from disttrain.store.answers import checked_capacity, checked_pairs, error_of, to_bytes, to_keys
 from disttrain.store.base import Value
 from disttrain.store.wire import Answer, Op
 
+LONGEST_S: Final = 1e9
+"""Thirty years stand for every longer timeout, infinity too: the clocks underneath overflow."""
+
 
 class StoreMethods(ABC):
     """`Store`, but for how a request gets its answer; see `disttrain.store.base` for what each method promises."""
 
     def __init__(self, operation: str, timeout: Duration, where: str) -> None:
-        self._timeout_s = seconds(operation, timeout)
+        self._timeout_s = _bounded_s(operation, timeout)
         self._where = where
 
     @abstractmethod
@@ -38,7 +41,7 @@ class StoreMethods(ABC):
         return value
 
     def _wait_s(self, operation: str, timeout: Duration | None) -> float:
-        return self._timeout_s if timeout is None else seconds(operation, timeout)
+        return self._timeout_s if timeout is None else _bounded_s(operation, timeout)
 
     @property
     def timeout_s(self) -> float:
@@ -47,7 +50,7 @@ class StoreMethods(ABC):
 
     def set_timeout(self, timeout: Duration) -> None:
         """Change `timeout_s`."""
-        self._timeout_s = seconds("set_timeout", timeout)
+        self._timeout_s = _bounded_s("set_timeout", timeout)
 
     def set(self, key: str, value: Value) -> None:
         """Store `value`, waking whoever waits for `key`."""
@@ -132,3 +135,7 @@ class StoreMethods(ABC):
         """Return once `num_members` callers have called with this `name`; one round trip each."""
         wait_s = self._wait_s("barrier", timeout)
         self._ask(Op.BARRIER, wait_s, name, num_members, wait_s)
+
+
+def _bounded_s(operation: str, timeout: Duration) -> float:
+    return min(seconds(operation, timeout), LONGEST_S)

@@ -107,7 +107,8 @@ def spawn_server(
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
             limits  None: those of the environment's settings.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
-            StoreError when the server does not start; SettingError for an unknown engine.
+            StoreError when the server does not start; SettingError for an unknown engine and for what cannot be a
+            host name.
     """
     engine = engine or STORE_ENGINE.read()
     if engine is not None and engine not in ENGINES:

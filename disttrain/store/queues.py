@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from disttrain.store.answers import empty_text
-from disttrain.store.arguments import Arguments, Refusal, checked_timeout, refuse
+from disttrain.store.arguments import Arguments, Refusal, checked_timeout, refuse, shown
 from disttrain.store.parking import Parked, Table
 from disttrain.store.wire import Op, Status
 
@@ -37,7 +37,7 @@ class Queues:
         self._arguments.check_key(name)
         self._arguments.check_value(name, value)
         if type(capacity) is not int or capacity < 0:
-            refuse(f"the capacity of a queue is an int, at least 0 (any), not {str(capacity)[:32]!r}.")
+            refuse(f"the capacity of a queue is an int, at least 0 (any), not {shown(capacity)}.")
         checked_timeout(timeout_s)
         if name in self._poppers:
             self._answer(next(iter(self._poppers[name])), value)

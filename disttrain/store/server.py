@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from disttrain.errors import DisttrainError, StoreAddressError, StoreAuthError, StoreError
+from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.store.hub import Hub
 from disttrain.store.keepalive import set_options
 from disttrain.store.limits import Limits
@@ -57,16 +57,19 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
 
     `host` "" means every address, of IPv6 too where the machine has it.
 
-    Raises StoreAuthError for anything but loopback without a token, StoreAddressError when the address cannot be had.
+    Raises StoreAuthError for anything but loopback without a token, StoreAddressError when the address cannot be had,
+    SettingError for what cannot be a host name.
     """
     where = f"{host or '*'}:{port}"
     try:
         listener = _listen(host, port, token, where)
         set_options(listener)
         return listener
+    except UnicodeError:
+        # The codec of international host names refuses empty labels and long ones.
+        raise SettingError("spawn_server", f"{host!r} is not a host name.", "Check it.", where=where) from None
     except OSError as error:
-        problem = f"cannot listen there: {error.strerror or error}."
-        raise StoreAddressError("spawn_server", problem, _remedy(error), where=where) from None
+        raise StoreAddressError("spawn_server", f"{_reason(error)}.", _remedy(error), where=where) from None
 
 
 def _listen(host: str, port: int, token: str | None, where: str) -> socket.socket:
@@ -90,6 +93,12 @@ def _listen(host: str, port: int, token: str | None, where: str) -> socket.socke
 def is_loopback(address: str) -> bool:
     """True for a numeric address that only this machine can reach."""
     return address.startswith("127.") or address in ("::1", "::ffff:127.0.0.1")
+
+
+def _reason(error: OSError) -> str:
+    # What Python adds to the kernel's words (`while attempting to bind on ...`) repeats the address.
+    number = error.errno or 0
+    return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
 def _remedy(error: OSError) -> str:

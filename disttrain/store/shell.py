@@ -6,14 +6,18 @@ connection.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from disttrain.store.hub import Action, Hub
+
+LONGEST_TIMER_S: Final = 3600.0
+"""libuv counts milliseconds in 64 bits, which a client's timeout may pass; a timer that fires early does no harm."""
 
 
 class Peer(Protocol):
@@ -126,8 +130,7 @@ class Shell(ABC):
             self._set_timer(now_s)
 
     def _drop(self, connection: int, reason: str, now_s: float) -> None:
-        sys.stderr.write(f"disttrain store: hung up on {self._peers[connection].name}: {reason}\n")
-        sys.stderr.flush()
+        _log(f"disttrain store: hung up on {self._peers[connection].name}: {reason}\n")
         self._hub.disconnected(connection, now_s)
         self._stop_when_alone()
 
@@ -139,4 +142,23 @@ class Shell(ABC):
         if deadline_s is not None and deadline_s < self._timer_s:
             self._timer_s = deadline_s
             # libuv counts in milliseconds.
-            self.start_timer(max(0.001, deadline_s - now_s))
+            self.start_timer(min(max(0.001, deadline_s - now_s), LONGEST_TIMER_S))
+
+
+def shown_address(address: object) -> str:
+    """A socket's address for the log."""
+    host, port = address[:2] if isinstance(address, tuple) else ("somebody who has gone", 0)
+    return f"{host.removeprefix('::ffff:')}:{port}" if port else str(host)
+
+
+def _log(text: str) -> None:
+    """To stderr, if somebody takes it now: a reader that does not read, or has gone, must not hold the server."""
+    stderr = 2
+    writable = select.poll()
+    writable.register(stderr, select.POLLOUT)
+    try:
+        if writable.poll(0):
+            os.write(stderr, text.encode(errors="replace")[: select.PIPE_BUF])
+    except OSError:
+        # Nobody reads any more.
+        return

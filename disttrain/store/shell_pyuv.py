@@ -9,7 +9,7 @@ from typing import Any
 import pyuv
 
 from disttrain.store.hub import Hub
-from disttrain.store.shell import Shell
+from disttrain.store.shell import Shell, shown_address
 
 BACKLOG = 4096
 
@@ -21,7 +21,7 @@ class _Peer:
         self._shell = shell
         self._handle = handle
         self._closed = False
-        self.name = str(handle.getpeername())
+        self.name = shown_address(handle.getpeername())
         self.connection = -1
 
     def write(self, data: bytes) -> int:

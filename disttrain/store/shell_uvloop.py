@@ -11,7 +11,7 @@ from typing import cast
 import uvloop
 
 from disttrain.store.hub import Hub
-from disttrain.store.shell import Shell
+from disttrain.store.shell import Shell, shown_address
 
 BACKLOG = 4096
 
@@ -25,7 +25,7 @@ class _Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.name = str(transport.get_extra_info("peername"))
+        self.name = shown_address(transport.get_extra_info("peername"))
         self._connection = self._shell.connected(self)
 
     def data_received(self, data: bytes) -> None:

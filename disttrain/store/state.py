@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from disttrain.store.answers import barrier_text, mismatch_text, missing_text, overflow_text, queue_text, watch_text
-from disttrain.store.arguments import Arguments, Refusal, checked_timeout, counter, refuse
+from disttrain.store.arguments import Arguments, Refusal, checked_timeout, counter, refuse, shown
 from disttrain.store.limits import Limits
 from disttrain.store.parking import Parked, Parking, Table
 from disttrain.store.queues import Queues
@@ -83,7 +83,7 @@ class StoreState:
             if not isinstance(op, int) or op not in self._handlers:
                 if op == Op.CANCEL:
                     return self._cancel(connection, request_id, request[2:])
-                refuse(f"there is no operation {str(op)[:32]!r}.")
+                refuse(f"there is no operation {shown(op)}.")
             handler, num_arguments = self._handlers[op]
             if len(request) - 2 != num_arguments:
                 refuse(f"{Op(op).name.lower()} takes {num_arguments} arguments, not {len(request) - 2}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import select
 import signal
@@ -264,6 +265,65 @@ def test_a_stranger_that_says_nothing_is_hung_up_on(server: ServerProcess) -> No
         assert Decoder(512).feed(stranger.recv(512))[0][0] == "disttrain store"
         assert stranger.recv(1) == b""
         assert 4.5 < time.monotonic() - started_s < 15.0
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_stderr_that_takes_nothing_does_not_hold_the_server(engine: str, is_read: bool) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    while select.select([], [writing], [], 0.0)[1]:
+        os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, "0", engine],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=writing,
+    )
+    os.close(writing)
+    if not is_read:
+        os.close(reading)
+    with owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline().split()[0])
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=GONE_S) as stranger:
+                stranger.sendall(b"\xff" * 8)
+                while stranger.recv(4096):
+                    pass
+        client = TCPStore("127.0.0.1", port, timeout=GONE_S)
+        assert client.num_keys() == 0
+        client.close()
+        owner.stdin.close()
+    if is_read:
+        os.close(reading)
+
+
+def test_endless_timeouts_stop_no_clock(server: ServerProcess) -> None:
+    raw, endless = connect(server), connect(server, timeout_s=math.inf)
+    channel = raw._channel
+    assert channel is not None
+    # Each of them is more milliseconds than libuv can count.
+    for request_id, timeout_s in enumerate((1e17, 1e300, 1 << 63)):
+        channel._socket.sendall(encode([request_id, Op.GET, "never", timeout_s]))
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(endless.get, "later")
+        other = connect(server)
+        with pytest.raises(StoreTimeoutError):
+            other.wait(["never"], 0.1)
+        other.set("later", b"1")
+        assert value.result(GONE_S) == b"1"
+    for store in (raw, endless, other):
+        store.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_cannot_be_a_host_name_is_refused_at_once(host: str) -> None:
+    with pytest.raises(SettingError, match=f"connect: '{host}' is not a host name"):
+        TCPStore(host, 1)
+    with pytest.raises(SettingError, match=f"spawn_server: '{host}' is not a host name"):
+        spawn_server(host, 0, TOKEN)
 
 
 def test_what_listens_there_may_be_no_store() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, content: bytes) -> No
     path.chmod(0o600)
     with pytest.raises(StoreAuthError):
         read_token(path)
+
+
+def test_a_pipe_is_no_token_file_and_holds_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    with pytest.raises(StoreAuthError, match="token is not a regular file"):
+        read_token(tmp_path / "token")
 
 
 def test_a_missing_token_file_says_how_to_make_one(tmp_path: Path) -> None:

@@ -286,3 +286,13 @@ def test_any_request_gets_one_answer_or_is_parked(requests: list[tuple[Any, list
 def test_a_request_without_head_is_refused(request: list[Any]) -> None:
     for _, reply in StoreState().handle(0, request, 0.0):
         assert reply[1] in (Status.OK, Status.REFUSED)
+
+
+@pytest.mark.parametrize("head", [[1], [1, Op.GET, "k"]])
+def test_what_is_nested_too_deeply_to_be_shown_is_refused(head: list[Any]) -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    ((_, reply),) = StoreState().handle(0, [*head, deep], 0.0)
+    assert reply[:2] == [1, Status.REFUSED]
+    assert "a list" in reply[2]
