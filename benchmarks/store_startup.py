@@ -5,10 +5,10 @@
 The clients are threads of a few processes. In torch, "get" reads the addresses one by one, as its transports do;
 "multi_get" waits for all keys and asks for their values together, the best that its interface allows. Its barrier is
 a counter and a key that all wait for. torch looks up each peer's name in the DNS; where no DNS answers, that alone
-takes seconds, so measure it where `hosts` in nsswitch.conf is `files`, or look at its ratio with care. Sides take turns; times are from the signal to start until the last client is
-through, in the slowest process. Then the server's state machine alone, without sockets: the same start with 100,000
-simulated clients, which each wait for their right neighbour's key and meet at a barrier. Writes
-benchmarks/results/store_startup.json.
+takes seconds, so measure where `hosts` in nsswitch.conf is `files` only. Sides take turns; times are from the signal
+to start until the last client is through, in the slowest process. Then the server's state machine alone, without
+sockets: the same start with 100,000 simulated clients, which each wait for their right neighbour's key and meet at a
+barrier. Writes benchmarks/results/store_startup.json.
 """
 
 from __future__ import annotations

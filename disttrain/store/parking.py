@@ -17,7 +17,7 @@ _HEAP_SLACK: Final = 64
 
 
 class Parked:
-    """A request that waits under each of `names` in `table`; `argument` is what `op` waits with."""
+    """A request that waits under `names` in `table`; `argument` is what `op` waits with."""
 
     __slots__ = ("argument", "connection", "live", "names", "op", "request_id", "table", "timeout_s")
 

@@ -167,8 +167,8 @@ class StoreState:
     def _wait(self, keys: list[str], timeout_s: float) -> Parked | None:
         self._arguments.check_keys(keys)
         timeout_s = checked_timeout(timeout_s)
-        missing = self._missing(keys)
-        return Parked(Op.WAIT, self._waiting, missing, timeout_s, keys) if missing else None
+        missing = self._last_missing(keys)
+        return None if missing is None else Parked(Op.WAIT, self._waiting, {missing}, timeout_s, keys)
 
     def _delete_key(self, key: str) -> bool:
         self._check_key(key)
@@ -191,8 +191,10 @@ class StoreState:
     def _multi_get(self, keys: list[str], timeout_s: float) -> list[bytes] | Parked:
         self._arguments.check_keys(keys)
         timeout_s = checked_timeout(timeout_s)
-        missing = self._missing(keys)
-        return Parked(Op.MULTI_GET, self._waiting, missing, timeout_s, keys) if missing else self._values_of(keys)
+        missing = self._last_missing(keys)
+        if missing is None:
+            return self._values_of(keys)
+        return Parked(Op.MULTI_GET, self._waiting, {missing}, timeout_s, keys)
 
     def _multi_set(self, keys: list[str], values: list[bytes]) -> None:
         self._arguments.check_keys(keys)
@@ -265,15 +267,19 @@ class StoreState:
                     parked.stand_under(key)
                 else:
                     self._answer(parked, value)
-            elif not parked.names:
-                # A key that came earlier may have been deleted since: then the wait goes on.
-                for missing in self._missing(parked.argument):
-                    parked.stand_under(missing)
-                if not parked.names:
+            else:
+                missing = self._last_missing(parked.argument)
+                if missing is None:
                     self._wake(parked)
+                else:
+                    parked.stand_under(missing)
 
-    def _missing(self, keys: list[str]) -> set[str]:
-        return {key for key in keys if key not in self._values}
+    def _last_missing(self, keys: list[str]) -> str | None:
+        """The key that a request for `keys` is to wait under, if any.
+
+        One is enough, and the last comes late when all wait for all: N clients cost N steps and not N * N.
+        """
+        return next((key for key in reversed(keys) if key not in self._values), None)
 
     def _wake(self, parked: Parked) -> None:
         if parked.op is Op.WAIT:
@@ -302,7 +308,8 @@ class StoreState:
             return watch_text(parked.name, parked.timeout_s)
         if parked.op in (Op.QUEUE_PUSH, Op.QUEUE_POP):
             return queue_text(parked.name, parked.op is Op.QUEUE_PUSH, parked.timeout_s)
-        return missing_text(parked.names, len(parked.argument), parked.timeout_s)
+        missing = {key for key in parked.argument if key not in self._values}
+        return missing_text(missing, len(parked.argument), parked.timeout_s)
 
     def _values_of(self, keys: list[str]) -> list[bytes]:
         values = [self._values[key] for key in keys]
