@@ -7,7 +7,8 @@
     │   ├── StoreTimeoutError            a key, or a member of a barrier, did not come in time
     │   ├── StoreAddressError            the server cannot listen where it should
     │   ├── StoreAuthError               wrong token, or none where one is needed
-    │   └── StoreLimitError              a key, value or frame over its limit
+    │   ├── StoreQueueEmptyError         nothing in the queue, and no wish to wait
+    │   └── StoreLimitError              a key, value, frame or total over its limit
     ├── RendezvousError              nodes or ranks that don't fit together
     ├── GroupError                   no such group, not a member, already destroyed, rank out of range
     ├── BackendError                 no transport serves the device, or the transport failed
@@ -77,8 +78,12 @@ class StoreAuthError(StoreError):
     """The other side could not prove that it knows the job's token."""
 
 
+class StoreQueueEmptyError(StoreError):
+    """There is nothing in the queue, and the caller did not want to wait."""
+
+
 class StoreLimitError(StoreError, ValueError):
-    """A key, value or frame is over its limit; the message names the limit's setting."""
+    """A key, value, frame or total is over its limit; the message names the limit's setting."""
 
 
 class RendezvousError(DisttrainError):

@@ -121,6 +121,15 @@ STORE_MAX_UNREAD_BYTES = Setting[int](
     512 << 20,
     "Bytes of replies that a store's client may leave unread before the server drops it.",
 )
+STORE_MAX_KEYS = Setting[int](
+    "DISTTRAIN_STORE_MAX_KEYS", _natural, 10_000_000, "Keys, and values in queues, that a store's server takes in all."
+)
+STORE_MAX_CLIENTS = Setting[int](
+    "DISTTRAIN_STORE_MAX_CLIENTS", _natural, 100_000, "Connections that a store's server takes."
+)
+STORE_MAX_TOTAL_BYTES = Setting[int](
+    "DISTTRAIN_STORE_MAX_TOTAL_BYTES", _natural, 8 << 30, "Bytes of all keys and values that a store's server takes."
+)
 
 # Collectives.
 GLOO_SOCKET_IFNAME = Setting[str | None](

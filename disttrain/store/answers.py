@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from disttrain.errors import StoreError, StoreLimitError, StoreTimeoutError
+from disttrain.errors import StoreError, StoreLimitError, StoreQueueEmptyError, StoreTimeoutError
 from disttrain.store.base import Value
 from disttrain.store.wire import Answer, Op, Status
 
@@ -31,6 +31,21 @@ def mismatch_text(name: str, num_members: int, num_members_elsewhere: int) -> st
     return f"barrier {name!r} waits for {num_members_elsewhere} members; this caller says {num_members}."
 
 
+def watch_text(key: str, timeout_s: float) -> str:
+    """The problem when a watched key did not change."""
+    return f"the value of key {key!r} did not change within {timeout_s:g} s."
+
+
+def queue_text(name: str, is_push: bool, timeout_s: float) -> str:
+    """The problem when a queue stayed full, or empty."""
+    return f"queue {name!r} stayed {'full' if is_push else 'empty'} for {timeout_s:g} s."
+
+
+def empty_text(name: str) -> str:
+    """The problem when there is nothing to take, and no wish to wait."""
+    return f"queue {name!r} is empty."
+
+
 def not_a_counter_text(key: str) -> str:
     """The problem when `add` meets a value that is no number."""
     return f"the value of key {key!r} is not a 64-bit decimal number."
@@ -45,12 +60,18 @@ _REMEDIES: Final = {
     Status.TIMEOUT: "See whether whoever should set it is alive, uses the same key, or needs a longer timeout.",
     Status.LIMIT: "Store less under one key, or raise the limit where the server is started.",
     Status.REFUSED: "",
+    Status.EMPTY: "Pass block=True to wait for a value.",
 }
-_BARRIER_REMEDY: Final = "See whether the others are alive and call it with the same name."
+_TIMEOUT_REMEDIES: Final[dict[int, str]] = {
+    Op.BARRIER: "See whether the others are alive and call it with the same name.",
+    Op.QUEUE_PUSH: "See whether whoever should take from it is alive, or needs a longer timeout.",
+    Op.WATCH: "See whether whoever should change it is alive, or needs a longer timeout.",
+}
 _ERRORS: Final[dict[int, type[StoreError]]] = {
     Status.TIMEOUT: StoreTimeoutError,
     Status.LIMIT: StoreLimitError,
     Status.REFUSED: StoreError,
+    Status.EMPTY: StoreQueueEmptyError,
 }
 
 
@@ -59,8 +80,9 @@ def error_of(op: Op, answer: Answer, where: str) -> StoreError:
     status, text = answer
     if status not in _ERRORS:
         return StoreError(op.name.lower(), f"the store answered with an unknown status {status!r}.", where=where)
-    timed_out_barrier = op is Op.BARRIER and status == Status.TIMEOUT
-    remedy = _BARRIER_REMEDY if timed_out_barrier else _REMEDIES[Status(status)]
+    remedy = _REMEDIES[Status(status)]
+    if status == Status.TIMEOUT:
+        remedy = _TIMEOUT_REMEDIES.get(op, remedy)
     return _ERRORS[status](op.name.lower(), str(text), remedy, where=where)
 
 
@@ -77,6 +99,15 @@ def checked_pairs(keys: Sequence[str], values: Sequence[Value]) -> tuple[list[st
     if len(key_list) != len(value_list):
         raise StoreError("multi_set", f"there are {len(key_list)} keys and {len(value_list)} values.", "Give one each.")
     return key_list, value_list
+
+
+def checked_capacity(capacity: int | None) -> int:
+    """A queue's capacity as it travels: 0 for any. Raises StoreError unless it is None or positive."""
+    if capacity is not None and capacity < 1:
+        raise StoreError(
+            "queue_push", f"capacity is {capacity}; a queue holds at least 1.", "Pass None for any number."
+        )
+    return capacity or 0
 
 
 def to_bytes(value: object) -> bytes:

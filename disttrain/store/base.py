@@ -60,6 +60,14 @@ class Store(Protocol):
         """Return once all keys exist."""
         ...
 
+    def watch(self, key: str, seen: Value | None, timeout: Duration | None = None) -> bytes | None:
+        """The value of `key` (None: it has none) as soon as it is not `seen`: at once, or when it changes.
+
+        Watching again with what was returned misses no last value; changes that follow each other faster than the
+        watcher asks are seen as one.
+        """
+        ...
+
     def delete_key(self, key: str) -> bool:
         """True when the key existed."""
         ...
@@ -68,12 +76,35 @@ class Store(Protocol):
         """How many keys exist."""
         ...
 
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """The keys that begin with `prefix`, sorted."""
+        ...
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, waiting for those that don't exist yet, in one round trip."""
         ...
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store several values in one round trip."""
+        ...
+
+    def queue_push(self, key: str, value: Value, capacity: int | None = None, timeout: Duration | None = None) -> None:
+        """Put `value` at the end of the queue `key`; waits while it holds `capacity` values (None: any number).
+
+        Queues have names of their own: they are not among the keys.
+        """
+        ...
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Duration | None = None) -> bytes:
+        """Take the first value of the queue `key`; waits for one where it is empty.
+
+        Who waits longest gets the next value. Raises StoreQueueEmptyError where it is empty and `block` is False. A
+        caller that is interrupted while it waits may have taken a value without seeing it.
+        """
+        ...
+
+    def queue_len(self, key: str) -> int:
+        """How many values the queue `key` holds."""
         ...
 
     def barrier(self, name: str, num_members: int, timeout: Duration | None = None) -> None:

@@ -11,7 +11,7 @@ from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.auth import read_token
 from disttrain.store.channel import Channel
-from disttrain.store.dial import dial
+from disttrain.store.dial import Dialer
 from disttrain.store.methods import StoreMethods
 from disttrain.store.process import ServerProcess, spawn_server
 from disttrain.store.server import is_loopback
@@ -68,7 +68,7 @@ class TCPStore(StoreMethods):
         if is_master:
             self._start_server(multi_tenant)
         try:
-            self._channel = dial(self.host, self.port, token, self._timeout_s)
+            self._channel = Channel(Dialer(self.host, self.port, token), self._timeout_s)
             if wait_for_workers and world_size is not None:
                 self._join(world_size, is_master)
         except BaseException:
@@ -79,7 +79,7 @@ class TCPStore(StoreMethods):
         """The same store over a connection of its own, to be closed on its own."""
         other = copy.copy(self)
         other._server = None
-        other._channel = dial(self.host, self.port, self._token, self._timeout_s)
+        other._channel = Channel(Dialer(self.host, self.port, self._token), self._timeout_s)
         return other
 
     def close(self) -> None:
@@ -89,9 +89,9 @@ class TCPStore(StoreMethods):
         if self._server is not None:
             self._server.close()
 
-    def _request(self, op: Op, *arguments: Any, wait_s: float) -> Answer:
+    def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         assert self._channel is not None
-        return self._channel.request(op, *arguments, wait_s=wait_s)
+        return self._channel.request(op, arguments, wait_s)
 
     def _start_server(self, multi_tenant: bool) -> None:
         # A name may resolve to an address of ours that others cannot reach; with a token, every address is safe.

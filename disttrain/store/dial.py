@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
-from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError
-from disttrain.store.channel import Channel
+from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.handshake import ClientHandshake
+from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
 
 ATTEMPT_S: Final = 15.0
@@ -16,52 +17,96 @@ ATTEMPT_S: Final = 15.0
 
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 1.0
+_CALM_S: Final = 5.0
 
 
-def dial(host: str, port: int, token: str | None, timeout_s: float) -> Channel:
-    """A channel to the server at `host`:`port`.
+class Link(NamedTuple):
+    """A connected, authenticated, blocking socket, and what comes with it."""
 
-    Raises StoreConnectionError when the timeout is over; at once StoreAuthError when the tokens don't match, and
-    SettingError for what cannot be a host name.
-    """
-    where = f"{host}:{port}"
-    deadline_s = time.monotonic() + timeout_s
-    pause_s = _FIRST_PAUSE_S
-    while True:
+    socket: socket.socket
+    decoder: Decoder
+    frame_bytes: int
+
+
+class Dialer:
+    """Makes the links of one client, one after the other, to the server at `host`:`port`."""
+
+    def __init__(self, host: str, port: int, token: str | None) -> None:
+        self.where = f"{host}:{port}"
+        self._address = (host, port)
+        self._token = token
+        self._session = b""
+        # Set: nobody wants a link any more.
+        self._is_over = threading.Event()
+        self._num_vain = 0
+        self._redialed_s = float("-inf")
+
+    def dial(self, timeout_s: float) -> Link:
+        """The first link.
+
+        Raises StoreConnectionError when the timeout is over; at once StoreAuthError when the tokens don't match,
+        StoreLimitError when the server has too many clients, and SettingError for what cannot be a host name.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._attempt(deadline_s)
+            except (StoreAuthError, StoreLimitError):
+                raise
+            except UnicodeError:
+                # The codec of international host names refuses empty labels and long ones.
+                problem, remedy = f"{self._address[0]!r} is not a host name.", "Check it, or give an address."
+                raise SettingError("connect", problem, remedy, where=self.where) from None
+            except (OSError, WireError) as error:
+                if time.monotonic() + pause_s >= deadline_s:
+                    raise _unreachable(error, self.where, timeout_s) from None
+            # A server that is not there yet gives no event to wait for.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def redial(self, deadline_s: float) -> Link | None:
+        """The next link, after one has broken; None: not by then, or `give_up` was called.
+
+        Raises StoreError when there is no hope: nobody listens there any more, it is another server, we are too late.
+        """
+        while True:
+            # A link that broke soon after the last one may do so again.
+            now_s = time.monotonic()
+            self._num_vain = self._num_vain + 1 if now_s - self._redialed_s < _CALM_S else 0
+            pause_s = min(_FIRST_PAUSE_S * (1 << min(self._num_vain, 8)), _LONGEST_PAUSE_S) if self._num_vain else 0.0
+            self._redialed_s = now_s
+            if time.monotonic() + pause_s >= deadline_s or self._is_over.wait(pause_s):
+                return None
+            try:
+                return self._attempt(deadline_s)
+            except ConnectionRefusedError:
+                raise StoreConnectionError("connect", "nobody listens there any more", where=self.where) from None
+            except (OSError, WireError):
+                continue
+
+    def give_up(self) -> None:
+        """Let `redial` return."""
+        self._is_over.set()
+
+    def _attempt(self, deadline_s: float) -> Link:
+        deadline_s = min(deadline_s, time.monotonic() + ATTEMPT_S)
+        connection = socket.create_connection(self._address, timeout=_remaining(deadline_s))
         try:
-            return _attempt(host, port, token, where, deadline_s)
-        except StoreAuthError:
+            set_options(connection)
+            decoder = Decoder(HANDSHAKE_FRAME_BYTES)
+            handshake = ClientHandshake(self._token, self.where, self._session)
+            answer = handshake.answer(_receive(connection, decoder, deadline_s))
+            connection.sendall(encode(answer))
+            frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
+            self._session = handshake.session
+            decoder.max_frame_bytes = frame_bytes
+            # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
+            connection.settimeout(None)
+            return Link(connection, decoder, frame_bytes)
+        except BaseException:
+            connection.close()
             raise
-        except UnicodeError:
-            # The codec of international host names refuses empty labels and long ones.
-            problem, remedy = f"{host!r} is not a host name.", "Check it, or give an address."
-            raise SettingError("connect", problem, remedy, where=where) from None
-        except (OSError, WireError) as error:
-            if time.monotonic() + pause_s >= deadline_s:
-                raise _unreachable(error, where, timeout_s) from None
-        # A server that is not there yet gives no event to wait for.
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-def _attempt(host: str, port: int, token: str | None, where: str, deadline_s: float) -> Channel:
-    deadline_s = min(deadline_s, time.monotonic() + ATTEMPT_S)
-    connection = socket.create_connection((host, port), timeout=_remaining(deadline_s))
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        decoder = Decoder(HANDSHAKE_FRAME_BYTES)
-        handshake = ClientHandshake(token, where)
-        answer = handshake.answer(_receive(connection, decoder, deadline_s))
-        connection.sendall(encode(answer))
-        frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
-        decoder.max_frame_bytes = frame_bytes
-        # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
-        connection.settimeout(None)
-        return Channel(connection, decoder, frame_bytes, where)
-    except BaseException:
-        connection.close()
-        raise
 
 
 def _receive(connection: socket.socket, decoder: Decoder, deadline_s: float) -> Message:

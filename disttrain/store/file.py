@@ -5,7 +5,8 @@ State machine replication: the file is a log of requests, and each process appli
 way. What only reads is asked of the own copy and not written. Others' writes are noticed by looking at the file's
 size at growing intervals, 20 ms at most: file systems give no events that work everywhere.
 
-A process that is killed while it is in a barrier stays counted there, unlike with a server that sees it go.
+A process that is killed while it is in a barrier, or waits at a queue, stays counted there, unlike with a server that
+sees it go.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from disttrain.store.file_log import FileLog, pauses
 from disttrain.store.limits import Limits
 from disttrain.store.methods import StoreMethods
 from disttrain.store.state import NEVER_S, Outgoing, StoreState
-from disttrain.store.wire import Answer, Message, Op
+from disttrain.store.wire import READING, Answer, Message, Op
 
-_READING: Final = frozenset((Op.GET, Op.CHECK, Op.WAIT, Op.NUM_KEYS, Op.MULTI_GET))
 _GIVE_UP: Final = -1
 """In place of an op: the requester waits no longer."""
 
@@ -80,7 +80,7 @@ class FileStore(StoreMethods):
                     os.unlink(self._where)
             self._log.close()
 
-    def _request(self, op: Op, *arguments: Any, wait_s: float) -> Answer:
+    def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         if os.getpid() != self._pid:
             # We were forked: the parent's locks, offset and descriptor are not ours to use.
             self._log.close()
@@ -101,7 +101,7 @@ class FileStore(StoreMethods):
 
     def _begin(self, op: Op, request: Message, deadline_s: float) -> None:
         with self._turn(op, deadline_s):
-            if op in _READING:
+            if op in READING:
                 self._apply_new()
                 self._deliver(self._state.handle(request[0], request, NEVER_S))
             else:
@@ -121,7 +121,7 @@ class FileStore(StoreMethods):
         """Time the request out, unless its answer is there after all."""
         deadline_s = time.monotonic() + _GIVE_UP_S
         with self._turn(op, deadline_s):
-            if op in _READING:
+            if op in READING:
                 self._deliver(self._state.give_up(request_id))
             else:
                 self._write([request_id, _GIVE_UP], deadline_s)

@@ -1,21 +1,27 @@
 """How a connection begins, seen from each side: hello, answer, verdict. Messages in, messages out; no sockets.
 
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
-    client: [version, client_nonce, client_proof]
-    server: [OK, server_proof, frame_bytes]         or [REFUSED, sentence], and the connection ends
+    client: [version, client_nonce, client_proof, session]      an empty session: a new client
+    server: [OK, server_proof, frame_bytes, session]            or [another status, sentence], and the connection ends
 
 The client sends no more than this one frame before it has seen the server's proof.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
-from disttrain.errors import StoreAuthError, StoreConnectionError
+from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.auth import client_proof, is_nonce, new_nonce, same, server_proof
 from disttrain.store.wire import PROTOCOL_VERSION, Message, Status
 
 MAGIC: Final = "disttrain store"
+SESSION_BYTES: Final = 16
+
+
+class SessionGoneError(StoreError):
+    """The server at this address does not know us any more: it is another one, or we were away too long."""
 
 
 class ServerHandshake:
@@ -24,6 +30,9 @@ class ServerHandshake:
     def __init__(self, token: str | None) -> None:
         self._token = token
         self._nonce = b"" if token is None else new_nonce()
+        self.session = b""
+        """The name of the client's session, once there is a verdict; `resumes`: it had one already."""
+        self.resumes = False
 
     def hello(self) -> Message:
         """What the server says first."""
@@ -31,22 +40,27 @@ class ServerHandshake:
 
     def verdict(self, answer: Message, frame_bytes: int) -> Message:
         """What the server says to the client's answer; the connection is open when the status is OK."""
-        if len(answer) != 3 or type(answer[0]) is not int:
+        if not answer or type(answer[0]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
-        version, nonce, proof = answer
-        if version != PROTOCOL_VERSION:
-            return [int(Status.REFUSED), f"The server speaks version {PROTOCOL_VERSION}, the client {version}."]
+        if answer[0] != PROTOCOL_VERSION:
+            return [int(Status.REFUSED), f"The server speaks version {PROTOCOL_VERSION}, the client {answer[0]}."]
+        if len(answer) != 4 or type(answer[3]) is not bytes:
+            return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
+        _, nonce, proof, session = answer
+        self.resumes = bool(session)
+        self.session = session or os.urandom(SESSION_BYTES)
         if self._token is None:
-            return [int(Status.OK), b"", frame_bytes]
+            return [int(Status.OK), b"", frame_bytes, self.session]
         if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce)):
             return [int(Status.REFUSED), "The client's token is not the server's."]
-        return [int(Status.OK), server_proof(self._token, self._nonce, nonce), frame_bytes]
+        return [int(Status.OK), server_proof(self._token, self._nonce, nonce), frame_bytes, self.session]
 
 
 class ClientHandshake:
-    """The client's side of one connection to the store at `where`."""
+    """The client's side of one connection to the store at `where`; `session` is what the last one was given."""
 
-    def __init__(self, token: str | None, where: str) -> None:
+    def __init__(self, token: str | None, where: str, session: bytes = b"") -> None:
+        self.session = session
         self._token = token
         self._where = where
         self._client_nonce = b""
@@ -68,7 +82,7 @@ class ClientHandshake:
                     "Pass token=read_token(path), or set DISTTRAIN_TOKEN_FILE to the job's token file.",
                     where=self._where,
                 )
-            return [PROTOCOL_VERSION, b"", b""]
+            return [PROTOCOL_VERSION, b"", b"", self.session]
         if not is_nonce(nonce):
             raise StoreAuthError(
                 "connect",
@@ -77,15 +91,25 @@ class ClientHandshake:
                 where=self._where,
             )
         self._server_nonce, self._client_nonce = nonce, new_nonce()
-        return [PROTOCOL_VERSION, self._client_nonce, client_proof(self._token, nonce, self._client_nonce)]
+        proof = client_proof(self._token, nonce, self._client_nonce)
+        return [PROTOCOL_VERSION, self._client_nonce, proof, self.session]
 
     def conclude(self, verdict: Message) -> int:
-        """The largest frame that the server takes. Raises StoreAuthError when it refused us, or proves nothing."""
+        """The largest frame that the server takes.
+
+        Raises StoreAuthError when it refused us or proves nothing, SessionGoneError when it does not know us any more,
+        StoreLimitError when it has too many clients.
+        """
         if verdict[:1] == [Status.REFUSED]:
             raise StoreAuthError(
                 "connect", " ".join(map(str, verdict[1:])), "Use the job's token file and version.", where=self._where
             )
-        if len(verdict) != 3 or verdict[0] != Status.OK or type(verdict[2]) is not int:
+        if verdict[:1] == [Status.LIMIT]:
+            remedy = "Use fewer connections, or raise the limit where the server is started."
+            raise StoreLimitError("connect", " ".join(map(str, verdict[1:])), remedy, where=self._where)
+        if verdict[:1] == [Status.GONE]:
+            raise SessionGoneError("connect", " ".join(map(str, verdict[1:])), where=self._where)
+        if len(verdict) != 4 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
             raise self._stranger()
         if self._token is not None:
             expected = server_proof(self._token, self._server_nonce, self._client_nonce)
@@ -93,6 +117,7 @@ class ClientHandshake:
                 problem = "the server could not prove that it knows the job's token."
                 raise StoreAuthError("connect", problem, "See who listens at this address.", where=self._where)
         frame_bytes: int = verdict[2]
+        self.session = verdict[3]
         return frame_bytes
 
     def _stranger(self) -> StoreConnectionError:

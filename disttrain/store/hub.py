@@ -9,9 +9,10 @@ from collections import deque
 from typing import Final
 
 from disttrain.store.handshake import ServerHandshake
-from disttrain.store.limits import Limits
+from disttrain.store.limits import Limits, over_limit
+from disttrain.store.sessions import SESSION_S, Session, Sessions
 from disttrain.store.state import StoreState
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, Status, WireError, encode
+from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, READING, Decoder, Encoder, Message, Op, Status, WireError
 
 HANDSHAKE_S: Final = 5.0
 """Seconds that a peer has to prove that it knows the token."""
@@ -19,18 +20,21 @@ HANDSHAKE_S: Final = 5.0
 NOT_A_REQUEST: Final = -1
 """The request_id of a server's last words to a client that breaks the protocol."""
 
+_FIRST_SPECIAL: Final = int(Op.CANCEL)
+
 Action = tuple[int, bytes, str]
 """(connection, bytes to write, why to hang up afterwards or "")."""
 
 
-class _Session:
-    """One connection."""
+class _Connection:
+    """One connection; it has a session once the handshake is over."""
 
-    __slots__ = ("decoder", "handshake")
+    __slots__ = ("decoder", "handshake", "session")
 
     def __init__(self, token: str | None) -> None:
         self.decoder = Decoder(HANDSHAKE_FRAME_BYTES)
         self.handshake: ServerHandshake | None = ServerHandshake(token)
+        self.session: Session | None = None
 
 
 class Hub:
@@ -40,76 +44,146 @@ class Hub:
         self.limits = limits or Limits()
         self.state = StoreState(self.limits)
         self.num_clients = 0
+        self.has_new_deadline = False
+        """Something may have to be done earlier than `next_deadline_s` said; who sets the timer clears it."""
         self._token = token
-        self._sessions: dict[int, _Session] = {}
+        self._encode = Encoder().encode
+        self._connections: dict[int, _Connection] = {}
+        self._sessions = Sessions()
         self._unproved: deque[tuple[float, int]] = deque()
 
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
-        requests = self.state.next_deadline_s
-        if not self._unproved:
-            return requests
-        handshakes = self._unproved[0][0]
-        return handshakes if requests is None else min(handshakes, requests)
+        unproved = self._unproved[0][0] if self._unproved else None
+        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def connected(self, connection: int, now_s: float) -> list[Action]:
         """Somebody connected; the number must be new."""
-        session = self._sessions[connection] = _Session(self._token)
-        assert session.handshake is not None
+        peer = self._connections[connection] = _Connection(self._token)
+        assert peer.handshake is not None
         self._unproved.append((now_s + HANDSHAKE_S, connection))
-        return [(connection, encode(session.handshake.hello()), "")]
+        self.has_new_deadline = True
+        return [(connection, self._encode(peer.handshake.hello()), "")]
 
     def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
         """Bytes came. Those of a connection that was told to hang up are ignored."""
-        session = self._sessions.get(connection)
-        if session is None:
+        peer = self._connections.get(connection)
+        if peer is None:
             return []
         try:
-            messages = session.decoder.feed(data)
+            messages = peer.decoder.feed(data)
         except WireError as error:
-            return self._hang_up(connection, error.problem)
-        if session.handshake is not None:
-            return self._greet(connection, session, messages) if messages else []
+            return self._hang_up(connection, error.problem, now_s)
+        session = peer.session
+        if session is None:
+            return self._greet(connection, peer, messages, now_s) if messages else []
+        own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
-            for target, reply in self.state.handle(connection, message, now_s):
-                actions.append((target, encode(reply), ""))
+            op = message[1] if len(message) > 1 and type(message[1]) is int else 0
+            if not 0 < op < _FIRST_SPECIAL:
+                told = self._special(session, op, message)
+                if told is not None:
+                    own.append(self._encode(told))
+                    continue
+                op = abs(op)
+            replies = self.state.handle(connection, message, now_s)
+            if not replies:
+                self.has_new_deadline = True
+                if op not in READING:
+                    session.waiting.add(message[0])
+                continue
+            reply = replies[0][1]
+            if op not in READING:
+                session.keep(reply)
+            own.append(self._encode(reply))
+            if len(replies) > 1:
+                actions += map(self._woken, replies[1:])
+        if own:
+            actions.append((connection, b"".join(own), ""))
         return actions
 
-    def disconnected(self, connection: int) -> None:
+    def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""
-        session = self._sessions.pop(connection, None)
-        if session is not None and session.handshake is None:
+        peer = self._connections.pop(connection, None)
+        if peer is not None and peer.session is not None:
             self.num_clients -= 1
             self.state.disconnect(connection)
+            self._sessions.cut_off(peer.session, now_s)
+            self.has_new_deadline = True
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
-        actions: list[Action] = [(target, encode(reply), "") for target, reply in self.state.expire(now_s)]
+        actions: list[Action] = [self._woken(outgoing) for outgoing in self.state.expire(now_s)]
         while self._unproved and self._unproved[0][0] <= now_s:
             connection = self._unproved.popleft()[1]
-            session = self._sessions.get(connection)
-            if session is not None and session.handshake is not None:
-                actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s")
+            peer = self._connections.get(connection)
+            if peer is not None and peer.session is None:
+                actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
+        self._sessions.tick(now_s)
         return actions
 
-    def _greet(self, connection: int, session: _Session, messages: list[Message]) -> list[Action]:
-        assert session.handshake is not None
-        if len(messages) > 1:
-            return self._hang_up(connection, "more than one frame before authentication")
-        verdict = session.handshake.verdict(messages[0], self.limits.frame_bytes)
-        if verdict[0] != Status.OK:
-            self.disconnected(connection)
-            return [(connection, encode(verdict), verdict[1])]
-        session.handshake = None
-        session.decoder.max_frame_bytes = self.limits.frame_bytes
-        self.num_clients += 1
-        return [(connection, encode(verdict), "")]
+    def _special(self, session: Session, op: int, message: Message) -> Message | None:
+        """What concerns the session; a reply if that is all, None where the state must be asked."""
+        if not message or type(message[0]) is not int:
+            return None
+        if op < 0:
+            message[1] = -op
+            return None if -op in READING else session.told(message[0])
+        if op == Op.LEAVE:
+            self._sessions.end(session)
+            return [message[0], int(Status.OK), None]
+        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int:
+            session.waiting.discard(message[2])
+        return None
 
-    def _hang_up(self, connection: int, reason: str) -> list[Action]:
+    def _woken(self, outgoing: tuple[int, Message]) -> Action:
+        """The answer to a request that was parked."""
+        connection, reply = outgoing
+        session = self._connections[connection].session
+        assert session is not None
+        if reply[0] in session.waiting:
+            session.waiting.discard(reply[0])
+            session.keep(reply)
+        return connection, self._encode(reply), ""
+
+    def _greet(self, connection: int, peer: _Connection, messages: list[Message], now_s: float) -> list[Action]:
+        assert peer.handshake is not None
+        if len(messages) > 1:
+            return self._hang_up(connection, "more than one frame before authentication", now_s)
+        handshake = peer.handshake
+        verdict = handshake.verdict(messages[0], self.limits.frame_bytes)
+        session = self._sessions.resume(handshake.session) if handshake.resumes else None
+        if verdict[0] == Status.OK and handshake.resumes and session is None:
+            verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
+        elif verdict[0] == Status.OK and session is None and self.num_clients >= self.limits.num_clients:
+            text = over_limit("the store", self.num_clients + 1, "num_clients", self.limits)
+            verdict = [int(Status.LIMIT), text]
+        if verdict[0] != Status.OK:
+            self.disconnected(connection, now_s)
+            return [(connection, self._encode(verdict), verdict[1])]
+        actions: list[Action] = []
+        if session is not None and session.connection is not None:
+            old = session.connection
+            self.disconnected(old, now_s)
+            actions.append((old, b"", "its client has come back on another connection"))
+        if session is None:
+            session = self._sessions.begin(handshake.session, connection)
+        session.connection = connection
+        peer.session = session
+        peer.handshake = None
+        peer.decoder.max_frame_bytes = self.limits.frame_bytes
+        self.num_clients += 1
+        return [*actions, (connection, self._encode(verdict), "")]
+
+    def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
         # Strangers get no explanation; a client that lost its way gets one.
-        is_client = self._sessions[connection].handshake is None
-        last_words = encode([NOT_A_REQUEST, int(Status.REFUSED), reason]) if is_client else b""
-        self.disconnected(connection)
+        session = self._connections[connection].session
+        last_words = b""
+        if session is not None:
+            self._sessions.end(session)
+            last_words = self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
+        self.disconnected(connection, now_s)
         return [(connection, last_words, reason)]

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """Bytes of one key, one value, one frame, and of the replies that a client has not read yet.
+    """Bytes of one key, one value, one frame, and of the replies that a client has not read yet; then totals.
+
+    `num_keys` counts the values of queues too, `total_bytes` is that of all keys and values together.
 
     A NamedTuple, not a dataclass: `dataclasses` alone would be a tenth of the server's start-up time.
     """
@@ -15,6 +17,9 @@ class Limits(NamedTuple):
     value_bytes: int = 64 << 20
     frame_bytes: int = 256 << 20
     unread_bytes: int = 512 << 20
+    num_keys: int = 10_000_000
+    num_clients: int = 100_000
+    total_bytes: int = 8 << 30
 
 
 SETTING_OF = {
@@ -22,9 +27,13 @@ SETTING_OF = {
     "value_bytes": "DISTTRAIN_STORE_MAX_VALUE_BYTES",
     "frame_bytes": "DISTTRAIN_STORE_MAX_FRAME_BYTES",
     "unread_bytes": "DISTTRAIN_STORE_MAX_UNREAD_BYTES",
+    "num_keys": "DISTTRAIN_STORE_MAX_KEYS",
+    "num_clients": "DISTTRAIN_STORE_MAX_CLIENTS",
+    "total_bytes": "DISTTRAIN_STORE_MAX_TOTAL_BYTES",
 }
 
 
-def over_limit(what: str, num_bytes: int, limit: str, limits: Limits) -> str:
-    """The sentence for something of `num_bytes` that is over the limit named `limit`."""
-    return f"{what} has {num_bytes} bytes; the limit is {getattr(limits, limit)} ({SETTING_OF[limit]})."
+def over_limit(what: str, count: int, limit: str, limits: Limits) -> str:
+    """The sentence for something of so many keys, clients or bytes that is over the limit named `limit`."""
+    unit = limit.removeprefix("num_") if limit.startswith("num_") else "bytes"
+    return f"{what} has {count} {unit}; the limit is {getattr(limits, limit)} ({SETTING_OF[limit]})."

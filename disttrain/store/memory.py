@@ -35,7 +35,7 @@ class _Core:
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count()
 
-    def request(self, owner: HashStore, op: Op, *arguments: Any, wait_s: float) -> Answer | None:
+    def request(self, owner: HashStore, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer | None:
         """The answer; None when `owner` closed before it came."""
         call = _Call(owner)
         request_id = next(self._ids)
@@ -91,8 +91,8 @@ class HashStore(StoreMethods):
         self._is_closed = True
         self._core.close(self)
 
-    def _request(self, op: Op, *arguments: Any, wait_s: float) -> Answer:
-        answer = None if self._is_closed else self._core.request(self, op, *arguments, wait_s=wait_s)
+    def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
+        answer = None if self._is_closed else self._core.request(self, op, arguments, wait_s)
         if answer is None:
             raise StoreConnectionError(op.name.lower(), "this HashStore was closed.", "Use a clone, or a new one.")
         return answer

@@ -60,6 +60,10 @@ class PrefixStore:
         """See `Store.wait`."""
         self.underlying_store.wait(self._all_named("wait", keys), timeout)
 
+    def watch(self, key: str, seen: Value | None, timeout: Duration | None = None) -> bytes | None:
+        """See `Store.watch`."""
+        return self.underlying_store.watch(self._named(key), seen, timeout)
+
     def delete_key(self, key: str) -> bool:
         """See `Store.delete_key`."""
         return self.underlying_store.delete_key(self._named(key))
@@ -68,6 +72,11 @@ class PrefixStore:
         """How many keys the whole store has."""
         return self.underlying_store.num_keys()
 
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """See `Store.list_keys`: of the keys under our prefix, without it."""
+        num_chars = len(self._named(""))
+        return [key[num_chars:] for key in self.underlying_store.list_keys(self._named(prefix))]
+
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See `Store.multi_get`."""
         return self.underlying_store.multi_get(self._all_named("multi_get", keys))
@@ -75,6 +84,18 @@ class PrefixStore:
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """See `Store.multi_set`."""
         self.underlying_store.multi_set(self._all_named("multi_set", keys), values)
+
+    def queue_push(self, key: str, value: Value, capacity: int | None = None, timeout: Duration | None = None) -> None:
+        """See `Store.queue_push`."""
+        self.underlying_store.queue_push(self._named(key), value, capacity, timeout)
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Duration | None = None) -> bytes:
+        """See `Store.queue_pop`."""
+        return self.underlying_store.queue_pop(self._named(key), block, timeout)
+
+    def queue_len(self, key: str) -> int:
+        """See `Store.queue_len`."""
+        return self.underlying_store.queue_len(self._named(key))
 
     def barrier(self, name: str, num_members: int, timeout: Duration | None = None) -> None:
         """See `Store.barrier`."""

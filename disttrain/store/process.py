@@ -21,8 +21,11 @@ from disttrain import errors
 from disttrain.errors import SettingError, StoreError
 from disttrain.settings import (
     STORE_ENGINE,
+    STORE_MAX_CLIENTS,
     STORE_MAX_FRAME_BYTES,
     STORE_MAX_KEY_BYTES,
+    STORE_MAX_KEYS,
+    STORE_MAX_TOTAL_BYTES,
     STORE_MAX_UNREAD_BYTES,
     STORE_MAX_VALUE_BYTES,
 )
@@ -74,6 +77,9 @@ def limits_from_settings() -> Limits:
         STORE_MAX_VALUE_BYTES.read(),
         STORE_MAX_FRAME_BYTES.read(),
         STORE_MAX_UNREAD_BYTES.read(),
+        STORE_MAX_KEYS.read(),
+        STORE_MAX_CLIENTS.read(),
+        STORE_MAX_TOTAL_BYTES.read(),
     )
     least = limits.key_bytes + limits.value_bytes + 64
     if limits.frame_bytes < least:

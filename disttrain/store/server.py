@@ -8,6 +8,7 @@ here: the time from `spawn_server` to the first answer is part of every job's st
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import resource
@@ -19,6 +20,7 @@ from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.store.hub import Hub
+from disttrain.store.keepalive import set_options
 from disttrain.store.limits import Limits
 from disttrain.store.shell import Shell
 from disttrain.store.wire import Decoder, Message, encode
@@ -27,6 +29,7 @@ ENGINES: Final = ("pyuv", "uvloop")
 READY: Final = "ready"
 FAILED: Final = "failed"
 BACKLOG: Final = 4096
+_GC_THRESHOLD: Final = 200_000
 _CONFIG_BYTES: Final = 64 << 10
 
 
@@ -50,33 +53,41 @@ class ServerConfig(NamedTuple):
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening socket. `host` "" means every address, of IPv6 too where the machine has it.
+    """A listening socket, whose connections inherit its options.
+
+    `host` "" means every address, of IPv6 too where the machine has it.
 
     Raises StoreAuthError for anything but loopback without a token, StoreAddressError when the address cannot be had,
     SettingError for what cannot be a host name.
     """
     where = f"{host or '*'}:{port}"
     try:
-        if not host and token is not None and socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
-        # Names are resolved here, once, before there is a loop that could wait for them.
-        family, _, _, _, address = min(
-            socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
-            key=lambda info: info[0] != socket.AF_INET,
-        )
-        if token is None and not is_loopback(str(address[0])):
-            raise StoreAuthError(
-                "spawn_server",
-                f"a store without a token may listen on loopback only, and {host or 'every address'} is not loopback.",
-                "Make a token with `disttrain.store.write_token(path)` and pass it, or listen on 127.0.0.1.",
-                where=where,
-            )
-        return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+        listener = _listen(host, port, token, where)
+        set_options(listener)
+        return listener
     except UnicodeError:
         # The codec of international host names refuses empty labels and long ones.
         raise SettingError("spawn_server", f"{host!r} is not a host name.", "Check it.", where=where) from None
     except OSError as error:
         raise StoreAddressError("spawn_server", f"{_reason(error)}.", _remedy(error), where=where) from None
+
+
+def _listen(host: str, port: int, token: str | None, where: str) -> socket.socket:
+    if not host and token is not None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    # Names are resolved here, once, before there is a loop that could wait for them.
+    family, _, _, _, address = min(
+        socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
+        key=lambda info: info[0] != socket.AF_INET,
+    )
+    if token is None and not is_loopback(str(address[0])):
+        raise StoreAuthError(
+            "spawn_server",
+            f"a store without a token may listen on loopback only, and {host or 'every address'} is not loopback.",
+            "Make a token with `disttrain.store.write_token(path)` and pass it, or listen on 127.0.0.1.",
+            where=where,
+        )
+    return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
 
 
 def is_loopback(address: str) -> bool:
@@ -140,6 +151,9 @@ def main() -> int:
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)
         return 1
+    # What a server keeps has no cycles; looking for them would take time with each client that comes.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     host, port = listener.getsockname()[:2]
     _tell(READY, host, port)
     shell.run(listener, sys.stdin.fileno())

@@ -85,8 +85,10 @@ class Shell(ABC):
     def lost(self, connection: int) -> None:
         """The connection has ended. Idempotent."""
         self._peers.pop(connection, None)
-        self._hub.disconnected(connection)
+        now_s = time.monotonic()
+        self._hub.disconnected(connection, now_s)
         self._stop_when_alone()
+        self._set_timer(now_s)
 
     def parent_gone(self) -> None:
         """Nobody holds the server any more: it ends with its last client, or when it has lingered long enough."""
@@ -104,6 +106,7 @@ class Shell(ABC):
         now_s = time.monotonic()
         if self._ends_s is not None and self._ends_s <= now_s:
             self.stop()
+        self._hub.has_new_deadline = True
         self._do(self._hub.tick(now_s), now_s)
 
     def _stop_when_alone(self) -> None:
@@ -111,25 +114,28 @@ class Shell(ABC):
             self.stop()
 
     def _do(self, actions: list[Action], now_s: float) -> None:
+        hub = self._hub
         for connection, data, reason in actions:
             peer = self._peers.get(connection)
             if peer is None:
                 continue
             num_unread_bytes = peer.write(data) if data else 0
             if reason:
-                self._drop(connection, reason)
+                self._drop(connection, reason, now_s)
                 peer.close()
-            elif num_unread_bytes > self._hub.limits.unread_bytes:
-                self._drop(connection, f"it left {num_unread_bytes} bytes of replies unread")
+            elif num_unread_bytes and num_unread_bytes > hub.limits.unread_bytes:
+                self._drop(connection, f"it left {num_unread_bytes} bytes of replies unread", now_s)
                 peer.abort()
-        self._set_timer(now_s)
+        if hub.has_new_deadline:
+            self._set_timer(now_s)
 
-    def _drop(self, connection: int, reason: str) -> None:
+    def _drop(self, connection: int, reason: str, now_s: float) -> None:
         _log(f"disttrain store: hung up on {self._peers[connection].name}: {reason}\n")
-        self._hub.disconnected(connection)
+        self._hub.disconnected(connection, now_s)
         self._stop_when_alone()
 
     def _set_timer(self, now_s: float) -> None:
+        self._hub.has_new_deadline = False
         deadline_s = self._hub.next_deadline_s
         if self._ends_s is not None:
             deadline_s = self._ends_s if deadline_s is None else min(deadline_s, self._ends_s)

@@ -93,7 +93,6 @@ class PyuvShell(Shell):
         handle = pyuv.TCP(self._loop)
         try:
             server.accept(handle)
-            handle.nodelay(True)
             peer = _Peer(self, handle)
         except pyuv.error.UVError:
             # It has gone already.

@@ -1,13 +1,15 @@
 """Frames: how the store's client and server talk. No sockets here.
 
 A frame is a 4-byte big-endian length and a msgpack array. A request is `[request_id, op, *arguments]`, its reply
-`[request_id, status, value]`. Requests may be answered in any order; the id says which is which.
+`[request_id, status, value]`. Requests may be answered in any order; the id says which is which. A client that was cut
+off asks again, on its next connection, for what it got no answer to: under the same id, with `-op` in place of `op`.
 
 msgpack: https://github.com/msgpack/msgpack/blob/master/spec.md. Application extension types are refused.
 """
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum, unique
 from typing import Any, Final
 
@@ -15,10 +17,13 @@ import msgpack
 
 from disttrain.errors import StoreError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 HEADER_BYTES: Final = 4
 HANDSHAKE_FRAME_BYTES: Final = 512
 """Largest frame that either side accepts before both have proved that they know the token."""
+
+_LARGE_BYTES: Final = 1 << 20
+_SIZE: Final = struct.Struct(">I").unpack_from
 
 Message = list[Any]
 Answer = tuple[int, Any]
@@ -41,6 +46,19 @@ class Op(IntEnum):
     MULTI_GET = 10  # keys, timeout_s
     MULTI_SET = 11  # keys, values
     BARRIER = 12  # name, num_members, timeout_s
+    LIST_KEYS = 13  # prefix
+    QUEUE_PUSH = 14  # queue, value, capacity (0: any), timeout_s
+    QUEUE_POP = 15  # queue, timeout_s (0: don't wait)
+    QUEUE_LEN = 16  # queue
+    WATCH = 17  # key, seen (None: no value), timeout_s
+    CANCEL = 18  # request_id, to be forgotten
+    LEAVE = 19  # nothing will be asked again; no reply
+
+
+READING: Final = frozenset(
+    (Op.GET, Op.CHECK, Op.WAIT, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH, Op.CANCEL)
+)
+"""What changes nothing, and so may be done twice."""
 
 
 @unique
@@ -51,21 +69,39 @@ class Status(IntEnum):
     TIMEOUT = 1
     LIMIT = 2
     REFUSED = 3
+    EMPTY = 4
+    GONE = 5
 
 
 class WireError(StoreError):
     """Bytes that are not a frame of this protocol, or a frame over its limit; the connection is of no further use."""
 
 
+class Encoder:
+    """Turns messages into frames, with one buffer for all of them. Any thread may call `encode`."""
+
+    __slots__ = ("_pack",)
+
+    def __init__(self) -> None:
+        self._pack = msgpack.Packer().pack
+
+    def encode(self, message: Message | tuple[Any, ...]) -> bytes:
+        """One frame. Raises WireError for what msgpack cannot carry (a lone surrogate, a huge integer)."""
+        try:
+            body: bytes = self._pack(message)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise WireError("store", f"a message cannot be encoded: {_reason(error)}.") from None
+        if len(body) > _LARGE_BYTES:
+            # The packer would keep a buffer of this size for good.
+            self._pack = msgpack.Packer().pack
+            if len(body) >> 32:
+                raise WireError("store", f"a message has {len(body)} bytes; a frame's length has 32 bits.")
+        return len(body).to_bytes(4, "big") + body
+
+
 def encode(message: Message | tuple[Any, ...]) -> bytes:
-    """One frame. Raises WireError when `message` holds what msgpack cannot carry (a lone surrogate, a huge integer)."""
-    try:
-        body: bytes = msgpack.packb(message)
-    except (ValueError, OverflowError, TypeError) as error:
-        raise WireError("store", f"a message cannot be encoded: {_reason(error)}.") from None
-    if len(body) >> 32:
-        raise WireError("store", f"a message has {len(body)} bytes; a frame's length has 32 bits.")
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
+    """One frame, by an encoder of its own; see `Encoder.encode`."""
+    return Encoder().encode(message)
 
 
 class Decoder:
@@ -83,11 +119,10 @@ class Decoder:
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError; afterwards the stream is of no further use."""
-        if not self._rest:
-            # Nearly always exactly one whole frame arrives: it needs no buffer.
-            size = int.from_bytes(data[:HEADER_BYTES], "big")
-            if len(data) == HEADER_BYTES + size and HEADER_BYTES < len(data) <= self.max_frame_bytes:
-                return [_message(data[HEADER_BYTES:])]
+        # Nearly always exactly one whole frame arrives: it needs no buffer.
+        size = len(data) - 4
+        if not self._rest and 0 < size <= self.max_frame_bytes and _SIZE(data)[0] == size:
+            return [_message(data[4:])]
         self._rest += data
         if len(self._rest) < self._wanted_bytes:
             return []

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.errors import SettingError, StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
+from disttrain.errors import (
+    SettingError,
+    StoreConnectionError,
+    StoreError,
+    StoreLimitError,
+    StoreQueueEmptyError,
+    StoreTimeoutError,
+)
 from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -253,3 +260,66 @@ def test_prefixes_keep_users_apart(store: Store) -> None:
         right.barrier("go", 2, SOON_S)
     left.barrier("go", 2)
     barrier.join()
+
+
+def test_keys_are_listed_by_prefix(store: Store) -> None:
+    store.multi_set(["a/2", "a/1", "b"], ["", "", ""])
+    store.queue_push("a/queue", "not a key")
+    assert store.list_keys("a/") == ["a/1", "a/2"]
+    assert store.list_keys() == ["a/1", "a/2", "b"]
+    assert store.list_keys("c") == []
+    assert PrefixStore("a", store).list_keys() == ["1", "2"]
+
+
+def test_a_queue_gives_each_value_to_one_taker_in_order(store: Store) -> None:
+    assert store.queue_len("jobs") == 0
+    for value in ("1", b"2", "3"):
+        store.queue_push("jobs", value)
+    assert store.queue_len("jobs") == 3
+    assert [store.queue_pop("jobs") for _ in range(3)] == [b"1", b"2", b"3"]
+    with pytest.raises(StoreQueueEmptyError, match=r"queue_pop: queue '.*jobs' is empty"):
+        store.queue_pop("jobs", block=False)
+    assert store.num_keys() == 0
+
+
+def test_popping_waits_for_a_value(store: Store, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(StoreTimeoutError, match=r"queue_pop: queue '.*jobs' stayed empty for 0.05 s"):
+        store.queue_pop("jobs", timeout=SOON_S)
+    asked = [threads.submit(store.queue_pop, "jobs") for _ in range(3)]
+    assert not wait(asked, timeout=SOON_S).done
+    for number in range(3):
+        store.queue_push("jobs", str(number))
+    assert sorted(future.result() for future in asked) == [b"0", b"1", b"2"]
+    assert store.queue_len("jobs") == 0
+
+
+def test_pushing_waits_while_a_queue_is_full(store: Store, threads: ThreadPoolExecutor) -> None:
+    store.queue_push("jobs", "1", 1)
+    with pytest.raises(StoreTimeoutError, match=r"queue_push: queue '.*jobs' stayed full for 0.05 s"):
+        store.queue_push("jobs", "never", 1, SOON_S)
+    waiting = threads.submit(store.queue_push, "jobs", "2", 1)
+    assert not wait([waiting], timeout=SOON_S).done
+    assert store.queue_pop("jobs") == b"1"
+    waiting.result()
+    assert store.queue_pop("jobs") == b"2"
+    with pytest.raises(StoreError, match="capacity is 0"):
+        store.queue_push("jobs", "", 0)
+
+
+def test_watching_sees_what_differs_from_what_was_seen(store: Store, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(StoreTimeoutError, match=r"watch: the value of key '.*a' did not change within 0.05 s"):
+        store.watch("a", None, SOON_S)
+    waiting = threads.submit(store.watch, "a", None)
+    assert not wait([waiting], timeout=SOON_S).done
+    store.set("a", "1")
+    assert waiting.result() == b"1"
+    assert store.watch("a", None) == b"1"
+    waiting = threads.submit(store.watch, "a", "1")
+    store.set("a", "1")
+    assert not wait([waiting], timeout=SOON_S).done
+    store.set("a", "2")
+    assert waiting.result() == b"2"
+    waiting = threads.submit(store.watch, "a", "2")
+    assert not wait([waiting], timeout=SOON_S).done
+    store.delete_key("a")
+    assert waiting.result() is None

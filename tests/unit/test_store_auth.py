@@ -95,7 +95,7 @@ def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
     client.answer(ServerHandshake(new_token()).hello())
     for proof in (b"", b"\0" * 32, None, 5):
         with pytest.raises(StoreAuthError, match="could not prove"):
-            client.conclude([0, proof, FRAME_BYTES])
+            client.conclude([0, proof, FRAME_BYTES, b"session"])
 
 
 def test_an_answer_cannot_be_replayed() -> None:
@@ -108,13 +108,24 @@ def test_an_answer_cannot_be_reflected() -> None:
     client = ClientHandshake(TOKEN, "here")
     answer = client.answer(ServerHandshake(TOKEN).hello())
     with pytest.raises(StoreAuthError, match="could not prove"):
-        client.conclude([0, answer[2], FRAME_BYTES])
+        client.conclude([0, answer[2], FRAME_BYTES, b"session"])
     nonces = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
     assert client_proof(TOKEN, *nonces) != server_proof(TOKEN, *nonces)
     assert client_proof(TOKEN, *nonces) != client_proof(TOKEN, *reversed(nonces))
 
 
-@pytest.mark.parametrize("answer", [[], [1], [1, b"", b""], [1, b"x" * 32, "text"], ["1", b"", b""], [99, b"", b""]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        [PROTOCOL_VERSION],
+        [PROTOCOL_VERSION, b"", b"", b""],
+        [PROTOCOL_VERSION, b"x" * 32, "text", b""],
+        [PROTOCOL_VERSION, b"x" * 32, b"", 7],
+        ["2", b"", b"", b""],
+        [99, b"", b"", b""],
+    ],
+)
 def test_bad_answers_are_refused(answer: list[Any]) -> None:
     assert ServerHandshake(TOKEN).verdict(answer, FRAME_BYTES)[0] == Status.REFUSED
 

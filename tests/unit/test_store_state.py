@@ -160,7 +160,9 @@ class StateAgainstModel(RuleBasedStateMachine):
         if not num_parked:
             assert not self.state._waiting
             assert not self.state._barriers
-            assert not self.state._parked
+            assert not self.state._parking._of
+            assert not self.state._queues._poppers
+            assert not self.state._queues._pushers
 
 
 TestStateAgainstModel = StateAgainstModel.TestCase
@@ -259,7 +261,7 @@ def test_deadlines_of_answered_requests_do_not_pile_up() -> None:
     for number in range(2000):
         answers(state, [number, Op.GET, f"k{number}", 300], [number, Op.SET, f"k{number}", b""])
     assert state.num_parked == 0
-    assert len(state._deadlines) < 100
+    assert len(state._parking._deadlines) < 100
 
 
 anything = st.recursive(
