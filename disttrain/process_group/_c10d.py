@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -18,11 +18,15 @@ from disttrain.store import Store
 ReduceOp = c10d.ReduceOp
 Reduction = ReduceOp | ReduceOp.RedOpType
 """An operation as `ReduceOp.SUM` gives it, or an object of ReduceOp that wraps it."""
-AllreduceOptions = c10d.AllreduceOptions
+AllToAllOptions = c10d.AllToAllOptions
 AllgatherOptions = c10d.AllgatherOptions
+AllreduceOptions = c10d.AllreduceOptions
 BarrierOptions = c10d.BarrierOptions
 BroadcastOptions = c10d.BroadcastOptions
+GatherOptions = c10d.GatherOptions
+ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
+ScatterOptions = c10d.ScatterOptions
 
 Transport = Any
 """A `c10d::Backend`: torch's stubs don't describe the methods that all of them share."""
@@ -105,6 +109,25 @@ def make_nccl(
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return nccl(store, rank, size, options)
+
+
+def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    """The reduction that multiplies each rank's values by its own `factor` and adds them up.
+
+    For floating point and complex tensors. `factor` is a number, or a tensor of one element on the tensors' device.
+    """
+    make: Any = c10d._make_nccl_premul_sum  # the stubs leave it out
+    return cast(ReduceOp, make(factor))
+
+
+def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
+    """Which operation it is, however it was given."""
+    return op if isinstance(op, ReduceOp.RedOpType) else cast(Any, op).op
+
+
+def reduction_factor(op: Reduction) -> Any:
+    """What `premul_sum` was given."""
+    return cast(Any, op).factor
 
 
 def nccl_is_available() -> bool:

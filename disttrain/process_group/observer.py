@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from disttrain.errors import BackendError, CollectiveTimeoutError, DisttrainError
+from disttrain.process_group.roll_call import absent_text
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
@@ -67,7 +68,7 @@ class Call:
         if "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(
                 self.operation,
-                f"not every rank came{peer} within {group.timeout_s:g} s ({text}).",
+                f"not every rank came{peer} within {group.timeout_s:g} s{absent_text(group, self.sequence)} ({text}).",
                 "Look for a rank that died, hangs, or takes another branch.",
                 rank=group.world.rank,
                 where=where,

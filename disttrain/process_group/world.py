@@ -13,7 +13,8 @@ from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Observer
-from disttrain.settings import LOCAL_RANK
+from disttrain.process_group.roll_call import Progress, Witness
+from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
 
 
@@ -32,6 +33,8 @@ class World:
 
     `device` is the one this rank computes on: what `init_process_group(device_id=...)` said, else the GPU of its local
     rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`.
+    `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
+    this rank after another's timeout.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class World:
         self.timeout_s = timeout_s
         self.device = device if device is not None else _own_device()
         self.observers: tuple[Observer, ...] = ()
+        self.compares_calls = DEBUG.read() == "detail"
+        self.witness: Witness | None = None
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -103,8 +108,18 @@ class World:
     def remove_observer(self, observer: Observer) -> None:
         self.observers = tuple(other for other in self.observers if other is not observer)
 
+    def become_witness(self) -> None:
+        """From now on, tell other ranks how far this one has come when one of them has waited in vain."""
+        if self.witness is None:
+            self.witness = Witness(self.store, self.rank, self._progress)
+
     def destroy_group(self, group: ProcessGroup) -> None:
         group.shutdown()
+        self._groups.remove(group)
+
+    def abort_group(self, group: ProcessGroup) -> None:
+        """Let go of `group` without waiting for what is under way in it."""
+        group.abort()
         self._groups.remove(group)
 
     def destroy(self) -> None:
@@ -112,8 +127,13 @@ class World:
         for group in reversed(self._groups):
             group.shutdown()
         self._groups.clear()
+        if self.witness is not None:
+            self.witness.close()
         if self._owned_store is not None:
             self._owned_store.close()
+
+    def _progress(self) -> Progress:
+        return {group.group_name: (group.sequence, group.last_operation) for group in list(self._groups)}
 
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None

@@ -1,0 +1,14 @@
+"""Every collective over Gloo, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain.testing.pytest_plugin import on_ranks
+from tests.collective_cases import CASES
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("case", list(CASES))
+def test_over_gloo(case: str) -> None:
+    CASES[case]()
