@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disttrain.errors import BackendError, DisttrainError, GroupError
+from disttrain.errors import BackendError, GroupError
 from disttrain.process_group.backends import Backend, Membership
 from disttrain.process_group.observer import Call
 from disttrain.store import PrefixStore
@@ -70,10 +70,7 @@ class ProcessGroup:
 
     def backend(self, operation: str, device_type: str) -> Backend:
         """The transport for tensors on `device_type`. Collective when it is the first use; made once."""
-        try:
-            return self._made[device_type]
-        except KeyError:
-            return self._make_backend(operation, device_type)
+        return self._made.get(device_type) or self._make_backend(operation, device_type)
 
     def group_rank_of(self, operation: str, rank: int) -> int:
         """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
@@ -154,11 +151,12 @@ class ProcessGroup:
     def _connected(self, operation: str, kind: type[Backend], membership: Membership) -> Backend:
         try:
             return kind(membership)
-        except DisttrainError:
-            raise
         except Exception as error:
             # Connecting belongs to the operation that needs it, and fails like it.
-            raise Call(operation, self, self.sequence + 1, (), ()).failure(error) from error
+            answer = Call(operation, self, self.sequence + 1, (), ()).failure(error)
+            if answer is error:
+                raise
+            raise answer from error
 
     def _membership(self, device_type: str) -> Membership:
         return Membership(

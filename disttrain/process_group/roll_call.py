@@ -31,7 +31,7 @@ class Witness:
     """Answers for this rank, from a thread of its own over a connection of its own, until it is closed."""
 
     def __init__(self, store: Store, rank: int, progress: Callable[[], Progress]) -> None:
-        self._store = PrefixStore("roll_call", store.clone())
+        self._store = PrefixStore("roll_call", store).clone()
         self._rank = rank
         self._progress = progress
         self._number = 1
