@@ -39,6 +39,21 @@ def all_gather_of_lists() -> None:
                 assert same(output, filled(other + 1, sizes[other], dtype))
 
 
+def all_gather_along_and_across() -> None:
+    rank, size = place()
+    for dtype in ("float32", "int16"):
+        mine = filled(rank, 6, dtype).view(2, 3)
+        everyone = torch.stack([filled(other, 6, dtype).view(2, 3) for other in range(size)])
+        for shape in ((2 * size, 3), (size, 2, 3), (6 * size,)):
+            output = filled(0, 6 * size, dtype).view(shape)
+            disttrain.all_gather_into_tensor(output, mine)
+            assert same(output, everyone)
+        one = filled(rank, 1, dtype).view(())
+        output = filled(0, size, dtype)
+        disttrain.all_gather_into_tensor(output, one)
+        assert same(output, torch.cat([filled(other, 1, dtype) for other in range(size)]))
+
+
 def gather_and_scatter() -> None:
     rank, size = place()
     root = size - 1
@@ -285,6 +300,7 @@ CASES = {
     case.__name__: case
     for case in (
         all_gather_of_lists,
+        all_gather_along_and_across,
         gather_and_scatter,
         reduce_to_one,
         every_reduction,

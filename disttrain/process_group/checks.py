@@ -92,9 +92,13 @@ def check_list(
             "Give one tensor per rank, in group order.",
             rank=group.world.rank,
         )
+    dtype, device, shape = like.dtype, like.device, like.shape
+    check_contiguous(operation, group, "this rank's tensor", like)
     for place, tensor in enumerate(tensors):
-        check_alike(operation, group, tensor, like)
-        if (has_one_size or place == like_place) and tensor.numel() != like.numel():
+        if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+            check_alike(operation, group, tensor, like)
+        needs_size = has_one_size or place == like_place
+        if needs_size and tensor.shape != shape and tensor.numel() != like.numel():
             raise ShapeError(
                 operation,
                 f"{name}[{place}] has shape {tuple(tensor.shape)}, this rank's own tensor {tuple(like.shape)}; "

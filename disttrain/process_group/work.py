@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,32 @@ class TransportWork(Protocol):
     def is_completed(self) -> bool: ...
 
     def get_future(self) -> torch.futures.Future[Any]: ...
+
+
+class JoinedWork:
+    """Several operations that are one to the caller."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[TransportWork]) -> None:
+        self._parts = parts
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is None:
+            for part in self._parts:
+                part.wait()
+            return True
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        for part in self._parts:
+            # torch takes a timeout of nothing for none at all.
+            part.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([part.get_future() for part in self._parts])
 
 
 class Work:
@@ -93,6 +120,6 @@ class Work:
             peer_rank = self._started.source_rank()  # type: ignore[attr-defined]  # what receives from anyone has it
         return group.ranks[peer_rank]
 
-    def follow(self, started: TransportWork) -> None:
-        """The transport has made this operation a part of `started`: wait for that instead."""
-        self._started = started
+    def follow(self, whole: TransportWork) -> None:
+        """The transport has made this operation a part of `whole`: wait for that first."""
+        self._started = JoinedWork([whole, self._started])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -13,9 +14,10 @@ from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Observer
-from disttrain.process_group.roll_call import Progress, Witness
+from disttrain.process_group.roll_call import Progress
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
+from disttrain.store.responder import Responder
 
 
 class NonGroupMember:
@@ -57,7 +59,7 @@ class World:
         self.device = device if device is not None else _own_device()
         self.observers: tuple[Observer, ...] = ()
         self.compares_calls = DEBUG.read() == "detail"
-        self.witness: Witness | None = None
+        self.witness: Responder | None = None
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -111,7 +113,7 @@ class World:
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when one of them has waited in vain."""
         if self.witness is None:
-            self.witness = Witness(self.store, self.rank, self._progress)
+            self.witness = Responder(self.store, "witness", self.rank, self._progress)
 
     def destroy_group(self, group: ProcessGroup) -> None:
         group.shutdown()
@@ -132,8 +134,9 @@ class World:
         if self._owned_store is not None:
             self._owned_store.close()
 
-    def _progress(self) -> Progress:
-        return {group.group_name: (group.sequence, group.last_operation) for group in list(self._groups)}
+    def _progress(self) -> bytes:
+        progress: Progress = {g.group_name: (g.sequence, g.last_operation) for g in list(self._groups)}
+        return json.dumps(progress).encode()
 
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None

@@ -159,10 +159,10 @@ class C10dBackend(Backend):
         return self._begun(started)
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
-        return _handle(self._transport.send([self._movable(tensor)], dst_rank, tag))
+        return self._handle(self._transport.send([self._movable(tensor)], dst_rank, tag))
 
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
-        return _handle(self._transport.recv([self._movable(tensor)], src_rank, tag))
+        return self._handle(self._transport.recv([self._movable(tensor)], src_rank, tag))
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
         started: AnySourceWork = self._transport.recv_anysource([self._movable(tensor)], tag)
@@ -176,8 +176,12 @@ class C10dBackend(Backend):
 
     def _begun(self, started: TransportWork | None, finish: Callable[[], None] | None = None) -> TransportWork:
         """The handle of a collective; `finish` runs when the caller has waited for it."""
-        handle = _handle(started)
+        handle = self._handle(started)
         return handle if finish is None else FinishingWork(handle, finish)
+
+    def _handle(self, started: TransportWork | None) -> TransportWork:
+        """NCCL has no handle for what it has queued on the caller's own stream: there it is in order already."""
+        return CompletedWork() if started is None else started
 
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype in self.natives.dtypes else tensor.view(-1).view(torch.uint8)
@@ -190,8 +194,3 @@ class C10dBackend(Backend):
         options.device_ids = list(device_ids)
         options.asyncOp = False
         return self._begun(self._transport.barrier(options))
-
-
-def _handle(started: TransportWork | None) -> TransportWork:
-    """NCCL has no handle for what it has queued on the caller's own stream: there it is in order already."""
-    return CompletedWork() if started is None else started

@@ -1,10 +1,10 @@
-"""Handles around those of torch's transports: with a last step on the host, of several operations, to be given up."""
+"""Handles around those of torch's transports: with a last step on the host, or to be given up."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -47,32 +47,6 @@ class FinishingWork:
             finish, self._finish = self._finish, None
             if finish is not None:
                 finish()
-
-
-class JoinedWork:
-    """Several operations that are one to the caller."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[TransportWork]) -> None:
-        self._parts = parts
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            for part in self._parts:
-                part.wait()
-            return True
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        for part in self._parts:
-            # torch takes a timeout of nothing for none at all.
-            part.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
-        return True
-
-    def is_completed(self) -> bool:
-        return all(part.is_completed() for part in self._parts)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return torch.futures.collect_all([part.get_future() for part in self._parts])
 
 
 class GivableUp:

@@ -67,7 +67,7 @@ class FakeBackend(Backend):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        output.copy_(input.view(self._size, *output.shape)[self._rank])
+        output.copy_(input.view(self._size, *output.shape).select(0, self._rank))
         return _COMPLETED
 
     def reduce_scatter(

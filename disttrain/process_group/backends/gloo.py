@@ -10,9 +10,9 @@ import torch
 from disttrain.process_group import _c10d
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp, InterruptibleWork, JoinedWork
+from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp, InterruptibleWork
 from disttrain.process_group.backends.reduction import Natives
-from disttrain.process_group.work import TransportWork
+from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -29,6 +29,10 @@ class GlooBackend(C10dBackend):
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
         )
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
+        # Gloo compares the shapes of parts, and takes no output that stacks them.
+        return super().all_gather_into_tensor(output.view(-1), input.view(-1), async_op)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         if all(output.numel() == input.numel() for output in outputs):

@@ -23,6 +23,7 @@ class NcclBackend(C10dBackend):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
+        self._is_coalescing = False
         self._transport = _c10d.make_nccl(
             self._store,
             membership.rank,
@@ -45,10 +46,15 @@ class NcclBackend(C10dBackend):
 
     def start_coalescing(self) -> None:
         self._transport._start_coalescing()
+        self._is_coalescing = True
 
     def end_coalescing(self) -> TransportWork:
-        started: TransportWork | None = self._transport._end_coalescing()
-        return CompletedWork() if started is None else started
+        self._is_coalescing = False
+        return self._handle(self._transport._end_coalescing())
+
+    def _handle(self, started: TransportWork | None) -> TransportWork:
+        # Nothing has been launched yet while coalescing: the handle of the whole is the one to wait for.
+        return CompletedWork() if self._is_coalescing else super()._handle(started)
 
     @classmethod
     def is_available(cls) -> bool:
