@@ -48,4 +48,9 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float) -> CompletedWork:
             rank=group.world.rank,
             where=f"group {group.group_name}, ranks {group.ranks_text()}, sequence {group.sequence}",
         )
+    # The ranks that came leave nothing behind; after a failure, the verdict waits for those that come late.
+    store.delete_key(f"rank/{group.world.rank}")
+    if store.add("num_gone", 1) == group.group_size:
+        for key in ("num_ranks", "num_gone", "absent"):
+            store.delete_key(key)
     return CompletedWork()

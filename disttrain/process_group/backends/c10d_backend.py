@@ -14,7 +14,7 @@ import torch
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction, Transport
 from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
-from disttrain.process_group.backends.c10d_work import FinishingWork
+from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp
 from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
 from disttrain.process_group.work import TransportWork
 
@@ -30,6 +30,8 @@ class C10dBackend(Backend):
         self._rank = membership.rank
         self._size = membership.size
         self._global_rank = membership.global_rank
+        self._scope = GivableUp()
+        self._is_coalescing = False
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         options = _c10d.AllreduceOptions()

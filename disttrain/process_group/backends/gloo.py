@@ -10,7 +10,7 @@ import torch
 from disttrain.process_group import _c10d
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp, InterruptibleWork
+from disttrain.process_group.backends.c10d_work import FinishingWork, InterruptibleWork
 from disttrain.process_group.backends.reduction import Natives
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
@@ -25,7 +25,6 @@ class GlooBackend(C10dBackend):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
-        self._scope = GivableUp()
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
         )

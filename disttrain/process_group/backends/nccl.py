@@ -23,7 +23,6 @@ class NcclBackend(C10dBackend):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
-        self._is_coalescing = False
         self._transport = _c10d.make_nccl(
             self._store,
             membership.rank,
