@@ -54,6 +54,12 @@ def _positive(text: str) -> float:
     return value
 
 
+def _debug_level(text: str) -> str:
+    if text.lower() not in {"off", "info", "detail"}:
+        raise ValueError("it must be off, info or detail")
+    return text.lower()
+
+
 def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -137,6 +143,12 @@ GLOO_SOCKET_IFNAME = Setting[str | None](
 )
 TIMEOUT_S = Setting[float](
     "DISTTRAIN_TIMEOUT_S", _positive, 600.0, "Seconds that a collective may take unless a group says otherwise."
+)
+DEBUG = Setting[str](
+    "DISTTRAIN_DEBUG",
+    _debug_level,
+    "off",
+    "detail: the ranks compare operation, dtype, sizes and root before each collective; slow. off, info: they don't.",
 )
 
 # Checkpoints.

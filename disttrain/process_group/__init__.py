@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from disttrain.process_group._c10d import ReduceOp
-from disttrain.process_group.backends.threads import Fabric
+from disttrain.process_group._c10d import ReduceOp, premul_sum
+from disttrain.process_group.backends import Backend, CompletedWork, Membership, register_backend
+from disttrain.process_group.backends.fabric import Fabric
+from disttrain.process_group.coalescing import coalescing_manager
 from disttrain.process_group.collectives import (
     all_gather_into_tensor,
     all_reduce,
     barrier,
     broadcast,
+    reduce,
     reduce_scatter_tensor,
 )
 from disttrain.process_group.current import (
@@ -26,28 +29,65 @@ from disttrain.process_group.current import (
 )
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.interop import from_torch
+from disttrain.process_group.list_collectives import (
+    all_gather,
+    all_to_all,
+    all_to_all_single,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+from disttrain.process_group.monitored import monitored_barrier
+from disttrain.process_group.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
 from disttrain.process_group.observer import Call, Observer
-from disttrain.process_group.point_to_point import irecv, isend, recv, send
+from disttrain.process_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from disttrain.process_group.subgroups import (
+    abort_process_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    split_group,
+)
 from disttrain.process_group.work import Work
 from disttrain.process_group.world import NON_GROUP_MEMBER, World
 
 __all__ = [
+    "Backend",
     "Call",
+    "CompletedWork",
     "Fabric",
+    "Membership",
     "NON_GROUP_MEMBER",
     "Observer",
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
     "Work",
     "World",
+    "abort_process_group",
+    "all_gather",
     "all_gather_into_tensor",
+    "all_gather_object",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
+    "broadcast_object_list",
+    "coalescing_manager",
     "current_world",
     "destroy_process_group",
     "entered_world",
     "from_torch",
+    "gather",
+    "gather_object",
     "get_backend",
     "get_process_group_ranks",
     "get_rank",
@@ -57,8 +97,20 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "monitored_barrier",
     "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "premul_sum",
     "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
     "reduce_scatter_tensor",
+    "register_backend",
+    "scatter",
+    "scatter_object_list",
     "send",
+    "send_object_list",
+    "split_group",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -21,11 +21,14 @@ ReduceOp = c10d.ReduceOp
 Reduction = ReduceOp | ReduceOp.RedOpType
 """An operation as `ReduceOp.SUM` gives it, or an object of ReduceOp that wraps it."""
 AllToAllOptions = c10d.AllToAllOptions
-AllreduceOptions = c10d.AllreduceOptions
 AllgatherOptions = c10d.AllgatherOptions
+AllreduceOptions = c10d.AllreduceOptions
 BarrierOptions = c10d.BarrierOptions
 BroadcastOptions = c10d.BroadcastOptions
+GatherOptions = c10d.GatherOptions
+ReduceOptions = c10d.ReduceOptions
 ReduceScatterOptions = c10d.ReduceScatterOptions
+ScatterOptions = c10d.ScatterOptions
 
 TorchTCPStore = c10d.TCPStore
 
@@ -189,6 +192,25 @@ def is_traced() -> bool:
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """As a class's `__torch_function__`: `__torch_dispatch__` alone handles its tensors."""
+
+
+def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
+    """The reduction that multiplies each rank's values by its own `factor` and adds them up.
+
+    For floating point and complex tensors. `factor` is a number, or a tensor of one element on the tensors' device.
+    """
+    make: Any = c10d._make_nccl_premul_sum  # the stubs leave it out
+    return cast(ReduceOp, make(factor))
+
+
+def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
+    """Which operation it is, however it was given."""
+    return op if isinstance(op, ReduceOp.RedOpType) else cast(Any, op).op
+
+
+def reduction_factor(op: Reduction) -> Any:
+    """What `premul_sum` was given."""
+    return cast(Any, op).factor
 
 
 def nccl_is_available() -> bool:

@@ -1,4 +1,7 @@
-"""The collectives, under torch.distributed's names. Each checks its arguments and goes through the one door."""
+"""The collectives of one tensor per rank, under torch.distributed's names.
+
+Each checks its arguments and goes through the one door.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction
+from disttrain.process_group.checks import check_contiguous, check_pair, peer_rank
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup, barrier_device
@@ -25,9 +28,33 @@ def all_reduce(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_reduce", group)
-    _check_contiguous("all_reduce", group, tensor=tensor)
+    if not tensor.is_contiguous():
+        check_contiguous("all_reduce", group, "tensor", tensor)
     backend = group.backend("all_reduce", tensor.device.type)
     return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), (tensor,), (tensor,), async_op)
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Reduce `tensor` over the group, in place at the destination; the other ranks keep their values.
+
+    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks.
+             dst     the global rank that gets the result; or group_dst, its rank in the group.
+    Returns, raises: as all_reduce; GroupError when the destination is not a member.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("reduce", group)
+    dst_rank = peer_rank("reduce", group, dst, group_dst, "dst")
+    check_contiguous("reduce", group, "tensor", tensor)
+    run = group.backend("reduce", tensor.device.type).reduce
+    outputs = (tensor,) if group.group_rank == dst_rank else ()
+    return issue(group, "reduce", run, (tensor, dst_rank, op, async_op), (tensor,), outputs, async_op, dst_rank)
 
 
 def broadcast(
@@ -46,7 +73,8 @@ def broadcast(
     """
     group = resolve_group("broadcast", group)
     root_rank = peer_rank("broadcast", group, src, group_src, "src")
-    _check_contiguous("broadcast", group, tensor=tensor)
+    if not tensor.is_contiguous():
+        check_contiguous("broadcast", group, "tensor", tensor)
     backend = group.backend("broadcast", tensor.device.type)
     arguments = (tensor, root_rank, async_op)
     return issue(group, "broadcast", backend.broadcast, arguments, (tensor,), (tensor,), async_op, root_rank)
@@ -66,7 +94,7 @@ def all_gather_into_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_gather_into_tensor", group)
-    _check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
+    check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
     backend = group.backend("all_gather_into_tensor", input_tensor.device.type)
     arguments = (output_tensor, input_tensor, async_op)
     run = backend.all_gather_into_tensor
@@ -87,7 +115,7 @@ def reduce_scatter_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("reduce_scatter_tensor", group)
-    _check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
+    check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
     backend = group.backend("reduce_scatter_tensor", input.device.type)
     arguments = (output, input, op, async_op)
     run = backend.reduce_scatter_tensor
@@ -105,51 +133,3 @@ def barrier(
     group = resolve_group("barrier", group)
     device = torch.device("cuda", device_ids[0]) if device_ids else barrier_device(group)
     return issue(group, "barrier", group.backend("barrier", device.type).barrier, (device,), (), (), async_op)
-
-
-def peer_rank(operation: str, group: ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
-    """The peer's rank in the group, from its global rank or its rank in the group: exactly one is given."""
-    if (rank is None) == (group_rank is None):
-        raise GroupError(
-            operation,
-            f"{name}={rank} and group_{name}={group_rank} are given.",
-            "Give exactly one of the two.",
-            rank=group.world.rank,
-        )
-    if rank is not None:
-        return group.group_rank_of(operation, rank)
-    assert group_rank is not None
-    return group.checked_group_rank(operation, group_rank)
-
-
-def _check_contiguous(operation: str, group: ProcessGroup, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ShapeError(
-                operation,
-                f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}; it must be contiguous.",
-                "Pass its .contiguous() copy, and copy the result back if you need it in place.",
-                rank=group.world.rank,
-            )
-
-
-def _check_pair(
-    operation: str, group: ProcessGroup, output: torch.Tensor, input: torch.Tensor, *, gathers: bool
-) -> None:
-    whole, part = (output, input) if gathers else (input, output)
-    if whole.numel() != part.numel() * group.group_size:
-        raise ShapeError(
-            operation,
-            f"output has shape {tuple(output.shape)}, input {tuple(input.shape)}, the group {group.group_size} ranks; "
-            f"{'output' if gathers else 'input'} must have {group.group_size} times the other's elements.",
-            f"Allocate {part.numel() * group.group_size} elements for it, not {whole.numel()}; pad uneven parts.",
-            rank=group.world.rank,
-        )
-    if output.dtype != input.dtype or output.device != input.device:
-        raise ShapeError(
-            operation,
-            f"output is {output.dtype} on {output.device}, input {input.dtype} on {input.device}; they must be alike.",
-            "Convert one of them first.",
-            rank=group.world.rank,
-        )
-    _check_contiguous(operation, group, output=output, input=input)

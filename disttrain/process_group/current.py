@@ -55,7 +55,8 @@ def init_process_group(
 
     Args:    backend      leave it out: each collective goes to the transport of its tensor's device. Or "gloo", "nccl",
                           "cpu:gloo,cuda:nccl", "fake".
-             init_method  "env://" (default; what launchers set), or "tcp://host:port" with `rank` and `world_size`.
+             init_method  "env://" (default; what launchers set), or "tcp://host:port" or "file:///path" with
+                          `rank` and `world_size`. The file must not exist yet; the last rank to leave removes it.
              timeout      for every collective; a timedelta or seconds.
              store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. For
                           another world, wrap it in a PrefixStore or give another `group_name`.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
+from disttrain.process_group.fingerprint import compare_calls
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Call
 from disttrain.process_group.work import TransportWork, Work
@@ -27,28 +28,41 @@ def issue(
 ) -> Work | None:
     """Run one operation of a backend: number it, show it to the observers, translate its errors.
 
-    Returns: the handle when `async_op`, else None after waiting for it.
+    Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
+    for.
     """
     for tensor in (*inputs, *outputs):
         if type(tensor) is AsyncCollectiveTensor:
             # Transports read memory below all dispatch: what a collective still brings must be there.
             arguments, inputs, outputs = settled((arguments, inputs, outputs))
             break
-    if operation not in POINT_TO_POINT:
-        group.sequence += 1
-        sequence = group.sequence
-    else:
+    if operation in POINT_TO_POINT:
         sequence = 0
-    call = Call(operation, group, sequence, inputs, outputs, peer_rank, group.world.observers)
-    call.enqueued()
+    else:
+        group.sequence = sequence = group.sequence + 1
+        group.last_operation = operation
+    world = group.world
+    call = None
+    # A Call costs as much as the rest of this function: with nobody to see it, it is made when an error needs it.
+    if world.observers:
+        call = Call(operation, group, sequence, inputs, outputs, peer_rank, world.observers)
+        call.enqueued()
     try:
-        transport_work = run(*arguments)
+        if world.compares_calls and sequence:
+            compare_calls(group, operation, sequence, arguments, inputs, outputs, peer_rank)
+        started = run(*arguments)
+        if not async_op and group.coalesced is None:
+            started.wait()
+            if call is not None:
+                call.completed(None)
+            return None
     except Exception as error:
+        if call is None:
+            call = Call(operation, group, sequence, inputs, outputs, peer_rank)
         answer = call.failure(error)
         call.completed(answer)
         raise answer from error
-    work = Work(call, transport_work)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call)
+    if group.coalesced is not None:
+        group.coalesced.append(work)
+    return work if async_op else None

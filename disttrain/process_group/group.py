@@ -11,9 +11,11 @@ from disttrain.errors import BackendError, GroupError
 from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
+from disttrain.process_group.observer import Call
 from disttrain.store import PrefixStore
 
 if TYPE_CHECKING:
+    from disttrain.process_group.work import Work
     from disttrain.process_group.world import World
 
 
@@ -21,7 +23,8 @@ class ProcessGroup:
     """Ranks that call collectives together.
 
     Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, alike on
-    all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far.
+    all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
+    `last_operation`, the last one's name; `coalesced`, what was called within `coalescing_manager`, None outside.
     Transports are made by the first collective on a device type, which connects the members and nobody else.
     """
 
@@ -41,6 +44,8 @@ class ProcessGroup:
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
         self.sequence = 0
+        self.last_operation = ""
+        self.coalesced: list[Work] | None = None
         self._options = options
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
@@ -62,7 +67,7 @@ class ProcessGroup:
     @property
     def backend_name(self) -> str:
         """Such as `cpu:gloo,cuda:nccl`."""
-        named = (f"{device}:{_short_name(kind)}" for device, kind in self._backend_classes.items())
+        named = (f"{device}:{kind.short_name()}" for device, kind in self._backend_classes.items())
         return ",".join(named)
 
     def serves(self, device_type: str) -> bool:
@@ -70,8 +75,7 @@ class ProcessGroup:
 
     def backend(self, operation: str, device_type: str) -> Backend:
         """The transport for tensors on `device_type`. Collective when it is the first use; made once."""
-        made = self._made.get(device_type)
-        return made if made is not None else self._make_backend(operation, device_type)
+        return self._made.get(device_type) or self._make_backend(operation, device_type)
 
     def group_rank_of(self, operation: str, rank: int) -> int:
         """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
@@ -155,7 +159,7 @@ class ProcessGroup:
                 "Choose these, or leave `backend` out.",
                 rank=self.world.rank,
             )
-        return _short_name(type(backend)), backend.transport
+        return backend.short_name(), backend.transport
 
     def shutdown(self) -> None:
         """Let go of the transports; the group cannot be used afterwards."""
@@ -164,6 +168,13 @@ class ProcessGroup:
             self._registration.undo()
         for backend in self._made.values():
             backend.shutdown()
+        self._made.clear()
+
+    def abort(self) -> None:
+        """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
+        self._is_destroyed = True
+        for backend in self._made.values():
+            backend.abort()
         self._made.clear()
 
     def __repr__(self) -> str:
@@ -190,9 +201,21 @@ class ProcessGroup:
                     "Move the tensor, or leave `backend` out of init_process_group to get all that this machine has.",
                     rank=self.world.rank,
                 )
-            made = kind(self._membership(device_type))
+            if kind.reports_absent and self.group_size > 1:
+                self.world.become_witness()
+            made = self._connected(operation, kind, self._membership(device_type))
             self._made[device_type] = made
             return made
+
+    def _connected(self, operation: str, kind: type[Backend], membership: Membership) -> Backend:
+        try:
+            return kind(membership)
+        except Exception as error:
+            # Connecting belongs to the operation that needs it, and fails like it.
+            answer = Call(operation, self, self.sequence + 1, (), ()).failure(error)
+            if answer is error:
+                raise
+            raise answer from error
 
     def _membership(self, device_type: str) -> Membership:
         return Membership(
@@ -210,7 +233,3 @@ def barrier_device(group: ProcessGroup) -> torch.device:
     """Where a barrier runs: on this rank's GPU when the group has NCCL, so that it also waits for queued kernels."""
     device = group.world.device
     return device if group.serves(device.type) else torch.device("cpu")
-
-
-def _short_name(kind: type[Backend]) -> str:
-    return kind.__name__.removesuffix("Backend").lower()

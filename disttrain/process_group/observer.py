@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from disttrain.errors import BackendError, CollectiveTimeoutError, DisttrainError
+from disttrain.errors import BackendError, CollectiveTimeoutError, DisttrainError, StoreTimeoutError
+from disttrain.process_group.roll_call import absent_text
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
@@ -58,16 +59,16 @@ class Call:
 
     def failure(self, error: Exception) -> DisttrainError:
         """What a transport's error means, as an answer that names operation, group, sequence number and rank."""
-        if isinstance(error, DisttrainError):
+        if isinstance(error, DisttrainError) and not isinstance(error, StoreTimeoutError):
             return error
         group = self.group
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self.sequence}"
         peer = "" if self.peer_rank is None else f" with group rank {self.peer_rank}"
-        if "timed out" in text.lower() or "timeout" in text.lower():
+        if isinstance(error, TimeoutError) or "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(
                 self.operation,
-                f"not every rank came{peer} within {group.timeout_s:g} s ({text}).",
+                f"not every rank came{peer} within {group.timeout_s:g} s{absent_text(group, self.sequence)} ({text}).",
                 "Look for a rank that died, hangs, or takes another branch.",
                 rank=group.world.rank,
                 where=where,

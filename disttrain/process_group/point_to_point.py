@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
-from disttrain.errors import ShapeError
-from disttrain.process_group.collectives import peer_rank
+from disttrain.errors import GroupError, ShapeError
+from disttrain.process_group.checks import check_contiguous, peer_rank
+from disttrain.process_group.coalescing import coalescing_manager
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
@@ -40,15 +42,18 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work:
-    """Start receiving into `tensor` from global rank `src`, or group rank `group_src`.
+    """Start receiving into `tensor` from global rank `src`, or group rank `group_src`; with neither, from anybody.
 
-    The tensor is contiguous and has the sender's dtype and size.
-    Raises: as isend.
+    The tensor is contiguous and has the sender's dtype and size. `source_rank` of the handle says afterwards who sent.
+    Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
+    backend = group.backend("recv", tensor.device.type)
+    if src is None and group_src is None:
+        check_contiguous("recv", group, "tensor", tensor)
+        return cast(Work, issue(group, "recv", backend.recv_any, (tensor, tag), (), (tensor,), True))
     peer = _checked_peer("recv", group, peer_rank("recv", group, src, group_src, "src"), tensor)
-    run = group.backend("recv", tensor.device.type).recv
-    return cast(Work, issue(group, "recv", run, (tensor, peer, tag), (), (tensor,), True, peer))
+    return cast(Work, issue(group, "recv", backend.recv, (tensor, peer, tag), (), (tensor,), True, peer))
 
 
 def send(
@@ -70,9 +75,62 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """irecv, then wait for it. Returns: the sender's global rank."""
-    group = resolve_group("recv", group)
-    irecv(tensor, src, group, tag, group_src).wait()
-    return group.ranks[peer_rank("recv", group, src, group_src, "src")]
+    work = irecv(tensor, src, group, tag, group_src)
+    work.wait()
+    return work.source_rank()
+
+
+class P2POp:
+    """One message of `batch_isend_irecv`: `op` is `isend` or `irecv`, the rest are its arguments."""
+
+    def __init__(
+        self,
+        op: Callable[..., Work],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        """Raises GroupError for another `op`, or a peer that cannot be."""
+        self.group = resolve_group("P2POp", group)
+        if op not in (isend, irecv):
+            raise GroupError(
+                "P2POp", f"op={op!r} is unknown.", "Give disttrain.isend or irecv.", rank=self.group.world.rank
+            )
+        self.op = op
+        self.tensor = tensor
+        self.tag = tag
+        self.group_peer = peer_rank("P2POp", self.group, peer, group_peer, "peer")
+        _checked_peer("P2POp", self.group, self.group_peer, tensor)
+
+    def start(self) -> Work:
+        """Call it."""
+        if self.op is isend:
+            return isend(self.tensor, None, self.group, self.tag, self.group_peer)
+        return irecv(self.tensor, None, self.group, self.tag, self.group_peer)
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Start several messages together, in any order; a ring that sends and receives does not lock itself.
+
+    On NCCL they are one launch. Returns: a handle for each. Raises GroupError for an empty list, or messages of
+    several groups or kinds of device.
+    """
+    if not p2p_op_list:
+        raise GroupError("batch_isend_irecv", "the list of messages is empty.", "Give at least one P2POp.")
+    group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
+    if any(message.group is not group or message.tensor.device != device for message in p2p_op_list):
+        raise GroupError(
+            "batch_isend_irecv",
+            "the messages are of several groups or devices.",
+            "Make one batch for each group and device.",
+            rank=group.world.rank,
+        )
+    with coalescing_manager(group, device, async_ops=True) as batch:
+        for message in p2p_op_list:
+            message.start()
+    return batch.works
 
 
 def _checked_peer(operation: str, group: ProcessGroup, peer: int, tensor: torch.Tensor) -> int:
@@ -80,11 +138,5 @@ def _checked_peer(operation: str, group: ProcessGroup, peer: int, tensor: torch.
         raise ShapeError(
             operation, "a rank cannot exchange messages with itself.", "Copy the tensor.", rank=group.world.rank
         )
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            operation,
-            f"the tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; it must be contiguous.",
-            "Pass its .contiguous() copy.",
-            rank=group.world.rank,
-        )
+    check_contiguous(operation, group, "tensor", tensor)
     return peer

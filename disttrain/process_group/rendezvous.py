@@ -18,7 +18,7 @@ from disttrain import __version__, settings
 from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from disttrain.process_group import beside_torch
 from disttrain.settings import Setting
-from disttrain.store import PrefixStore, Store, TCPStore, read_token
+from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
 
 T = TypeVar("T")
 _LEAST_S = 0.1
@@ -33,6 +33,8 @@ class Place:
     world_size: int
     host: str = ""
     port: int = 0
+    path: str = ""
+    """The file that is the store, for ranks that share a file system; then there is no host."""
     hosts_store: bool = False
     """True when this rank starts the store's server."""
     under_torchrun: bool = False
@@ -40,7 +42,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return self.path or f"{self.host}:{self.port}"
 
 
 def find_place(
@@ -67,8 +69,16 @@ def find_place(
         rank = int(query.get("rank", rank))
         world_size = int(query.get("world_size", world_size))
         return _checked(Place(rank, world_size, method.hostname, method.port, hosts_store=rank == 0))
+    if method.scheme == "file":
+        if method.netloc or not method.path.strip("/"):
+            raise RendezvousError(
+                _OPERATION, f"init_method={init_method!r} lacks a path.", "Write file:///absolute/path, with 3 slashes."
+            )
+        return _checked(Place(rank, world_size, path=method.path))
     raise RendezvousError(
-        _OPERATION, f"init_method={init_method!r} is unknown.", "Use env://, tcp://host:port, or give a store."
+        _OPERATION,
+        f"init_method={init_method!r} is unknown.",
+        "Use env://, tcp://host:port, file:///path, or give a store.",
     )
 
 
@@ -110,7 +120,7 @@ def _checked(place: Place) -> Place:
     return place
 
 
-def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
+def meet(place: Place, prefix: str, timeout_s: float) -> Store:
     """Connect to the job's store, which rank 0 starts where no launcher did, and `join` under `prefix`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -130,7 +140,9 @@ def meet(place: Place, prefix: str, timeout_s: float) -> TCPStore:
             return store
 
 
-def _open_store(place: Place, prefix: str, timeout_s: float) -> TCPStore:
+def _open_store(place: Place, prefix: str, timeout_s: float) -> Store:
+    if place.path:
+        return FileStore(place.path, place.world_size, timeout_s)
     if place.under_torchrun:
         return beside_torch.open_under_torchrun(place.host, place.port, place.rank, prefix, timeout_s)
     token_file = settings.TOKEN_FILE.read()

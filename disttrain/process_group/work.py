@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from disttrain.durations import Duration, seconds
 from disttrain.errors import DisttrainError
 from disttrain.process_group.observer import Call
+
+if TYPE_CHECKING:
+    from disttrain.process_group.group import ProcessGroup
+
+Place = tuple[str, "ProcessGroup", int, Sequence[torch.Tensor], Sequence[torch.Tensor], int | None]
+"""What a Call is made of: operation, group, sequence, inputs, outputs, peer_rank."""
 
 
 class TransportWork(Protocol):
@@ -17,6 +27,34 @@ class TransportWork(Protocol):
 
     def is_completed(self) -> bool: ...
 
+    def get_future(self) -> torch.futures.Future[Any]: ...
+
+
+class JoinedWork:
+    """Several operations that are one to the caller."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[TransportWork]) -> None:
+        self._parts = parts
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is None:
+            for part in self._parts:
+                part.wait()
+            return True
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        for part in self._parts:
+            # torch takes a timeout of nothing for none at all.
+            part.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([part.get_future() for part in self._parts])
+
 
 class Work:
     """One collective that was called with `async_op=True`.
@@ -25,11 +63,12 @@ class Work:
     returns at once, so that the host runs ahead.
     """
 
-    __slots__ = ("_call", "_error", "_transport_work")
+    __slots__ = ("_call", "_error", "_place", "_started")
 
-    def __init__(self, call: Call, transport_work: TransportWork) -> None:
+    def __init__(self, started: TransportWork, place: Place, call: Call | None) -> None:
+        self._started = started
+        self._place = place
         self._call = call
-        self._transport_work = transport_work
         self._error: DisttrainError | None = None
 
     def wait(self, timeout: Duration | None = None) -> bool:
@@ -37,22 +76,23 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
-        call = self._call
         try:
             if timeout is None:
-                self._transport_work.wait()
+                self._started.wait()
             else:
-                self._transport_work.wait(timedelta(seconds=seconds("wait", timeout)))
+                self._started.wait(timedelta(seconds=seconds("wait", timeout)))
         except Exception as error:
+            call = Call(*self._place) if self._call is None else self._call
             self._error = call.failure(error)
             call.completed(self._error)
             raise self._error from error
-        call.completed(None)
+        if self._call is not None:
+            self._call.completed(None)
         return True
 
     def is_completed(self) -> bool:
         """True when the collective has ended, well or not; never waits."""
-        return self._transport_work.is_completed()
+        return self._started.is_completed()
 
     def exception(self) -> DisttrainError | None:
         """The error the collective ended with, if any; None while it is under way."""
@@ -62,3 +102,24 @@ class Work:
             except DisttrainError as error:
                 return error
         return self._error
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the collective's outputs, for callbacks. Gloo's messages have none."""
+        outputs = list(self._place[4])
+
+        def value(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            return outputs
+
+        return self._started.get_future().then(value)
+
+    def source_rank(self) -> int:
+        """The global rank that a message came from, once it has."""
+        _, group, _, _, _, peer_rank = self._place
+        if peer_rank is None:
+            peer_rank = self._started.source_rank()  # type: ignore[attr-defined]  # what receives from anyone has it
+        return group.ranks[peer_rank]
+
+    def follow(self, whole: TransportWork) -> None:
+        """The transport has made this operation a part of `whole`: wait for that first."""
+        self._started = JoinedWork([whole, self._started])

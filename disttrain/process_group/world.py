@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Observer
+from disttrain.process_group.roll_call import Progress
 from disttrain.process_group.work import Work
-from disttrain.settings import LOCAL_RANK
+from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
+from disttrain.store.responder import Responder
 
 
 class NonGroupMember:
@@ -35,6 +38,8 @@ class World:
 
     `device` is the one this rank computes on: what `init_process_group(device_id=...)` said, else the GPU of its local
     rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`.
+    `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
+    this rank after another's timeout.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class World:
         self.timeout_s = timeout_s
         self.device = device if device is not None else _own_device()
         self.observers: tuple[Observer, ...] = ()
+        self.compares_calls = DEBUG.read() == "detail"
+        self.witness: Responder | None = None
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -148,6 +155,11 @@ class World:
     def remove_observer(self, observer: Observer) -> None:
         self.observers = tuple(other for other in self.observers if other is not observer)
 
+    def become_witness(self) -> None:
+        """From now on, tell other ranks how far this one has come when one of them has waited in vain."""
+        if self.witness is None:
+            self.witness = Responder(self.store, "witness", self.rank, self._progress)
+
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:
             raise GroupError(
@@ -161,14 +173,25 @@ class World:
         self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
         del self._named[group.group_name]
 
+    def abort_group(self, group: ProcessGroup) -> None:
+        """Let go of `group` without waiting for what is under way in it."""
+        group.abort()
+        self._groups.remove(group)
+
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""
         for group in reversed(self._groups):
             group.shutdown()
         self._groups.clear()
         self._pending.clear()
+        if self.witness is not None:
+            self.witness.close()
         if self._owned_store is not None:
             self._owned_store.close()
+
+    def _progress(self) -> bytes:
+        progress: Progress = {g.group_name: (g.sequence, g.last_operation) for g in list(self._groups)}
+        return json.dumps(progress).encode()
 
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None

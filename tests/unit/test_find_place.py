@@ -61,7 +61,8 @@ def test_from_a_store() -> None:
         (None, -1, -1, {**LAUNCHED, "DISTTRAIN_STORE": "nowhere"}, "is not host:port"),
         ("tcp://h", 0, 1, {}, "lacks a host or a port"),
         ("tcp://h:1", -1, 2, {}, "rank -1 of world size 2"),
-        ("file:///x", 0, 1, {}, "is unknown"),
+        ("http://x", 0, 1, {}, "is unknown"),
+        ("file://x", 0, 1, {}, "lacks a path"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -1,6 +1,17 @@
-"""Which transports exist, and which one serves a device type unless the user says otherwise."""
+"""Which transports exist, and which one serves a device type unless the user says otherwise.
+
+Others come from `register_backend`, or from an installed package with an entry point in the group `disttrain.backends`:
+
+    [project.entry-points."disttrain.backends"]
+    mine = "my_package.transport:MineBackend"
+
+which is loaded when somebody first asks for `backend="mine"`.
+"""
 
 from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Final
 
 from disttrain.errors import BackendError
 from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
@@ -9,15 +20,28 @@ from disttrain.process_group.backends.gloo import GlooBackend
 from disttrain.process_group.backends.nccl import NcclBackend
 from disttrain.process_group.backends.threads import ThreadsBackend
 
-__all__ = ["BACKENDS", "Backend", "CompletedWork", "Membership", "choose_backends"]
+__all__ = ["BACKENDS", "Backend", "CompletedWork", "Membership", "choose_backends", "register_backend"]
 
-BACKENDS: dict[str, type[Backend]] = {
+BACKENDS: Final[dict[str, type[Backend]]] = {
     "fake": FakeBackend,
     "gloo": GlooBackend,
     "nccl": NcclBackend,
     "threads": ThreadsBackend,
 }
 _DEFAULTS = ("gloo", "nccl")
+_ENTRY_POINTS = "disttrain.backends"
+
+
+def register_backend(name: str, backend: type[Backend]) -> None:
+    """Make `backend` known to this process as `name`, to be asked for by `init_process_group(backend=name)`.
+
+    Raises BackendError for a name that is taken or cannot be one, and for what is not a Backend with `devices`.
+    """
+    if not name.isidentifier() or name != name.lower():
+        raise BackendError("register_backend", f"{name!r} is no name.", "Use lower-case letters, digits and _.")
+    if BACKENDS.get(name, backend) is not backend:
+        raise BackendError("register_backend", f"there is a backend {name!r} already.", "Choose another name.")
+    BACKENDS[name] = _checked("register_backend", name, backend)
 
 
 def choose_backends(wanted: str | None) -> dict[str, type[Backend]]:
@@ -47,10 +71,13 @@ def choose_backends(wanted: str | None) -> dict[str, type[Backend]]:
 
 
 def _available(name: str) -> type[Backend]:
-    backend = BACKENDS.get(name)
+    backend = BACKENDS.get(name) or _load(name)
     if backend is None:
+        installed = {point.name for point in entry_points(group=_ENTRY_POINTS)}
         raise BackendError(
-            "init_process_group", f"there is no backend {name!r}.", f"Known are {', '.join(sorted(BACKENDS))}."
+            "init_process_group",
+            f"there is no backend {name!r}.",
+            f"Known are {', '.join(sorted(installed.union(BACKENDS)))}.",
         )
     if not backend.is_available():
         raise BackendError(
@@ -59,3 +86,29 @@ def _available(name: str) -> type[Backend]:
             "Leave `backend` out to get what the machine has.",
         )
     return backend
+
+
+def _load(name: str) -> type[Backend] | None:
+    """The backend of an installed package, which is registered with that."""
+    for point in entry_points(group=_ENTRY_POINTS, name=name):
+        try:
+            backend = point.load()
+        except Exception as error:
+            raise BackendError(
+                "init_process_group",
+                f"backend {name!r} of {point.value} cannot be loaded: {type(error).__name__}: {error}.",
+                "Mend or remove the package that brings it.",
+            ) from error
+        BACKENDS[name] = _checked("init_process_group", name, backend)
+        return BACKENDS[name]
+    return None
+
+
+def _checked(operation: str, name: str, backend: object) -> type[Backend]:
+    if isinstance(backend, type) and issubclass(backend, Backend) and hasattr(backend, "devices"):
+        return backend
+    raise BackendError(
+        operation,
+        f"backend {name!r} is {backend!r}, not a subclass of Backend with devices.",
+        "Derive it from disttrain.process_group.Backend.",
+    )

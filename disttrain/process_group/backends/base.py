@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from disttrain.errors import BackendError
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.work import TransportWork
 from disttrain.store import Store
@@ -39,12 +40,20 @@ class Backend(ABC):
     """One transport for one group. Made by all members at their first collective on a device that it serves.
 
     Every method starts the operation and returns a handle; `async_op=False` promises that the caller waits at once, so
-    that a stream-ordered transport may run on the caller's stream. Arguments have been checked by the caller. Ranks are
-    ranks in the group.
+    that a stream-ordered transport may run on the caller's stream. Arguments have been checked by the caller: tensors
+    are contiguous, alike in dtype and device, and fit in size. Ranks are ranks in the group.
+
+    What is abstract here every backend must have. The rest it may leave out; calling it is then an error that says so.
     """
 
     devices: ClassVar[tuple[str, ...]]
     """Device types that this kind of transport can serve."""
+
+    coalesces: ClassVar[bool] = False
+    """True when `start_coalescing` and `end_coalescing` make one launch of what is called between them."""
+
+    reports_absent: ClassVar[bool] = True
+    """True when the ranks that did not come are to be asked for after a timeout; False: its own errors name them."""
 
     @abstractmethod
     def __init__(self, membership: Membership) -> None: ...
@@ -64,17 +73,6 @@ class Backend(ABC):
     ) -> TransportWork: ...
 
     @abstractmethod
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool,
-    ) -> TransportWork:
-        """Splits are numbers of rows of dim 0, one per rank."""
-
-    @abstractmethod
     def barrier(self, device: torch.device) -> TransportWork: ...
 
     @abstractmethod
@@ -87,10 +85,77 @@ class Backend(ABC):
     def shutdown(self) -> None:
         """Let go of connections and threads. Operations under way may fail on other ranks."""
 
+    def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
+        """Reduce in place at the destination; the other ranks' tensors are left as they are."""
+        raise self._lacks("reduce")
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
+        """`outputs` may have different sizes, alike on all ranks."""
+        raise self._lacks("all_gather")
+
+    def gather(
+        self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
+    ) -> TransportWork:
+        """`outputs` is empty but at the destination."""
+        raise self._lacks("gather")
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
+    ) -> TransportWork:
+        """`inputs` is empty but at the source."""
+        raise self._lacks("scatter")
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        """`inputs` may have different sizes, alike on all ranks."""
+        raise self._lacks("reduce_scatter")
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        raise self._lacks("all_to_all")
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        async_op: bool,
+    ) -> TransportWork:
+        """Splits are numbers of rows of dim 0, one per rank."""
+        raise self._lacks("all_to_all_single")
+
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
+        """Receive from whoever sends first."""
+        raise self._lacks("recv from any source")
+
+    def start_coalescing(self) -> None:  # noqa: B027 -- to do nothing is what most transports need
+        """Hold back what is called from now on."""
+
+    def end_coalescing(self) -> TransportWork:
+        """Start what was held back, as one."""
+        return CompletedWork()
+
+    def abort(self) -> None:
+        """Give up what is under way, without asking the other ranks, and let go."""
+        self.shutdown()
+
     @classmethod
     def is_available(cls) -> bool:
         """True when this machine can run it."""
         return True
+
+    @classmethod
+    def short_name(cls) -> str:
+        """As users name it: `GlooBackend` is gloo."""
+        return cls.__name__.removesuffix("Backend").lower()
+
+    def _lacks(self, operation: str) -> BackendError:
+        return BackendError(
+            operation, f"backend {self.short_name()!r} does not have it.", "Use another backend or operation."
+        )
 
 
 class CompletedWork:
@@ -103,3 +168,16 @@ class CompletedWork:
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class AnySourceWork(TransportWork, Protocol):
+    """A handle that knows, once it is over, who has sent."""
+
+    def source_rank(self) -> int:
+        """The sender's rank in the group."""
+        ...

@@ -1,27 +1,38 @@
-"""What Gloo and NCCL have in common: the calls of torch's `c10d::Backend`."""
+"""What Gloo and NCCL have in common: the calls of torch's `c10d::Backend`.
+
+What only moves data moves bytes where the transport does not know the dtype. What reduces follows `reduction.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Self
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
 
 import torch
 
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction, Transport
-from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
+from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
+from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp
+from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
 from disttrain.process_group.work import TransportWork
 
 
 class C10dBackend(Backend):
     """Calls a C++ transport. Abstract: subclasses make `_transport`."""
 
+    natives: ClassVar[Natives]
     _transport: Transport
     _is_adopted = False
 
     def __init__(self, membership: Membership) -> None:
         self._store = _c10d.StoreAdapter(membership.store)
+        self._rank = membership.rank
+        self._size = membership.size
         self._global_rank = membership.global_rank
+        self._scope = GivableUp()
+        self._is_coalescing = False
 
     @classmethod
     def adopting(cls, transport: Transport, membership: Membership) -> Self:
@@ -39,29 +50,111 @@ class C10dBackend(Backend):
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         options = _c10d.AllreduceOptions()
-        options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
         options.asyncOp = async_op
-        return _work(self._transport.allreduce([tensor], options))
+        recipe = self._recipe("all_reduce", tensor, op)
+        if recipe is None:
+            options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
+            return self._begun(self._transport.allreduce([tensor], options))
+        options.reduceOp = recipe.op  # type: ignore[assignment]
+        seen = recipe.seen(tensor)
+        if recipe.factor is not None:
+            seen.mul_(recipe.factor)
+        started = self._transport.allreduce([seen], options)
+        return self._begun(started, lambda: recipe.finish(seen, tensor, self._size))
+
+    def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
+        recipe = self._recipe("reduce", tensor, op) or Recipe(tensor.dtype, op)
+        options = _c10d.ReduceOptions()
+        options.reduceOp = recipe.op  # type: ignore[assignment]
+        options.rootRank = dst_rank
+        options.rootTensor = 0
+        options.asyncOp = async_op
+        seen = recipe.multiplied(recipe.seen(tensor))
+        if self._rank != dst_rank:
+            # Transports leave partial sums in the tensors of the others.
+            contribution = seen.clone() if seen.data_ptr() == tensor.data_ptr() else seen
+            return self._begun(self._transport.reduce([contribution], options))
+
+        def finish() -> None:
+            recipe.finish(seen, tensor, self._size)
+            if recipe.factor is not None:
+                recipe.seen(tensor).copy_(seen)
+
+        return self._begun(self._transport.reduce([seen], options), finish)
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
         options = _c10d.BroadcastOptions()
         options.rootRank = src_rank
         options.rootTensor = 0
         options.asyncOp = async_op
-        return _work(self._transport.broadcast([tensor], options))
+        return self._begun(self._transport.broadcast([self._movable(tensor)], options))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         options = _c10d.AllgatherOptions()
         options.asyncOp = async_op
-        return _work(self._transport._allgather_base(output, input, options))
+        started = self._transport._allgather_base(self._movable(output), self._movable(input), options)
+        return self._begun(started)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
+        options = _c10d.AllgatherOptions()
+        options.asyncOp = async_op
+        lists = [[self._movable(output).view(-1) for output in outputs]]
+        return self._begun(self._transport.allgather(lists, [self._movable(input).view(-1)], options))
+
+    def gather(
+        self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
+    ) -> TransportWork:
+        options = _c10d.GatherOptions()
+        options.rootRank = dst_rank
+        options.asyncOp = async_op
+        lists = [[self._movable(output).view(-1) for output in outputs]] if outputs else []
+        return self._begun(self._transport.gather(lists, [self._movable(input).view(-1)], options))
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
+    ) -> TransportWork:
+        options = _c10d.ScatterOptions()
+        options.rootRank = src_rank
+        options.asyncOp = async_op
+        lists = [[self._movable(tensor).view(-1) for tensor in inputs]] if inputs else []
+        return self._begun(self._transport.scatter([self._movable(output).view(-1)], lists, options))
 
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         options = _c10d.ReduceScatterOptions()
-        options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
         options.asyncOp = async_op
-        return _work(self._transport._reduce_scatter_base(output, input, options))
+        # Gloo splits along the leading dim only.
+        whole, flat = input.view(-1), output.view(-1)
+        recipe = self._recipe("reduce_scatter_tensor", whole, op)
+        if recipe is None:
+            options.reduceOp = op  # type: ignore[assignment]
+            return self._begun(self._transport._reduce_scatter_base(flat, whole, options))
+        options.reduceOp = recipe.op  # type: ignore[assignment]
+        seen = recipe.seen(flat).view(-1)
+        contribution = recipe.multiplied(recipe.seen(whole).view(-1))
+        started = self._transport._reduce_scatter_base(seen, contribution, options)
+        return self._begun(started, lambda: recipe.finish(seen, flat, self._size))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        recipe = self._recipe("reduce_scatter", output, op) or Recipe(output.dtype, op)
+        options = _c10d.ReduceScatterOptions()
+        options.reduceOp = recipe.op  # type: ignore[assignment]
+        options.asyncOp = async_op
+        seen = recipe.seen(output.view(-1)).view(-1)
+        contributions = [recipe.multiplied(recipe.seen(tensor.view(-1)).view(-1)) for tensor in inputs]
+        started = self._transport.reduce_scatter([seen], [contributions], options)
+        return self._begun(started, lambda: recipe.finish(seen, output.view(-1), self._size))
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        options = _c10d.AllToAllOptions()
+        options.asyncOp = async_op
+        moved = [[self._movable(tensor) for tensor in tensors] for tensors in (outputs, inputs)]
+        return self._begun(self._transport.alltoall(*moved, options))
 
     def all_to_all_single(
         self,
@@ -73,26 +166,50 @@ class C10dBackend(Backend):
     ) -> TransportWork:
         options = _c10d.AllToAllOptions()
         options.asyncOp = async_op
-        splits = (list(output_splits), list(input_splits))
-        return _work(self._transport.alltoall_base(output, input, *splits, options))
+        moved = []
+        for tensor, splits in ((output, output_splits), (input, input_splits)):
+            flat = self._movable(tensor).view(-1)
+            row_size = math.prod(tensor.shape[1:]) * tensor.element_size() // flat.element_size()
+            moved.append((flat, [rows * row_size for rows in splits]))
+        (flat_output, output_sizes), (flat_input, input_sizes) = moved
+        started = self._transport.alltoall_base(flat_output, flat_input, output_sizes, input_sizes, options)
+        return self._begun(started)
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
-        return _work(self._transport.send([tensor], dst_rank, tag))
+        return self._handle(self._transport.send([self._movable(tensor)], dst_rank, tag))
 
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
-        return _work(self._transport.recv([tensor], src_rank, tag))
+        return self._handle(self._transport.recv([self._movable(tensor)], src_rank, tag))
+
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
+        started: AnySourceWork = self._transport.recv_anysource([self._movable(tensor)], tag)
+        return started
 
     def shutdown(self) -> None:
         if not self._is_adopted:
             self._transport.shutdown()
 
+    def abort(self) -> None:
+        if not self._is_adopted:
+            self._transport.abort()
+
+    def _begun(self, started: TransportWork | None, finish: Callable[[], None] | None = None) -> TransportWork:
+        """The handle of a collective; `finish` runs when the caller has waited for it."""
+        handle = self._handle(started)
+        return handle if finish is None else FinishingWork(handle, finish)
+
+    def _handle(self, started: TransportWork | None) -> TransportWork:
+        """NCCL has no handle for what it has queued on the caller's own stream: there it is in order already."""
+        return CompletedWork() if started is None else started
+
+    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype in self.natives.dtypes else tensor.view(-1).view(torch.uint8)
+
+    def _recipe(self, operation: str, tensor: torch.Tensor, op: Reduction) -> Recipe | None:
+        return recipe_for(operation, tensor.dtype, op, self.natives, self.short_name(), self._global_rank)
+
     def _barrier(self, device_ids: Sequence[int] = ()) -> TransportWork:
         options = _c10d.BarrierOptions()
         options.device_ids = list(device_ids)
         options.asyncOp = False
-        return _work(self._transport.barrier(options))
-
-
-def _work(started: TransportWork | None) -> TransportWork:
-    """NCCL has no handle for what it has queued on the caller's own stream: there it is in order already."""
-    return CompletedWork() if started is None else started
+        return self._begun(self._transport.barrier(options))

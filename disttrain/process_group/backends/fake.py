@@ -10,16 +10,22 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.process_group._c10d import Reduction
-from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
+from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
 from disttrain.process_group.work import TransportWork
 
 _COMPLETED = CompletedWork()
+
+
+class _FromFirstRank(CompletedWork):
+    def source_rank(self) -> int:
+        return 0
 
 
 class FakeBackend(Backend):
     """Shapes and dtypes are right, reductions leave this rank's own values."""
 
     devices = ("cpu", "cuda", "meta")
+    reports_absent = False
 
     def __init__(self, membership: Membership) -> None:
         self._rank = membership.rank
@@ -28,17 +34,54 @@ class FakeBackend(Backend):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         return _COMPLETED
 
+    def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
+        return _COMPLETED
+
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
         return _COMPLETED
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        output.view(self._size, -1).copy_(input.view(-1))
+        output.view(self._size, *input.shape).copy_(input)
+        return _COMPLETED
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
+        for output in outputs:
+            if output.shape == input.shape:
+                output.copy_(input)
+        return _COMPLETED
+
+    def gather(
+        self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
+    ) -> TransportWork:
+        for output in outputs:
+            output.copy_(input)
+        return _COMPLETED
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
+    ) -> TransportWork:
+        if inputs:
+            output.copy_(inputs[self._rank])
         return _COMPLETED
 
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        output.view(-1).copy_(input.view(self._size, -1)[self._rank])
+        output.copy_(input.view(self._size, *output.shape).select(0, self._rank))
+        return _COMPLETED
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        output.copy_(inputs[self._rank])
+        return _COMPLETED
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        for output, mine in zip(outputs, inputs, strict=True):
+            if output.shape == mine.shape:
+                output.copy_(mine)
         return _COMPLETED
 
     def all_to_all_single(
@@ -61,6 +104,9 @@ class FakeBackend(Backend):
 
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
         return _COMPLETED
+
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
+        return _FromFirstRank()
 
     def shutdown(self) -> None:
         """Nothing to let go of."""

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import ipaddress
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from disttrain.errors import ShapeError
 from disttrain.process_group import _c10d
-from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.work import TransportWork
+from disttrain.process_group.backends.c10d_work import FinishingWork, InterruptibleWork
+from disttrain.process_group.backends.reduction import Natives
+from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
 
-_REDUCIBLE = frozenset(
-    {
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-    }
-)
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
 
 
 class GlooBackend(C10dBackend):
     devices = ("cpu",)
+    natives = Natives(_FLOATS | _INTEGERS, averages=_FLOATS, premultiplies=frozenset(), is_bitwise=True)
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
@@ -39,64 +29,50 @@ class GlooBackend(C10dBackend):
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
         )
 
-    # Gloo knows few dtypes. What only moves data moves bytes, and so serves all of them.
-
-    def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
-        return super().broadcast(_bytes_of(tensor), src_rank, async_op)
-
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        return super().all_gather_into_tensor(_bytes_of(output), _bytes_of(input), async_op)
+        # Gloo compares the shapes of parts, and takes no output that stacks them.
+        return super().all_gather_into_tensor(output.view(-1), input.view(-1), async_op)
 
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool,
+    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
+        if all(output.numel() == input.numel() for output in outputs):
+            return super().all_gather(outputs, input, async_op)
+        # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
+        outputs[self._rank].view(-1).copy_(input.view(-1))
+        return JoinedWork([self.broadcast(output, rank, async_op) for rank, output in enumerate(outputs)])
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
-        row_bytes = input.dtype.itemsize * math.prod(input.shape[1:])
-        received, sent = ([size * row_bytes for size in sizes] for sizes in (output_splits, input_splits))
-        return super().all_to_all_single(_bytes_of(output), _bytes_of(input), received, sent, async_op)
+        # Gloo's own wants all tensors of one size.
+        joined = torch.cat([tensor.view(-1) for tensor in inputs])
+        sizes = [tensor.numel() for tensor in outputs]
+        received = joined.new_empty(sum(sizes))
 
-    def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
-        return super().send(_bytes_of(tensor), dst_rank, tag)
+        def finish() -> None:
+            for tensor, part in zip(outputs, received.split(sizes), strict=True):
+                tensor.view(-1).copy_(part)
 
-    def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
-        return super().recv(_bytes_of(tensor), src_rank, tag)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
-        self._check_can_reduce("all_reduce", tensor, op)
-        return super().all_reduce(tensor, op, async_op)
-
-    def reduce_scatter_tensor(
-        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
-    ) -> TransportWork:
-        self._check_can_reduce("reduce_scatter_tensor", input, op)
-        # Gloo splits along the leading dim only.
-        return super().reduce_scatter_tensor(output.view(-1), input.view(-1), op, async_op)
+        started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
+        return FinishingWork(started, finish)
 
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier()
 
-    def _check_can_reduce(self, operation: str, tensor: torch.Tensor, op: Reduction) -> None:
-        # Gloo would find out in a thread of its own, and the group would be of no use afterwards.
-        if tensor.dtype not in _REDUCIBLE or (op == ReduceOp.AVG and not tensor.is_floating_point()):
-            name = str(tensor.dtype).removeprefix("torch.")
-            raise ShapeError(
-                operation,
-                f"gloo cannot reduce {name} by this operation.",
-                "Convert it to float32, float64, int32 or int64 first.",
-                rank=self._global_rank,
-            )
+    def shutdown(self) -> None:
+        self._scope.is_given_up = True
+        super().shutdown()
+
+    def abort(self) -> None:
+        self._scope.is_given_up = True
+        super().abort()
+
+    def _begun(self, started: TransportWork | None, finish: Callable[[], None] | None = None) -> TransportWork:
+        assert started is not None
+        return super()._begun(InterruptibleWork(started, self._scope), finish)
 
     @classmethod
     def is_available(cls) -> bool:
         return _c10d.gloo_is_available()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _listening_address() -> str | None:

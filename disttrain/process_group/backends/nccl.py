@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
-from disttrain.process_group.backends.base import Membership
+from disttrain.process_group.backends.base import AnySourceWork, CompletedWork, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
+from disttrain.process_group.backends.reduction import Natives
 from disttrain.process_group.work import TransportWork
+
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+_DTYPES = _FLOATS | {torch.int8, torch.int32, torch.int64, torch.uint8}
 
 
 class NcclBackend(C10dBackend):
     devices = ("cuda",)
+    coalesces = True
+    reports_absent = False
+    natives = Natives(_DTYPES, averages=_DTYPES, premultiplies=_FLOATS, is_bitwise=False)
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
@@ -26,6 +34,26 @@ class NcclBackend(C10dBackend):
 
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier([device.index])
+
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
+        raise BackendError(
+            "recv",
+            "nccl cannot receive from any source.",
+            "Say from whom, by src or group_src.",
+            rank=self._global_rank,
+        )
+
+    def start_coalescing(self) -> None:
+        self._transport._start_coalescing()
+        self._is_coalescing = True
+
+    def end_coalescing(self) -> TransportWork:
+        self._is_coalescing = False
+        return self._handle(self._transport._end_coalescing())
+
+    def _handle(self, started: TransportWork | None) -> TransportWork:
+        # Nothing has been launched yet while coalescing: the handle of the whole is the one to wait for.
+        return CompletedWork() if self._is_coalescing else super()._handle(started)
 
     @classmethod
     def is_available(cls) -> bool:

@@ -1,150 +1,37 @@
-"""Ranks as threads of one process, for tests, teaching and simulation. A deadlock is reported, not waited out.
-
-Every operation is a meeting that its members join; whoever comes last does the work for all. The `Fabric` knows all
-threads, so it sees when each one that still runs waits for a meeting that nobody is left to complete.
-"""
+"""Ranks as threads of one process, for tests, teaching and simulation: the collectives over a `Fabric`."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TypeVar
 
 import torch
 
-from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError
-from disttrain.process_group._c10d import ReduceOp, Reduction
-from disttrain.process_group.backends.base import Backend, Membership
+from disttrain.errors import BackendError
+from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_factor, reduction_kind
+from disttrain.process_group.backends.base import AnySourceWork, Backend, Membership
+from disttrain.process_group.backends.fabric import Combine, Envelope, Fabric, MeetingWork, Payload, copy_flat
+from disttrain.process_group.backends.reduction import check_reducible
 from disttrain.process_group.work import TransportWork
 
-Payload = TypeVar("Payload")
-Combine = Callable[[Sequence[Payload]], None]
-
-
-@dataclass(eq=False)
-class Meeting:
-    """One operation: what its members called it, what each of them brought, and how it ended."""
-
-    title: str
-    size: int
-    brought: dict[int, object] = field(default_factory=dict)
-    titles: dict[int, str] = field(default_factory=dict)
-    error: Exception | None = None
-    is_over: bool = False
-
-    def end(self, error: Exception | None) -> None:
-        self.error = error
-        self.is_over = True
-
-
-class Fabric:
-    """Where the ranks of one world of threads meet. Shared by all of them; handed over as `pg_options`."""
-
-    def __init__(self, world_size: int) -> None:
-        self._changed = threading.Condition()
-        self._running = set(range(world_size))
-        self._waiting: dict[int, Meeting] = {}
-        self._open: dict[Hashable, Meeting] = {}
-
-    def join(
-        self, key: Hashable, title: str, size: int, member: int, payload: Payload, combine: Combine[Payload]
-    ) -> Meeting:
-        """Member `member` of `size` comes to the meeting `key`; the last one runs `combine` on payloads by member."""
-        with self._changed:
-            meeting = self._open.setdefault(key, Meeting(title, size))
-            meeting.brought[member] = payload
-            meeting.titles[member] = title
-            if len(meeting.brought) == size:
-                del self._open[key]
-                meeting.end(_hold(meeting, combine))
-                self._changed.notify_all()
-            return meeting
-
-    def wait(self, meeting: Meeting, global_rank: int, timeout_s: float) -> None:
-        """Block until the meeting is over; raises what it ended with, or a deadlock's report."""
-        with self._changed:
-            self._waiting[global_rank] = meeting
-            try:
-                self._end_if_deadlocked()
-                if not self._changed.wait_for(lambda: meeting.is_over, timeout_s):
-                    came = ", ".join(str(member) for member in sorted(meeting.brought))
-                    raise CollectiveTimeoutError(
-                        meeting.title,
-                        f"only group ranks {came} of {meeting.size} came within {timeout_s:g} s.",
-                        "Look for a rank that hangs or takes another branch.",
-                        rank=global_rank,
-                    )
-            finally:
-                del self._waiting[global_rank]
-        if meeting.error is not None:
-            raise meeting.error
-
-    def leave(self, global_rank: int) -> None:
-        """The thread of `global_rank` has ended; whoever waits for it alone waits for nothing."""
-        with self._changed:
-            self._running.discard(global_rank)
-            self._end_if_deadlocked()
-
-    def _end_if_deadlocked(self) -> None:
-        waiting = {rank: meeting for rank, meeting in self._waiting.items() if not meeting.is_over}
-        if not waiting or set(waiting) != self._running:
-            return
-        stuck = "; ".join(f"rank {rank} waits in {waiting[rank].title}" for rank in sorted(waiting))
-        for meeting in waiting.values():
-            meeting.end(
-                CollectiveMismatchError(
-                    meeting.title,
-                    f"deadlock: {stuck}; every other rank has ended.",
-                    "Make all members of a group call the same operations in the same order.",
-                )
-            )
-        self._open = {key: meeting for key, meeting in self._open.items() if not meeting.is_over}
-        self._changed.notify_all()
-
-
-def _hold(meeting: Meeting, combine: Combine[Payload]) -> Exception | None:
-    if len(set(meeting.titles.values())) > 1:
-        calls = "; ".join(f"group rank {member} called {meeting.titles[member]}" for member in sorted(meeting.titles))
-        return CollectiveMismatchError(
-            meeting.title, f"the members called different operations: {calls}.", "Call the same one on every rank."
-        )
-    try:
-        # The thread that came last writes for all: to any tensor, and beside autograd, as transports do.
-        with torch.inference_mode():
-            combine([meeting.brought[member] for member in range(meeting.size)])  # type: ignore[misc]
-    except (RuntimeError, ValueError) as error:
-        return BackendError(meeting.title, f"it failed on the values the members brought: {error}")
-    return None
-
-
-class MeetingWork:
-    """The handle of a meeting for one of its members."""
-
-    __slots__ = ("_fabric", "_global_rank", "_meeting", "_timeout_s")
-
-    def __init__(self, fabric: Fabric, meeting: Meeting, global_rank: int, timeout_s: float) -> None:
-        self._fabric = fabric
-        self._meeting = meeting
-        self._global_rank = global_rank
-        self._timeout_s = timeout_s
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._fabric.wait(
-            self._meeting, self._global_rank, self._timeout_s if timeout is None else timeout.total_seconds()
-        )
-        return True
-
-    def is_completed(self) -> bool:
-        return self._meeting.is_over
+Pair = tuple[torch.Tensor, torch.Tensor]
+_FOLDS: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
 
 
 class ThreadsBackend(Backend):
     """Collectives among threads. The world is made by `disttrain.testing.run_threads`."""
 
     devices = ("cpu", "cuda")
+    reports_absent = False
 
     def __init__(self, membership: Membership) -> None:
         fabric = membership.options
@@ -158,41 +45,95 @@ class ThreadsBackend(Backend):
         self._fabric = fabric
         self._membership = membership
         self._num_collectives = 0
-        self._num_messages: Counter[Hashable] = Counter()
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
-        def combine(tensors: Sequence[torch.Tensor]) -> None:
-            total = _reduce(tensors, op)
-            for member in tensors:
-                member.copy_(total)
+        def combine(contributions: Sequence[Pair]) -> None:
+            total = _reduce([pair[1] for pair in contributions], op)
+            for target, _ in contributions:
+                target.copy_(total)
 
-        return self._meet(f"all_reduce {_op_name(op)} {_signature(tensor)}", tensor, combine)
+        contribution = self._contribution("all_reduce", tensor, op)
+        return self._meet(f"all_reduce {_op_name(op)} {_signature(tensor)}", (tensor, contribution), combine)
+
+    def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
+        def combine(contributions: Sequence[Pair]) -> None:
+            contributions[dst_rank][0].copy_(_reduce([pair[1] for pair in contributions], op))
+
+        contribution = self._contribution("reduce", tensor, op)
+        title = f"reduce {_op_name(op)} to group rank {dst_rank} {_signature(tensor)}"
+        return self._meet(title, (tensor, contribution), combine)
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
         def combine(tensors: Sequence[torch.Tensor]) -> None:
             for member in tensors:
-                if member is not tensors[src_rank]:
-                    member.copy_(tensors[src_rank])
+                copy_flat(member, tensors[src_rank])
 
         return self._meet(f"broadcast from group rank {src_rank} {_signature(tensor)}", tensor, combine)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        def combine(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        def combine(pairs: Sequence[Pair]) -> None:
             gathered = torch.cat([pair[1].reshape(-1) for pair in pairs])
             for pair in pairs:
-                pair[0].view(-1).copy_(gathered)
+                copy_flat(pair[0], gathered)
 
         return self._meet(f"all_gather_into_tensor {_signature(input)}", (output, input), combine)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
+        def combine(lists: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
+            # One member's input may be another's output.
+            gathered = [item[1].clone() for item in lists]
+            for targets, _ in lists:
+                for target, source in zip(targets, gathered, strict=True):
+                    copy_flat(target, source)
+
+        return self._meet(f"all_gather {_signatures(outputs)}", (outputs, input), combine)
+
+    def gather(
+        self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
+    ) -> TransportWork:
+        def combine(lists: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> None:
+            for target, (_, source) in zip(lists[dst_rank][0], lists, strict=True):
+                copy_flat(target, source)
+
+        return self._meet(f"gather to group rank {dst_rank} {_signature(input)}", (outputs, input), combine)
+
+    def scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
+    ) -> TransportWork:
+        def combine(lists: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> None:
+            for source, (target, _) in zip(lists[src_rank][1], lists, strict=True):
+                copy_flat(target, source)
+
+        return self._meet(f"scatter from group rank {src_rank} {_signature(output)}", (output, inputs), combine)
 
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        def combine(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        def combine(pairs: Sequence[Pair]) -> None:
             parts = _reduce([pair[1].reshape(-1) for pair in pairs], op).view(len(pairs), -1)
             for pair, part in zip(pairs, parts, strict=True):
                 pair[0].view(-1).copy_(part)
 
-        return self._meet(f"reduce_scatter_tensor {_op_name(op)} {_signature(input)}", (output, input), combine)
+        contribution = self._contribution("reduce_scatter_tensor", input, op)
+        title = f"reduce_scatter_tensor {_op_name(op)} {_signature(input)}"
+        return self._meet(title, (output, contribution), combine)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        def combine(lists: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]]) -> None:
+            totals = [_reduce([sources[rank] for _, sources in lists], op) for rank in range(len(lists))]
+            for (target, _), total in zip(lists, totals, strict=True):
+                target.view(-1).copy_(total.view(-1))
+
+        contributions = [self._contribution("reduce_scatter", tensor, op) for tensor in inputs]
+        title = f"reduce_scatter {_op_name(op)} {_signatures(inputs)}"
+        return self._meet(title, (output, contributions), combine)
+
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        return self._meet("all_to_all", (outputs, inputs), _exchange_lists)
 
     def all_to_all_single(
         self,
@@ -202,71 +143,67 @@ class ThreadsBackend(Backend):
         input_splits: Sequence[int],
         async_op: bool,
     ) -> TransportWork:
-        def combine(parts: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
-            for rank, (outputs, _) in enumerate(parts):
-                for target, (_, inputs) in zip(outputs, parts, strict=True):
-                    target.copy_(inputs[rank])
-
-        payload = (output.split(list(output_splits)), input.split(list(input_splits)))
-        return self._meet("all_to_all_single", payload, combine)
+        parts = (output.split(list(output_splits)), input.split(list(input_splits)))
+        return self._meet("all_to_all_single", parts, _exchange_lists)
 
     def barrier(self, device: torch.device) -> TransportWork:
         return self._meet("barrier", None, lambda _: None)
 
     def send(self, tensor: torch.Tensor, dst_rank: int, tag: int) -> TransportWork:
-        return self._pass_message(tensor, self._membership.rank, dst_rank, tag)
+        return self._pass_message(Envelope(tensor, True, self._membership.rank), dst_rank, tag)
 
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork:
-        return self._pass_message(tensor, src_rank, self._membership.rank, tag)
+        return self._pass_message(Envelope(tensor, False, src_rank), self._membership.rank, tag)
+
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
+        return self._pass_message(Envelope(tensor, False, None), self._membership.rank, tag)
 
     def shutdown(self) -> None:
         """Nothing to let go of: the threads are the caller's."""
 
+    def _contribution(self, operation: str, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
+        """What this rank adds to a reduction."""
+        check_reducible(operation, tensor.dtype, op, self._membership.global_rank)
+        return tensor * reduction_factor(op) if reduction_kind(op) == ReduceOp.PREMUL_SUM else tensor
+
     def _meet(self, title: str, payload: Payload, combine: Combine[Payload]) -> TransportWork:
-        self._num_collectives += 1
-        key = (self._membership.name, self._num_collectives)
-        return self._join(key, title, self._membership.size, self._membership.rank, payload, combine)
-
-    def _pass_message(self, tensor: torch.Tensor, src_rank: int, dst_rank: int, tag: int) -> TransportWork:
-        channel = (self._membership.name, src_rank, dst_rank, tag)
-        self._num_messages[channel] += 1
-        title = f"message from group rank {src_rank} to {dst_rank}, tag {tag}, {_signature(tensor)}"
-        member = 0 if self._membership.rank == src_rank else 1
-
-        def combine(ends: Sequence[torch.Tensor]) -> None:
-            ends[1].copy_(ends[0])
-
-        return self._join((*channel, self._num_messages[channel]), title, 2, member, tensor, combine)
-
-    def _join(
-        self, key: Hashable, title: str, size: int, member: int, payload: Payload, combine: Combine[Payload]
-    ) -> TransportWork:
         membership = self._membership
-        meeting = self._fabric.join(key, title, size, member, payload, combine)
+        self._num_collectives += 1
+        key: Hashable = (membership.name, self._num_collectives)
+        meeting = self._fabric.join(key, title, membership.size, membership.rank, payload, combine)
         return MeetingWork(self._fabric, meeting, membership.global_rank, membership.timeout_s)
+
+    def _pass_message(self, envelope: Envelope, dst_rank: int, tag: int) -> MeetingWork:
+        membership = self._membership
+        source = "any rank" if envelope.source_rank is None else f"group rank {envelope.source_rank}"
+        title = f"message from {source} to {dst_rank}, tag {tag}, {_signature(envelope.tensor)}"
+        meeting = self._fabric.exchange((membership.name, dst_rank, tag), title, envelope)
+        return MeetingWork(self._fabric, meeting, membership.global_rank, membership.timeout_s)
+
+
+def _exchange_lists(lists: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:
+    # All that is sent is taken before anything is received: a buffer may be both.
+    sent = [[part.clone() for part in inputs] for _, inputs in lists]
+    for rank, (outputs, _) in enumerate(lists):
+        for output, inputs in zip(outputs, sent, strict=True):
+            copy_flat(output, inputs[rank])
 
 
 def _signature(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def _signatures(tensors: Sequence[torch.Tensor]) -> str:
+    return ", ".join(_signature(tensor) for tensor in tensors)
+
+
 def _op_name(op: Reduction) -> str:
-    return next(name for name, value in ReduceOp.RedOpType.__members__.items() if op == value)
+    return reduction_kind(op).name
 
 
 def _reduce(tensors: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
-    folds: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "SUM": torch.add,
-        "AVG": torch.add,
-        "PRODUCT": torch.mul,
-        "MIN": torch.minimum,
-        "MAX": torch.maximum,
-        "BAND": torch.bitwise_and,
-        "BOR": torch.bitwise_or,
-        "BXOR": torch.bitwise_xor,
-    }
-    name = _op_name(op)
+    kind = reduction_kind(op)
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = folds[name](total, tensor)
-    return total / len(tensors) if name == "AVG" else total
+        total = _FOLDS[kind](total, tensor)
+    return total / len(tensors) if kind == ReduceOp.AVG else total

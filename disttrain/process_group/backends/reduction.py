@@ -1,0 +1,133 @@
+"""How a transport that knows few dtypes and operations reduces the others: a plan first, tensors later.
+
+The plan follows from dtype and operation alone. All ranks know both, so all of them refuse, or none does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disttrain.errors import ShapeError
+from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_factor, reduction_kind
+
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_OF_COMPLEX = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
+
+# A bool is a byte of 0 or 1, of which these leave 0 or 1 again.
+_OF_BOOL = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BOR: ReduceOp.MAX,
+}
+# In the wider type nothing overflows that would not in the narrow one, and what overflows there comes out the same.
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+
+
+@dataclass(frozen=True)
+class Natives:
+    """What a transport reduces by itself: dtypes; those of them with AVG, and with PREMUL_SUM; and whether bitwise."""
+
+    dtypes: frozenset[torch.dtype]
+    averages: frozenset[torch.dtype]
+    premultiplies: frozenset[torch.dtype]
+    is_bitwise: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to reduce what the transport does not know: in `dtype`, by `op`, with work before and after."""
+
+    dtype: torch.dtype
+    op: Reduction
+    is_converted: bool = False
+    """True: values of another type; False: the same bits, seen as `dtype`."""
+    factor: Any = None
+    divides: bool = False
+
+    def seen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as the transport gets it: a view of it, or a copy where values are converted."""
+        if tensor.dtype == self.dtype:
+            return tensor
+        if self.is_converted:
+            return tensor.to(self.dtype)
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(self.dtype)
+
+    def multiplied(self, seen: torch.Tensor) -> torch.Tensor:
+        """This rank's contribution; the caller's values stay as they are."""
+        return seen if self.factor is None else seen * self.factor
+
+    def finish(self, seen: torch.Tensor, tensor: torch.Tensor, group_size: int) -> None:
+        """Make `tensor` of what the transport has left in `seen`."""
+        if self.divides:
+            if seen.is_floating_point():
+                seen.div_(group_size)
+            else:
+                seen.div_(group_size, rounding_mode="trunc")
+        if self.is_converted:
+            tensor.copy_(seen)
+
+
+def check_reducible(operation: str, dtype: torch.dtype, op: Reduction, rank: int) -> None:
+    """Raise ShapeError for what means nothing on any transport."""
+    kind = reduction_kind(op)
+    is_number = dtype.is_floating_point or dtype.is_complex
+    refused = (
+        (kind in _BITWISE and is_number)
+        or (dtype.is_complex and kind not in _OF_COMPLEX)
+        or (dtype == torch.bool and kind in {ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+        or (kind == ReduceOp.PREMUL_SUM and not is_number)
+    )
+    if refused:
+        name = "complex numbers" if dtype.is_complex else _short(dtype)
+        raise ShapeError(
+            operation, f"{kind.name} of {name} has no meaning.", "Choose another operation or dtype.", rank=rank
+        )
+
+
+def recipe_for(
+    operation: str, dtype: torch.dtype, op: Reduction, natives: Natives, backend_name: str, rank: int
+) -> Recipe | None:
+    """How to reduce `dtype` by `op`; None: the transport does it as it is.
+
+    Raises ShapeError, alike on all ranks, for what cannot be done soundly.
+    """
+    if op == ReduceOp.SUM and dtype in natives.dtypes and dtype != torch.bool:
+        return None
+    check_reducible(operation, dtype, op, rank)
+    kind: Any = reduction_kind(op)
+    seen, is_converted = dtype, False
+    if dtype == torch.bool:
+        # A transport that knows bool would have to keep it at 0 and 1; bytes need no such promise.
+        seen, kind = torch.uint8, _OF_BOOL.get(kind, kind)
+    elif dtype.is_complex:
+        seen = dtype.to_real()
+    elif dtype not in natives.dtypes and dtype in _WIDER:
+        seen, is_converted = _WIDER[dtype], True
+    elif dtype == torch.uint64 and kind not in _ORDERED:
+        seen = torch.int64
+    is_lacking = seen not in natives.dtypes or (kind in _BITWISE and not natives.is_bitwise)
+    if is_lacking:
+        raise ShapeError(
+            operation,
+            f"{backend_name} cannot reduce {_short(dtype)} by {reduction_kind(op).name}.",
+            "Convert it to float32, float64, int32 or int64 first.",
+            rank=rank,
+        )
+    if kind == ReduceOp.AVG and seen not in natives.averages:
+        return Recipe(seen, ReduceOp.SUM, is_converted, divides=True)
+    if kind == ReduceOp.PREMUL_SUM:
+        if seen in natives.premultiplies:
+            return None if seen == dtype else Recipe(seen, op)
+        return Recipe(seen, ReduceOp.SUM, factor=reduction_factor(op))
+    return None if seen == dtype else Recipe(seen, kind, is_converted)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,182 @@
+"""The collectives of one tensor per pair of ranks: lists, and tensors that are cut into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.errors import ShapeError
+from disttrain.process_group._c10d import ReduceOp, Reduction
+from disttrain.process_group.checks import check_alike, check_list, root_rank, row_counts
+from disttrain.process_group.current import resolve_group
+from disttrain.process_group.door import issue
+from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.work import Work
+
+
+def all_gather(
+    tensor_list: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gather every rank's `tensor`, in group order, into `tensor_list` on all ranks.
+
+    Args:    tensor_list  one tensor per rank, of the size that this rank contributes; sizes may differ among ranks.
+             tensor       this rank's contribution; all contiguous, same dtype and device.
+    Returns, raises: as all_reduce; ShapeError also when number, sizes, dtypes or devices don't fit.
+    Collective: every rank of the group, in the same order, with the same sizes in `tensor_list`.
+    """
+    group = resolve_group("all_gather", group)
+    check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
+    run = group.backend("all_gather", tensor.device.type).all_gather
+    return issue(group, "all_gather", run, (tensor_list, tensor, async_op), (tensor,), tensor_list, async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: Sequence[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gather every rank's `tensor`, in group order, into `gather_list` at the destination.
+
+    Args:    tensor       contiguous; same size and dtype on all ranks.
+             gather_list  at the destination, one tensor of that size per rank; elsewhere None.
+             dst          the global rank that gets them (default 0); or group_dst, its rank in the group.
+    Returns, raises: as all_gather.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("gather", group)
+    dst_rank = root_rank("gather", group, dst, group_dst, "dst")
+    outputs = _list_at_root("gather", group, "gather_list", gather_list, tensor, dst_rank)
+    run = group.backend("gather", tensor.device.type).gather
+    return issue(group, "gather", run, (tensor, outputs, dst_rank, async_op), (tensor,), outputs, async_op, dst_rank)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Give each rank its tensor of the source's `scatter_list`.
+
+    Args:    tensor        receives; contiguous, same size and dtype on all ranks.
+             scatter_list  at the source, one tensor of that size per rank, in group order; elsewhere None.
+             src           the global rank that has them (default 0); or group_src, its rank in the group.
+    Returns, raises: as all_gather.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("scatter", group)
+    src_rank = root_rank("scatter", group, src, group_src, "src")
+    inputs = _list_at_root("scatter", group, "scatter_list", scatter_list, tensor, src_rank)
+    run = group.backend("scatter", tensor.device.type).scatter
+    return issue(group, "scatter", run, (tensor, inputs, src_rank, async_op), inputs, (tensor,), async_op, src_rank)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduce each tensor of `input_list` over the group, and leave the one at this rank's place in `output`.
+
+    Args:    output      of the size of this rank's part; contiguous.
+             input_list  one tensor per rank, in group order; same sizes on all ranks, which may differ in the list.
+    Returns, raises: as all_gather.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("reduce_scatter", group)
+    check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
+    run = group.backend("reduce_scatter", output.device.type).reduce_scatter
+    return issue(group, "reduce_scatter", run, (output, input_list, op, async_op), input_list, (output,), async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[torch.Tensor],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Send each rank its tensor of `input_tensor_list`, and receive one from each into `output_tensor_list`.
+
+    Args:    both have one tensor per rank, in group order, contiguous, same dtype and device; sizes may differ, where
+             what one rank sends has the size of what the other expects.
+    Returns, raises: as all_gather.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("all_to_all", group)
+    if not output_tensor_list:
+        check_list("all_to_all", group, "output_tensor_list", output_tensor_list, torch.empty(0))
+    like = output_tensor_list[0]
+    check_list("all_to_all", group, "output_tensor_list", output_tensor_list, like)
+    check_list("all_to_all", group, "input_tensor_list", input_tensor_list, like)
+    run = group.backend("all_to_all", like.device.type).all_to_all
+    arguments = (output_tensor_list, input_tensor_list, async_op)
+    return issue(group, "all_to_all", run, arguments, input_tensor_list, output_tensor_list, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Cut `input` along dim 0, send each rank its part, and put what comes from each in group order into `output`.
+
+    Args:    output, input       contiguous, same dtype and device, same sizes but for dim 0.
+             output_split_sizes  rows that come from each rank; input_split_sizes  rows that go to each rank.
+                                 None: equal parts.
+    Returns, raises: as all_reduce; ShapeError also when sizes, dtypes or devices don't fit.
+    Collective: every rank of the group, in the same order.
+    """
+    group = resolve_group("all_to_all_single", group)
+    check_alike("all_to_all_single", group, output, input)
+    output_rows = row_counts("all_to_all_single", group, "output", output, output_split_sizes)
+    input_rows = row_counts("all_to_all_single", group, "input", input, input_split_sizes)
+    own = group.group_rank
+    if output.shape[1:] != input.shape[1:] or output_rows[own] != input_rows[own]:
+        raise ShapeError(
+            "all_to_all_single",
+            f"output of shape {tuple(output.shape)} takes {output_rows[own]} rows from this rank, input of shape "
+            f"{tuple(input.shape)} gives {input_rows[own]}; rows must be alike in number and size.",
+            "Give split sizes and shapes that fit.",
+            rank=group.world.rank,
+        )
+    run = group.backend("all_to_all_single", input.device.type).all_to_all_single
+    arguments = (output, input, output_rows, input_rows, async_op)
+    return issue(group, "all_to_all_single", run, arguments, (input,), (output,), async_op)
+
+
+def _list_at_root(
+    operation: str,
+    group: ProcessGroup,
+    name: str,
+    tensors: Sequence[torch.Tensor] | None,
+    own: torch.Tensor,
+    root: int,
+) -> Sequence[torch.Tensor]:
+    """The root's list, checked; nothing elsewhere."""
+    if group.group_rank == root:
+        check_list(operation, group, name, tensors or (), own, has_one_size=True)
+        assert tensors is not None
+        return tensors
+    if tensors:
+        raise ShapeError(
+            operation,
+            f"{name} is given on group rank {group.group_rank}, but the root is {root}.",
+            f"Give {name} at the root alone.",
+            rank=group.world.rank,
+        )
+    check_alike(operation, group, own, own)
+    return ()
