@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class DeviceMesh:
     """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
 
-    Making one costs no communication. Groups are made when first asked for, by their members alone, and meshes whose
-    axes have the same ranks share them. Two meshes are equal when they place the same ranks alike.
+    Making one costs no communication, since its groups connect when they are first used. Meshes whose axes have the
+    same ranks share them. Two meshes are equal when they place the same ranks alike.
 
     Args: mesh  ranks, as nested lists or an integer tensor;  mesh_dim_names  one name per axis.
     """
@@ -58,7 +58,10 @@ class DeviceMesh:
         self.root = self if root is None else root
         """The mesh that this one was sliced from; itself when it was not."""
         self._coordinate = layout.coordinate(world.rank)
-        self._groups: list[ProcessGroup | None] = [None] * len(layout.shape)
+        self._groups: tuple[ProcessGroup, ...] = ()
+        if self._coordinate is not None:
+            axes = range(len(layout.shape))
+            self._groups = tuple(world.shared_group(layout.along(world.rank, [axis]).ranks) for axis in axes)
         self._hash = hash((device_type, layout))
 
     @property
@@ -100,12 +103,9 @@ class DeviceMesh:
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """The process group along an axis, through this rank; the axis may be left out where there is but one."""
         axis = self._one_axis("get_group", mesh_dim)
-        group = self._groups[axis]
-        if group is None:
+        if not self._groups:
             self._position("get_group")
-            group = self.world.shared_group(self.layout.along(self.world.rank, [axis]).ranks)
-            self._groups[axis] = group
-        return group
+        return self._groups[axis]
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The process groups along all axes, through this rank."""

@@ -212,11 +212,12 @@ def test_groups_by_mesh_axis_and_whole_mesh() -> None:
     rank = disttrain.get_rank()
     mesh = disttrain.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     row = torch.tensor([float(rank)])
+    # A mesh that was not used before may be used in a graph: nothing of it is made there.
+    compiled = torch.compile(lambda tensor: F.all_reduce(tensor, "sum", (mesh, "tp")), backend="eager", fullgraph=True)
+    assert compiled(row).tolist() == [1.0]
     assert F.all_gather_tensor(row, 0, (mesh, "tp")).tolist() == [0.0, 1.0]
     assert F.all_gather_tensor(row, 0, (mesh, 0)).tolist() == [float(rank)]
     assert F.all_reduce(row, disttrain.ReduceOp.MAX, mesh["tp"]).tolist() == [1.0]
-    compiled = torch.compile(lambda tensor: F.all_reduce(tensor, "sum", (mesh, "tp")), backend="eager", fullgraph=True)
-    assert compiled(row).tolist() == [1.0]
 
 
 @on_ranks(2)

@@ -108,7 +108,9 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         total = wait(all_reduce(grad, "sum", ctx.place))
-        return total if ctx.place.group_rank == ctx.src else torch.zeros_like(total), None, None
+        # Graphs must be alike on all ranks: a compiler that sees no use of the result would leave the collective out.
+        is_source = torch.full((), ctx.place.group_rank == ctx.src, dtype=torch.bool, device=total.device)
+        return torch.where(is_source, total, torch.zeros_like(total)), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -2,10 +2,11 @@
 
 A graph knows tensors and constants, neither groups nor handles. So a group goes by its name, which the current world
 looks up; and each collective is two operators. The first starts it and gives a tensor with the number of the handle;
-`wait_tensor` takes that number and gives the result. What lies between them in the graph runs meanwhile. `wait_tensor`
-also takes the input, which keeps its memory from being used again too early.
+`wait_tensor` takes that number and gives the result; its other arguments tell what it looks like. What lies between
+them in the graph runs meanwhile.
 
-The result is new memory, not an alias of something that the graph knew before: a compiler may plan memory as it likes.
+A compiler may plan memory as it likes: the result is new memory, not an alias of something that the graph knew before,
+and what is under way reads a copy of the input, which may be overwritten as soon as the first operator has returned.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def _work(work: Work | None) -> Work:
 
 
 def _starting(start: Callable[..., Started]) -> Callable[..., torch.Tensor]:
-    def run(*arguments: Any) -> torch.Tensor:
-        return torch.tensor(current_world().keep_pending(*start(*arguments)))
+    def run(input: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sent = input if start in _COPY_THEMSELVES else input.clone(memory_format=torch.contiguous_format)
+        return torch.tensor(current_world().keep_pending(*start(sent, *arguments)))
 
     return run
 
@@ -105,6 +107,7 @@ def _wait_shape(handle: torch.Tensor, input: torch.Tensor, size: Sequence[int]) 
     return input.new_empty(size)
 
 
+_COPY_THEMSELVES = (start_all_reduce, start_broadcast)
 _STARTS: dict[str, Callable[..., Started]] = {
     "all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor": start_all_reduce,
     "broadcast(Tensor input, int src, str group_name) -> Tensor": start_broadcast,
