@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 
 from disttrain.errors import SettingError, StoreAddressError, StoreAuthError, StoreConnectionError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server, write_token
+from disttrain.store.dial import Dialer, Link
 from disttrain.store.wire import Decoder, Op, encode
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -469,3 +471,23 @@ def test_five_hundred_connections_meet_at_a_barrier(server: ServerProcess) -> No
     assert clients[499].add("a", 1) == 2
     for client in clients:
         client.close()
+
+
+def test_ten_thousand_connections() -> None:
+    num_clients = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 500)
+    server = spawn_server("127.0.0.1", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    links: list[Link] = []
+    try:
+        # Links without the client around them: each thread of a job has one, but not all in one process.
+        links.extend(Dialer(server.host, server.port, None).dial(60.0) for _ in range(num_clients))
+        for number, link in enumerate(links[1:]):
+            link.socket.sendall(encode([number, Op.BARRIER, "go", num_clients, 60.0]))
+        links[0].socket.sendall(encode([0, Op.BARRIER, "go", num_clients, 60.0]))
+        assert all(link.socket.recv(100) for link in links)
+    finally:
+        for link in links:
+            link.socket.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server.close()
