@@ -33,6 +33,10 @@ class StateAgainstModel(RuleBasedStateMachine):
         self.values: dict[str, bytes] = {}
         self.waiting: list[tuple[int, int, Op, list[str], float]] = []  # connection, request, op, keys, deadline
         self.barriers: dict[str, list[tuple[int, int, float]]] = {}
+        self.watching: list[tuple[int, int, str, bytes | None, float]] = []
+        self.queues: dict[str, list[bytes]] = {}
+        self.popping: list[tuple[int, int, str, float]] = []
+        self.pushing: list[tuple[int, int, str, float, bytes]] = []
 
     def ask(self, connection: int, op: Op, *arguments: Any) -> dict[tuple[int, int], list[Any]]:
         self.num_requests += 1
@@ -50,7 +54,11 @@ class StateAgainstModel(RuleBasedStateMachine):
     def check_woken(self, answers: dict[tuple[int, int], list[Any]]) -> None:
         ready = [entry for entry in self.waiting if all(key in self.values for key in entry[3])]
         self.waiting = [entry for entry in self.waiting if entry not in ready]
-        assert answers == {entry[:2]: [Status.OK, self.value_of(entry[2], entry[3])] for entry in ready}
+        changed = [entry for entry in self.watching if self.values.get(entry[2]) != entry[3]]
+        self.watching = [entry for entry in self.watching if entry not in changed]
+        expected = {entry[:2]: [Status.OK, self.value_of(entry[2], entry[3])] for entry in ready}
+        expected |= {entry[:2]: [Status.OK, self.values.get(entry[2])] for entry in changed}
+        assert answers == expected
 
     def value_of(self, op: Op, keys: list[str]) -> Any:
         found = [self.values[key] for key in keys]
@@ -98,6 +106,7 @@ class StateAgainstModel(RuleBasedStateMachine):
     def ask_what_never_waits(self, connection: int, keys: list[str]) -> None:
         self.check(connection, Op.CHECK, [keys], all(key in self.values for key in keys))
         self.check(connection, Op.NUM_KEYS, [], len(self.values))
+        self.check(connection, Op.LIST_KEYS, [""], sorted(self.values))
 
     @rule(connection=connections, key=key_names, timeout_s=timeouts)
     def get(self, connection: int, key: str, timeout_s: float) -> None:
@@ -111,6 +120,67 @@ class StateAgainstModel(RuleBasedStateMachine):
         answers = self.ask(connection, op, argument, timeout_s)
         self.waiting.append((connection, self.num_requests, op, keys, self.now_s + timeout_s))
         self.check_woken(answers)
+
+    @rule(connection=connections, key=key_names, seen=st.none() | values, timeout_s=timeouts)
+    def watch(self, connection: int, key: str, seen: bytes | None, timeout_s: float) -> None:
+        answers = self.ask(connection, Op.WATCH, key, seen, timeout_s)
+        self.watching.append((connection, self.num_requests, key, seen, self.now_s + timeout_s))
+        self.check_woken(answers)
+
+    @rule(connection=connections, name=key_names, value=values, timeout_s=timeouts)
+    def push_where_two_fit(self, connection: int, name: str, value: bytes, timeout_s: float) -> None:
+        answers = self.ask(connection, Op.QUEUE_PUSH, name, value, 2, timeout_s)
+        self.pushing.append((connection, self.num_requests, name, self.now_s + timeout_s, value))
+        self.check_queue(answers, name)
+
+    @rule(connection=connections, name=key_names, timeout_s=timeouts)
+    def pop(self, connection: int, name: str, timeout_s: float) -> None:
+        answers = self.ask(connection, Op.QUEUE_POP, name, timeout_s)
+        self.popping.append((connection, self.num_requests, name, self.now_s + timeout_s))
+        self.check_queue(answers, name)
+
+    @rule(connection=connections, name=key_names)
+    def pop_without_waiting(self, connection: int, name: str) -> None:
+        assert self.ask(connection, Op.QUEUE_LEN, name) == {
+            (connection, self.num_requests): [Status.OK, len(self.queues.get(name, []))]
+        }
+        if not self.queues.get(name):
+            (answer,) = self.ask(connection, Op.QUEUE_POP, name, 0).values()
+            assert answer[0] == Status.EMPTY
+
+    def check_queue(self, answers: dict[tuple[int, int], list[Any]], name: str) -> None:
+        """Let values in and out, first come first served, until nothing moves."""
+        queue = self.queues.setdefault(name, [])
+        expected: dict[tuple[int, int], list[Any]] = {}
+        while True:
+            pushing = [entry for entry in self.pushing if entry[2] == name]
+            popping = [entry for entry in self.popping if entry[2] == name]
+            if popping and queue:
+                expected[popping[0][:2]] = [Status.OK, queue.pop(0)]
+                self.popping.remove(popping[0])
+            elif pushing and len(queue) < 2:
+                expected[pushing[0][:2]] = [Status.OK, None]
+                queue.append(pushing[0][4])
+                self.pushing.remove(pushing[0])
+            else:
+                break
+        assert answers == expected
+
+    @rule(connection=connections, ago=st.integers(0, 5))
+    def cancel(self, connection: int, ago: int) -> None:
+        request_id = max(self.num_requests - ago, 0)
+        is_parked = (connection, request_id) in self.parked()
+        assert self.ask(connection, Op.CANCEL, request_id) == {(connection, self.num_requests): [Status.OK, is_parked]}
+        self.forget({(connection, request_id)})
+
+    def parked(self) -> dict[tuple[int, int], float]:
+        """The deadline of each request that waits."""
+        found = {entry[:2]: entry[4] for entry in self.waiting}
+        found |= {member[:2]: member[2] for members in self.barriers.values() for member in members}
+        found |= {entry[:2]: entry[4] for entry in self.watching}
+        found |= {entry[:2]: entry[3] for entry in self.popping}
+        found |= {entry[:2]: entry[3] for entry in self.pushing}
+        return found
 
     @rule(connection=connections, name=key_names, timeout_s=timeouts)
     def barrier_of_three(self, connection: int, name: str, timeout_s: float) -> None:
@@ -126,9 +196,7 @@ class StateAgainstModel(RuleBasedStateMachine):
     @rule(step_s=st.sampled_from([0.5, 1.0, 3.0]))
     def time_passes(self, step_s: float) -> None:
         self.now_s += step_s
-        late = {entry[:2] for entry in self.waiting if entry[4] <= self.now_s}
-        for members in self.barriers.values():
-            late |= {member[:2] for member in members if member[2] <= self.now_s}
+        late = {request for request, deadline_s in self.parked().items() if deadline_s <= self.now_s}
         replies = self.state.expire(self.now_s)
         assert {(connection, reply[0]) for connection, reply in replies} == late
         assert all(reply[1] == Status.TIMEOUT for _, reply in replies)
@@ -137,12 +205,13 @@ class StateAgainstModel(RuleBasedStateMachine):
     @rule(connection=connections)
     def disconnect(self, connection: int) -> None:
         self.state.disconnect(connection)
-        gone = {entry[:2] for entry in self.waiting if entry[0] == connection}
-        gone |= {member[:2] for members in self.barriers.values() for member in members if member[0] == connection}
-        self.forget(gone)
+        self.forget({request for request in self.parked() if request[0] == connection})
 
     def forget(self, requests: set[tuple[int, int]]) -> None:
         self.waiting = [entry for entry in self.waiting if entry[:2] not in requests]
+        self.watching = [entry for entry in self.watching if entry[:2] not in requests]
+        self.popping = [entry for entry in self.popping if entry[:2] not in requests]
+        self.pushing = [entry for entry in self.pushing if entry[:2] not in requests]
         for name, members in list(self.barriers.items()):
             self.barriers[name] = [member for member in members if member[:2] not in requests]
             if not self.barriers[name]:
@@ -150,10 +219,15 @@ class StateAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_behind(self) -> None:
-        num_parked = len(self.waiting) + sum(map(len, self.barriers.values()))
+        deadlines = list(self.parked().values())
+        num_parked = len(deadlines)
         assert self.state.num_parked == num_parked
-        deadlines = [entry[4] for entry in self.waiting]
-        deadlines += [member[2] for members in self.barriers.values() for member in members]
+        num_values = len(self.values) + sum(map(len, self.queues.values()))
+        assert self.state._num_values == num_values
+        num_bytes = sum(len(key) + len(value) for key, value in self.values.items())
+        assert self.state._total_bytes == num_bytes + sum(
+            len(value) for queue in self.queues.values() for value in queue
+        )
         if deadlines:
             assert self.state.next_deadline_s is not None
             assert self.state.next_deadline_s <= min(deadlines)
@@ -166,7 +240,7 @@ class StateAgainstModel(RuleBasedStateMachine):
 
 
 TestStateAgainstModel = StateAgainstModel.TestCase
-TestStateAgainstModel.settings = settings(max_examples=25, stateful_step_count=25)
+TestStateAgainstModel.settings = settings(max_examples=25, stateful_step_count=30)
 
 
 def answers(state: StoreState, *requests: list[Any], now_s: float = 0.0) -> list[list[Any]]:
