@@ -6,6 +6,7 @@ own with its answer. Between questions the threads sleep in the store.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,8 @@ class Responder:
         self._number = 1
         self._thread = threading.Thread(target=self._answer_until_closed, name=f"disttrain {name}", daemon=True)
         self._thread.start()
+        # A thread that an answer wakes while the interpreter is being taken down can take the process down with it.
+        atexit.register(self.close)
 
     def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
         """The answers of those of `ranks` that gave one in time; none when the store is gone."""
@@ -44,6 +47,7 @@ class Responder:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
+        atexit.unregister(self.close)
         self._store.close()
         self._thread.join(_CLOSING_S)
 
