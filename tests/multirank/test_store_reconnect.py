@@ -36,10 +36,11 @@ class Relay:
         self._run(self._accept)
 
     def cut(self) -> None:
-        for pair in self._pairs:
+        # A client is back before the last of these is shut; its new connection is not one of those to cut.
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
             for end in pair:
                 _shut(end)
-        self._pairs.clear()
 
     def close(self) -> None:
         _shut(self._listener)
