@@ -28,7 +28,8 @@ import disttrain
 
 NUM_ROUNDS = 15
 CALLS_PER_ROUND = 5
-SMALL_CALLS = 500
+NUM_SMALL_ROUNDS = 200
+SMALL_CALLS = 50
 Pair = tuple[Callable[[], object], Callable[[], object]]
 
 
@@ -68,10 +69,15 @@ def small_cases() -> dict[str, Pair]:
     return {
         "all_reduce of 4 KiB": (lambda: disttrain.all_reduce(small), lambda: theirs.all_reduce(small)),
         "all_reduce of 4 KiB, async and wait": (
-            lambda: disttrain.all_reduce(small, async_op=True).wait(),
+            lambda: waited(disttrain.all_reduce(small, async_op=True)),
             lambda: theirs.all_reduce(small, async_op=True).wait(),
         ),
     }
+
+
+def waited(work: disttrain.Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 def device_s(call: Callable[[], object]) -> float:
@@ -83,29 +89,29 @@ def device_s(call: Callable[[], object]) -> float:
         call()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3 / CALLS_PER_ROUND
+    return float(begin.elapsed_time(end)) / 1e3 / CALLS_PER_ROUND
 
 
 def host_s(call: Callable[[], object]) -> float:
-    """Seconds until a call returns. The GPU is waited for now and then, so that its queue is never full."""
-    taken_s = 0.0
-    for _ in range(SMALL_CALLS // 50):
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        for _ in range(50):
-            call()
-        taken_s += time.perf_counter() - begin_s
-    return taken_s / (SMALL_CALLS // 50 * 50)
+    """Seconds until a call returns, over SMALL_CALLS in a row, too few to fill the GPU's queue."""
+    torch.cuda.synchronize()
+    begin_s = time.perf_counter()
+    for _ in range(SMALL_CALLS):
+        call()
+    return (time.perf_counter() - begin_s) / SMALL_CALLS
 
 
-def alternated(pair: Pair, measure: Callable[[Callable[[], object]], float]) -> dict[str, list[float]]:
-    """Seconds per round of ours and torch's, each round's the slowest rank's."""
-    for call in pair:
-        for _ in range(5):
-            call()
-    taken = torch.tensor([[measure(call) for call in pair] for _ in range(NUM_ROUNDS)], device="cuda")
-    disttrain.all_reduce(taken, disttrain.ReduceOp.MAX)
-    return dict(zip(("ours", "torch"), taken.T.tolist(), strict=True))
+def alternated(pair: Pair, num_rounds: int, measure: Callable[[Callable[[], object]], float]) -> dict[str, list[float]]:
+    """Seconds per round of ours and torch's, each round's the slowest rank's; who begins takes turns."""
+    for call in pair * 5:
+        call()
+    taken = torch.empty(num_rounds, 2)
+    for number in range(num_rounds):
+        for side in (0, 1) if number % 2 else (1, 0):
+            taken[number, side] = measure(pair[side])
+    slowest = taken.cuda()
+    disttrain.all_reduce(slowest, disttrain.ReduceOp.MAX)
+    return dict(zip(("ours", "torch"), slowest.T.tolist(), strict=True))
 
 
 def main() -> None:
@@ -128,10 +134,14 @@ def main() -> None:
     }
     num_elements = int(options.gib * (1 << 30)) // 2 // num_ranks * num_ranks
     for name, (bus_bytes, pair) in large_cases(num_elements, num_ranks).items():
-        rates = {side: [bus_bytes / s / 1e9 for s in times] for side, times in alternated(pair, device_s).items()}
+        rates = {
+            side: [bus_bytes / s / 1e9 for s in times] for side, times in alternated(pair, NUM_ROUNDS, device_s).items()
+        }
         report(results, f"{name}, {options.gib:g} GiB", "GB/s", rates)
     for name, pair in small_cases().items():
-        times_us = {side: [s * 1e6 for s in times] for side, times in alternated(pair, host_s).items()}
+        times_us = {
+            side: [s * 1e6 for s in times] for side, times in alternated(pair, NUM_SMALL_ROUNDS, host_s).items()
+        }
         report(results, f"{name}, host", "us", times_us)
     if disttrain.get_rank() == 0 and options.out is not None:
         options.out.write_text(json.dumps(results, indent=1) + "\n")

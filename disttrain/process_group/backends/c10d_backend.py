@@ -6,17 +6,22 @@ What only moves data moves bytes where the transport does not know the dtype. Wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction, Transport
 from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
-from disttrain.process_group.backends.c10d_work import FinishingWork, GivableUp
+from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, GivableUp
 from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
 from disttrain.process_group.work import TransportWork
+
+_ENUMERATORS = frozenset(map(id, _c10d.ReduceOp.RedOpType.__members__.values()))
+
+Prepared = tuple[Any, Recipe | None]
+"""Options for a transport's reduction, and how to reduce what it doesn't know."""
 
 
 class C10dBackend(Backend):
@@ -33,6 +38,9 @@ class C10dBackend(Backend):
         self._global_rank = membership.global_rank
         self._scope = GivableUp()
         self._is_coalescing = False
+        # C++ objects that say only whether it is async and by what to reduce cost more to make than to look up.
+        self._prepared: dict[tuple[type[Any], torch.dtype, int, bool], Prepared] = {}
+        self._gathering = [_with_async(_c10d.AllgatherOptions, async_op) for async_op in (False, True)]
 
     @classmethod
     def adopting(cls, transport: Transport, membership: Membership) -> Self:
@@ -49,13 +57,9 @@ class C10dBackend(Backend):
         return self._transport
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
-        options = _c10d.AllreduceOptions()
-        options.asyncOp = async_op
-        recipe = self._recipe("all_reduce", tensor, op)
+        options, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
         if recipe is None:
-            options.reduceOp = op  # type: ignore[assignment]  # the stubs know one of the two kinds
             return self._begun(self._transport.allreduce([tensor], options))
-        options.reduceOp = recipe.op  # type: ignore[assignment]
         seen = recipe.seen(tensor)
         if recipe.factor is not None:
             seen.mul_(recipe.factor)
@@ -63,7 +67,7 @@ class C10dBackend(Backend):
         return self._begun(started, lambda: recipe.finish(seen, tensor, self._size))
 
     def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
-        recipe = self._recipe("reduce", tensor, op) or Recipe(tensor.dtype, op)
+        recipe = self._recipe("reduce", tensor.dtype, op) or Recipe(tensor.dtype, op)
         options = _c10d.ReduceOptions()
         options.reduceOp = recipe.op  # type: ignore[assignment]
         options.rootRank = dst_rank
@@ -75,10 +79,11 @@ class C10dBackend(Backend):
             contribution = seen.clone() if seen.data_ptr() == tensor.data_ptr() else seen
             return self._begun(self._transport.reduce([contribution], options))
 
-        def finish() -> None:
+        def finish() -> Sequence[torch.Tensor]:
             recipe.finish(seen, tensor, self._size)
             if recipe.factor is not None:
                 recipe.seen(tensor).copy_(seen)
+            return [tensor]
 
         return self._begun(self._transport.reduce([seen], options), finish)
 
@@ -90,8 +95,7 @@ class C10dBackend(Backend):
         return self._begun(self._transport.broadcast([self._movable(tensor)], options))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        options = _c10d.AllgatherOptions()
-        options.asyncOp = async_op
+        options = self._gathering[async_op]
         started = self._transport._allgather_base(self._movable(output), self._movable(input), options)
         return self._begun(started)
 
@@ -122,15 +126,13 @@ class C10dBackend(Backend):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        options = _c10d.ReduceScatterOptions()
-        options.asyncOp = async_op
         # Gloo splits along the leading dim only.
         whole, flat = input.view(-1), output.view(-1)
-        recipe = self._recipe("reduce_scatter_tensor", whole, op)
+        options, recipe = self._reduction(
+            "reduce_scatter_tensor", _c10d.ReduceScatterOptions, whole.dtype, op, async_op
+        )
         if recipe is None:
-            options.reduceOp = op  # type: ignore[assignment]
             return self._begun(self._transport._reduce_scatter_base(flat, whole, options))
-        options.reduceOp = recipe.op  # type: ignore[assignment]
         seen = recipe.seen(flat).view(-1)
         contribution = recipe.multiplied(recipe.seen(whole).view(-1))
         started = self._transport._reduce_scatter_base(seen, contribution, options)
@@ -139,7 +141,7 @@ class C10dBackend(Backend):
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
-        recipe = self._recipe("reduce_scatter", output, op) or Recipe(output.dtype, op)
+        recipe = self._recipe("reduce_scatter", output.dtype, op) or Recipe(output.dtype, op)
         options = _c10d.ReduceScatterOptions()
         options.reduceOp = recipe.op  # type: ignore[assignment]
         options.asyncOp = async_op
@@ -193,7 +195,7 @@ class C10dBackend(Backend):
         if not self._is_adopted:
             self._transport.abort()
 
-    def _begun(self, started: TransportWork | None, finish: Callable[[], None] | None = None) -> TransportWork:
+    def _begun(self, started: TransportWork | None, finish: Finish | None = None) -> TransportWork:
         """The handle of a collective; `finish` runs when the caller has waited for it."""
         handle = self._handle(started)
         return handle if finish is None else FinishingWork(handle, finish)
@@ -205,11 +207,31 @@ class C10dBackend(Backend):
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype in self.natives.dtypes else tensor.view(-1).view(torch.uint8)
 
-    def _recipe(self, operation: str, tensor: torch.Tensor, op: Reduction) -> Recipe | None:
-        return recipe_for(operation, tensor.dtype, op, self.natives, self.short_name(), self._global_rank)
+    def _reduction(
+        self, operation: str, kind: type[Any], dtype: torch.dtype, op: Reduction, async_op: bool
+    ) -> Prepared:
+        """Options of class `kind` to reduce `dtype` by `op`, and what the transport cannot do by itself."""
+        # By identity: torch's enumerators live as long as their class, and take a microsecond to hash.
+        found = self._prepared.get((kind, dtype, id(op), async_op))
+        if found is None:
+            recipe = self._recipe(operation, dtype, op)
+            found = _with_async(kind, async_op), recipe
+            found[0].reduceOp = op if recipe is None else recipe.op
+            if id(op) in _ENUMERATORS:
+                self._prepared[kind, dtype, id(op), async_op] = found
+        return found
+
+    def _recipe(self, operation: str, dtype: torch.dtype, op: Reduction) -> Recipe | None:
+        return recipe_for(operation, dtype, op, self.natives, self.short_name(), self._global_rank)
 
     def _barrier(self, device_ids: Sequence[int] = ()) -> TransportWork:
         options = _c10d.BarrierOptions()
         options.device_ids = list(device_ids)
         options.asyncOp = False
         return self._begun(self._transport.barrier(options))
+
+
+def _with_async(kind: type[Any], async_op: bool) -> Any:
+    options = kind()
+    options.asyncOp = async_op
+    return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,15 +12,20 @@ import torch
 
 from disttrain.process_group.work import TransportWork
 
+Finish = Callable[[], Sequence[torch.Tensor]]
+"""A last step; returns the tensors that it wrote to."""
+
 
 class FinishingWork:
     """An operation with a last step, which runs once, when somebody has waited for the transport."""
 
-    __slots__ = ("_finish", "_lock", "_started")
+    __slots__ = ("_finish", "_future", "_is_finished", "_lock", "_started")
 
-    def __init__(self, started: TransportWork, finish: Callable[[], None]) -> None:
+    def __init__(self, started: TransportWork, finish: Finish) -> None:
         self._started = started
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
+        self._is_finished = False
+        self._future: torch.futures.Future[Sequence[torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -28,25 +33,31 @@ class FinishingWork:
             self._started.wait()
         else:
             self._started.wait(timeout)
-        self._finish_once()
+        with self._lock:
+            future = self._future
+            if future is None and not self._is_finished:
+                self._finish()
+                self._is_finished = True
+        if future is not None:
+            # The last step runs in the future's callback, on a stream of its own.
+            future.wait()
         return True
 
     def is_completed(self) -> bool:
         return self._started.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        def finished(started: torch.futures.Future[Any]) -> None:
-            started.value()
-            self._finish_once()
-
-        return self._started.get_future().then(finished)
-
-    def _finish_once(self) -> None:
-        # Callbacks of the future run in a thread of the transport.
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._is_finished:
+                return self._started.get_future()
+            if self._future is None:
+                self._future = self._started.get_future().then(self._finished)
+            return self._future
+
+    def _finished(self, started: torch.futures.Future[Any]) -> Sequence[torch.Tensor]:
+        started.value()
+        # Who waits for a CUDA future is ordered after the streams of the tensors that it holds.
+        return self._finish()
 
 
 class GivableUp:

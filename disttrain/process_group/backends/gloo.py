@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from disttrain.process_group import _c10d
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.backends.c10d_work import FinishingWork, InterruptibleWork
+from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork
 from disttrain.process_group.backends.reduction import Natives
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
@@ -48,9 +48,10 @@ class GlooBackend(C10dBackend):
         sizes = [tensor.numel() for tensor in outputs]
         received = joined.new_empty(sum(sizes))
 
-        def finish() -> None:
+        def finish() -> Sequence[torch.Tensor]:
             for tensor, part in zip(outputs, received.split(sizes), strict=True):
                 tensor.view(-1).copy_(part)
+            return outputs
 
         started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
         return FinishingWork(started, finish)
@@ -66,7 +67,7 @@ class GlooBackend(C10dBackend):
         self._scope.is_given_up = True
         super().abort()
 
-    def _begun(self, started: TransportWork | None, finish: Callable[[], None] | None = None) -> TransportWork:
+    def _begun(self, started: TransportWork | None, finish: Finish | None = None) -> TransportWork:
         assert started is not None
         return super()._begun(InterruptibleWork(started, self._scope), finish)
 

@@ -63,8 +63,8 @@ class Recipe:
         """This rank's contribution; the caller's values stay as they are."""
         return seen if self.factor is None else seen * self.factor
 
-    def finish(self, seen: torch.Tensor, tensor: torch.Tensor, group_size: int) -> None:
-        """Make `tensor` of what the transport has left in `seen`."""
+    def finish(self, seen: torch.Tensor, tensor: torch.Tensor, group_size: int) -> list[torch.Tensor]:
+        """Make `tensor` of what the transport has left in `seen`; return what was written to."""
         if self.divides:
             if seen.is_floating_point():
                 seen.div_(group_size)
@@ -72,6 +72,7 @@ class Recipe:
                 seen.div_(group_size, rounding_mode="trunc")
         if self.is_converted:
             tensor.copy_(seen)
+        return [tensor]
 
 
 def check_reducible(operation: str, dtype: torch.dtype, op: Reduction, rank: int) -> None:
