@@ -5,7 +5,7 @@ from __future__ import annotations
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
+from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.shard_sizes import local_shape_and_offset
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "Spec",
+    "StridedShard",
     "distribute_tensor",
     "local_shape_and_offset",
 ]

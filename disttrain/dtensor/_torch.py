@@ -48,12 +48,14 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones; a view's result shares memory with its first
-    argument; `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
+    argument; `returned` are, per result, the position of the argument that it is, None for a new tensor;
+    `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
     arguments: tuple[str, ...]
     mutated: tuple[int, ...]
+    returned: tuple[int | None, ...]
     is_pointwise: bool
     is_random: bool
     is_view: bool
@@ -71,14 +73,25 @@ def facts_of(op: OpOverload) -> OpFacts:
     positions = [-1 if argument.kwarg_only else place for place, argument in enumerate(schema.arguments)]
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     mutated = tuple(position for position, is_write in zip(positions, writes, strict=True) if is_write)
+    written = {
+        _alias_of(argument): position
+        for position, argument, is_write in zip(positions, schema.arguments, writes, strict=True)
+        if is_write
+    }
     returns_data = torch.Tag.data_dependent_output in op.tags
     return OpFacts(
         name=f"{op.namespace}.{op._schema.name.partition('::')[2]}",
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
+        returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         returns_data=returns_data,
         shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags,
     )
+
+
+def _alias_of(value: Any) -> frozenset[str] | None:
+    """The alias set that a schema gives an argument or a result."""
+    return None if value.alias_info is None else frozenset(value.alias_info.before_set)

@@ -1,82 +1,163 @@
-"""Layout: placements on a mesh. Spec: a layout plus the global tensor's shape, strides and dtype."""
+"""Layout: placements on a mesh. Spec: a layout plus the global tensor's shape, strides and dtype.
+
+Both are interned: equal ones are one object, so that comparing them is `is`, and looking up what was decided for them
+hashes an address. Decisions hang on them (`plans`) and go when the last tensor that lies so goes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from typing import Any, Self, cast
+from weakref import WeakValueDictionary
 
 import torch
 
-from disttrain.dtensor.placement import Placements, Replicate
-from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape_and_offset
+from disttrain.dtensor.placement import Placement, Placements, Replicate
+from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape, local_shape_and_offset
 from disttrain.mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
 class Layout:
     """How a tensor lies on a mesh: one placement per mesh axis. Says nothing about sizes."""
 
+    __slots__ = ("__weakref__", "_replicated", "has_partial", "is_replicated", "mesh", "placements", "plans")
+
     mesh: DeviceMesh
     placements: Placements
+    is_replicated: bool
+    """True when every rank holds the whole value."""
+    has_partial: bool
+    plans: dict[Any, Any]
+    """What dispatch has found out for operands that lie so, whatever their shapes."""
+    _replicated: Layout | None
 
-    @property
-    def is_replicated(self) -> bool:
-        """True when every rank holds the whole value."""
-        return all(isinstance(placement, Replicate) for placement in self.placements)
+    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> Self:
+        key = (mesh, tuple(placements))
+        found = _LAYOUTS.get(key)
+        if found is None:
+            found = super().__new__(cls)
+            found.mesh, found.placements = key
+            found.is_replicated = all(isinstance(placement, Replicate) for placement in found.placements)
+            found.has_partial = any(placement.is_partial() for placement in found.placements)
+            found.plans = {}
+            found._replicated = None
+            found = _LAYOUTS.setdefault(key, found)
+        return cast(Self, found)
 
-    @property
-    def has_partial(self) -> bool:
-        return any(placement.is_partial() for placement in self.placements)
-
-    def with_placements(self, placements: Placements) -> Layout:
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
         return Layout(self.mesh, placements)
 
     def replicated(self) -> Layout:
         """The same mesh, whole on every rank."""
-        return Layout(self.mesh, (Replicate(),) * len(self.placements))
+        if self._replicated is None:
+            whole = Layout(self.mesh, (Replicate(),) * len(self.placements))
+            if whole is self:
+                return self
+            self._replicated = whole
+        return self._replicated
+
+    def __deepcopy__(self, _: object) -> Layout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.mesh, self.placements)
+
+    def __repr__(self) -> str:
+        return f"Layout({self})"
 
     def __str__(self) -> str:
         return f"{list(self.placements)} on {self.mesh.layout}"
 
 
-@dataclass(frozen=True)
 class Spec:
-    """What a DTensor is, but for its values: global shape, strides, dtype, and layout."""
+    """What a DTensor is, but for its values: global shape, strides, dtype, and layout.
+
+    With sizes that are symbols, as the compiler traces them, a spec is an object of its own and nothing is kept for it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_local_shape",
+        "dtype",
+        "is_symbolic",
+        "layout",
+        "mesh",
+        "placements",
+        "plans",
+        "shape",
+        "stride",
+    )
 
     layout: Layout
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    mesh: DeviceMesh
+    placements: Placements
+    is_symbolic: bool
+    plans: dict[Any, Any]
+    """What dispatch does for a first operand of this spec, by operator and other operands."""
+    _local_shape: tuple[int, ...] | None
+
+    def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
+        sizes, strides = tuple(shape), tuple(stride)
+        if any(type(number) is not int for number in (*sizes, *strides)):
+            return cls._made(layout, sizes, strides, dtype, is_symbolic=True)
+        key = (layout, sizes, strides, dtype)
+        found = _SPECS.get(key)
+        if found is None:
+            found = _SPECS.setdefault(key, cls._made(layout, sizes, strides, dtype, is_symbolic=False))
+        return cast(Self, found)
 
     @classmethod
-    def of(cls, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    def _made(
+        cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, is_symbolic: bool
+    ) -> Self:
+        made = super().__new__(cls)
+        made.layout, made.shape, made.stride, made.dtype = layout, shape, stride, dtype
+        made.mesh, made.placements = layout.mesh, layout.placements
+        made.is_symbolic = is_symbolic
+        made.plans = {}
+        made._local_shape = None
+        return made
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
         """A spec with contiguous strides."""
         return cls(layout, shape, contiguous_strides(shape), dtype)
 
     @property
-    def mesh(self) -> DeviceMesh:
-        return self.layout.mesh
-
-    @property
-    def placements(self) -> Placements:
-        return self.layout.placements
-
-    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part; all zeros on a rank that is not on the mesh."""
-        return self._local[0]
+        if self._local_shape is None:
+            coordinate = self.mesh.get_coordinate()
+            if coordinate is None:
+                self._local_shape = (0,) * len(self.shape)
+            else:
+                self._local_shape = local_shape(self.shape, self.mesh.shape, coordinate, self.placements)
+        return self._local_shape
 
-    @cached_property
+    @property
     def local_offset(self) -> tuple[int, ...]:
-        """Where this rank's part begins in the whole."""
-        return self._local[1]
-
-    @cached_property
-    def _local(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's part begins in the whole; no placement may be StridedShard."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
-            return (0,) * len(self.shape), (0,) * len(self.shape)
-        return local_shape_and_offset(self.shape, self.mesh.shape, coordinate, self.placements)
+            return (0,) * len(self.shape)
+        return local_shape_and_offset(self.shape, self.mesh.shape, coordinate, self.placements)[1]
 
     def with_layout(self, layout: Layout) -> Spec:
         return Spec(layout, self.shape, self.stride, self.dtype)
+
+    def __deepcopy__(self, _: object) -> Spec:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spec, (self.layout, self.shape, self.stride, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
+
+
+# Tables of values that are alive, not state: who holds an equal one gets the same object.
+_LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
+_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()

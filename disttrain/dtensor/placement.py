@@ -1,8 +1,12 @@
-"""Placements: what one mesh axis does to a tensor. Values, compared by content."""
+"""Placements: what one mesh axis does to a tensor. Values, compared by content.
+
+A tensor dim may stand for several factors, the outer ones changing slowest: flattening a batch and a sequence makes one
+dim of two. Shard cuts a dim's outermost factor, StridedShard one further in; so views of sharded tensors move nothing.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -10,8 +14,13 @@ from typing import Any
 class Placement:
     """Abstract: Shard, Replicate or Partial."""
 
+    @property
+    def cut_dim(self) -> int | None:
+        """The tensor dim of which the ranks hold different pieces; None for Replicate and Partial."""
+        return None
+
     def is_shard(self, dim: int | None = None) -> bool:
-        """True for Shard, of `dim` if one is given."""
+        """True for Shard, of `dim` if one is given; StridedShard is another kind."""
         return False
 
     def is_replicate(self) -> bool:
@@ -31,11 +40,34 @@ class Shard(Placement):
 
     dim: int
 
+    @property
+    def cut_dim(self) -> int:
+        return self.dim
+
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
         return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True)
+class StridedShard(Placement):
+    """Tensor dim `dim` is `num_blocks` equal blocks, and each rank along the axis holds its piece of every block.
+
+    Blocks are counted in what earlier axes leave of the dim. A view of (4, 6) sharded along dim 1 as (24,) lies so,
+    with 4 blocks; and a parameter that tensor parallelism cuts first and FSDP next lies so along the axis of FSDP.
+    """
+
+    dim: int
+    num_blocks: int
+
+    @property
+    def cut_dim(self) -> int:
+        return self.dim
+
+    def __repr__(self) -> str:
+        return f"StridedShard({self.dim}, num_blocks={self.num_blocks})"
 
 
 @dataclass(frozen=True)
@@ -90,10 +122,10 @@ def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
 
 
 def _checked(placement: Any, num_dims: int) -> Placement:
-    if isinstance(placement, Shard):
+    if isinstance(placement, Shard | StridedShard):
         if not -num_dims <= placement.dim < num_dims:
             raise ValueError(f"{placement} names a dim that a tensor of {num_dims} dims does not have")
-        return Shard(placement.dim % num_dims)
+        return replace(placement, dim=placement.dim % num_dims)
     if not isinstance(placement, Placement):
         raise ValueError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial()")
     return placement

@@ -1,53 +1,83 @@
-"""Rules x layouts -> which layout each operand must have and the result has then. Pure; one mesh axis at a time."""
+"""Rules x layouts -> which layout each operand must have and the results have then. Pure; one mesh axis at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
-from disttrain.dtensor.rules import OpCall, Signature
-
-_IMPOSSIBLE = math.inf
-
-
-@dataclass(frozen=True)
-class Propagation:
-    """Layouts for the operands (None for plain scalars) and the result of one operator call."""
-
-    operands: tuple[Layout | None, ...]
-    result: Layout
+from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.shard_sizes import piece_size
 
 
-def propagate(call: OpCall, signatures: Sequence[Signature]) -> Propagation | None:
-    """The cheapest choice of one signature per axis; None when an in-place call leaves none."""
+def propagate(call: OpCall, rule: Rule) -> Propagation:
+    """The cheapest choice of one signature per axis."""
     mesh = next(spec.mesh for spec in call.operands if spec is not None)
+    signatures = rule.signatures(call)
+    # What the axes so far leave of each operand.
+    left = [None if spec is None else list(spec.shape) for spec in call.operands]
     chosen: list[Signature] = []
     for axis, axis_size in enumerate(mesh.shape):
-        costs = [_cost(call, signature, axis, axis_size) for signature in signatures]
-        best = min(range(len(costs)), key=costs.__getitem__)
-        if costs[best] == _IMPOSSIBLE:
-            return None
-        chosen.append(signatures[best])
+        possible = [
+            signature
+            for signature in (*signatures, *(_blockwise(call, signatures, axis) if rule.takes_blocks else ()))
+            if rule.shards_unevenly or _is_even(signature, left, axis_size)
+        ]
+        best = min(possible, key=lambda signature: _cost(call, signature, axis, axis_size))
+        chosen.append(best)
+        for sizes, placement in zip(left, best.operands, strict=True):
+            if sizes is not None and placement.cut_dim is not None:
+                sizes[placement.cut_dim] = piece_size(sizes[placement.cut_dim], axis_size)
     operands = tuple(
-        None if spec is None else Layout(mesh, tuple(signature.operands[place] for signature in chosen))
+        None if spec is None else Layout(mesh, [signature.operands[place] for signature in chosen])
         for place, spec in enumerate(call.operands)
     )
-    return Propagation(operands, Layout(mesh, tuple(signature.result for signature in chosen)))
+    results = tuple(
+        Layout(mesh, [signature.results[place] for signature in chosen]) for place in range(len(call.outputs))
+    )
+    return Propagation(operands, results)
+
+
+def _blockwise(call: OpCall, signatures: Sequence[Signature], axis: int) -> Iterable[Signature]:
+    """The signatures that cut a dim, for operands of which that dim is cut block by block: no matter which elements a
+    rank has of it, they are the same ones in all operands."""
+    for place, spec in enumerate(call.operands):
+        present = None if spec is None else spec.placements[axis]
+        if isinstance(present, StridedShard):
+            for signature in signatures:
+                if signature.operands[place] == Shard(present.dim):
+                    yield Signature(
+                        tuple(_in_blocks(placement, present) for placement in signature.operands),
+                        tuple(_in_blocks(placement, present) for placement in signature.results),
+                    )
+
+
+def _in_blocks(placement: Placement, present: StridedShard) -> Placement:
+    return replace(present, dim=placement.dim) if isinstance(placement, Shard) else placement
+
+
+def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: int) -> bool:
+    for sizes, placement in zip(left, signature.operands, strict=True):
+        if sizes is not None and placement.cut_dim is not None:
+            num_blocks = placement.num_blocks if isinstance(placement, StridedShard) else 1
+            if sizes[placement.cut_dim] % (axis_size * num_blocks):
+                return False
+    return True
 
 
 def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> float:
     """Bytes that this rank would send and receive, and a little for copies, so that ties go to moving nothing."""
-    first = call.operands[0]
-    if call.facts.is_inplace and first is not None and first.placements[axis] != signature.operands[0]:
-        return _IMPOSSIBLE
-    return sum(
+    cost = sum(
         _redistribution_cost(spec, spec.placements[axis], wanted, axis_size)
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
         if spec is not None
     )
+    if call.facts.is_inplace and (written := call.operands[0]) is not None:
+        # The result has to go back to where it is written.
+        cost += _redistribution_cost(written, signature.results[0], written.placements[axis], axis_size)
+    return cost
 
 
 def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> float:
@@ -60,11 +90,13 @@ def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, ax
     match placement, wanted:
         case Replicate(), _:
             return copied
-        case Shard(), Partial():
+        case ((Shard() | StridedShard()), Partial()):
             return moved + copied
-        case Shard(), _:
+        case ((Shard() | StridedShard()), (Shard() | StridedShard())):
+            return moved / axis_size + 2 * copied
+        case ((Shard() | StridedShard()), _):
             return moved + copied / 2
-        case Partial(), Shard():
+        case Partial(), (Shard() | StridedShard()):
             return moved + copied
         case _:
             return 2 * moved + copied

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
+from disttrain.dtensor.placement import NormPartial, Partial, Placement
 from disttrain.dtensor.redistribute_plan import (
     AllGather,
     AllReduce,
+    AllToAll,
     MakePartial,
     ReduceScatter,
     Split,
     Step,
     plan_redistribute,
 )
-from disttrain.dtensor.shard_sizes import piece, piece_size
+from disttrain.dtensor.shard_sizes import cut, piece, piece_size
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce, all_to_all, reduce_scatter_tensor
 
 _REDUCE_OPS = {
     "sum": ReduceOp.SUM,
@@ -54,15 +57,17 @@ def _run(step: Step, local: torch.Tensor, spec: Spec, placements: list[Placement
     mesh = spec.mesh
     match step:
         case AllGather():
-            return _all_gather(local, step.dim, _extent(spec, placements, step.dim, step.axis), mesh, step.axis)
+            size = _extent(spec, placements, step.dim, step.axis)
+            return _by_blocks(_all_gather, local, step.dim, step.num_blocks, size, mesh, step.axis)
+        case AllToAll():
+            size = _extent(spec, placements, step.source_dim, step.axis)
+            return _all_to_all(local, step.source_dim, step.dim, size, mesh, step.axis)
         case AllReduce():
             return _all_reduce(local, step.partial, mesh, step.axis)
         case ReduceScatter():
             return _reduce_scatter(local, step.dim, step.partial, mesh, step.axis)
         case Split():
-            size, offset = piece(local.shape[step.dim], mesh.shape[step.axis], mesh.get_local_rank(step.axis))
-            # A view would keep the whole's memory, and writing to it would write to the whole.
-            return local.narrow(step.dim, offset, size).clone(memory_format=torch.contiguous_format)
+            return _by_blocks(_split, local, step.dim, step.num_blocks, local.shape[step.dim], mesh, step.axis)
         case MakePartial():
             return _make_partial(local, step.partial, mesh.get_local_rank(step.axis))
     raise AssertionError(step)
@@ -72,9 +77,31 @@ def _extent(spec: Spec, placements: list[Placement], dim: int, axis: int) -> int
     """The size that tensor dim `dim` has before mesh axis `axis` cuts it: what the earlier axes leave of it."""
     size = spec.shape[dim]
     for earlier in range(axis):
-        if placements[earlier] == Shard(dim):
-            size, _ = piece(size, spec.mesh.shape[earlier], spec.mesh.get_local_rank(earlier))
+        if placements[earlier].cut_dim == dim:
+            size = cut(size, placements[earlier], spec.mesh.shape[earlier], spec.mesh.get_local_rank(earlier))
     return size
+
+
+def _by_blocks(
+    run: Callable[[torch.Tensor, int, int, DeviceMesh, int], torch.Tensor],
+    local: torch.Tensor,
+    dim: int,
+    num_blocks: int,
+    size: int,
+    mesh: DeviceMesh,
+    axis: int,
+) -> torch.Tensor:
+    """Do to each block of `dim`, which has `size` elements in all, what `run` does to a dim."""
+    if num_blocks == 1:
+        return run(local, dim, size, mesh, axis)
+    blocks = local.unflatten(dim, (num_blocks, local.shape[dim] // num_blocks))
+    return run(blocks, dim + 1, size // num_blocks, mesh, axis).flatten(dim, dim + 1)
+
+
+def _split(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    own_size, offset = piece(size, mesh.shape[axis], mesh.get_local_rank(axis))
+    # A view would keep the whole's memory, and writing to it would write to the whole.
+    return local.narrow(dim, offset, own_size).clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
@@ -83,6 +110,21 @@ def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis
     gathered = padded.new_empty((num_pieces * padded.shape[0], *padded.shape[1:]))
     all_gather_into_tensor(gathered, padded, group=mesh.get_group(axis))
     return gathered.narrow(0, 0, size).transpose(0, dim).contiguous()
+
+
+def _all_to_all(local: torch.Tensor, source_dim: int, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Pieces of `source_dim`, whose whole has `size` elements, to pieces of `dim`."""
+    num_pieces, position = mesh.shape[axis], mesh.get_local_rank(axis)
+    mine = [piece(local.shape[dim], num_pieces, peer) for peer in range(num_pieces)]
+    theirs = [piece(size, num_pieces, peer)[0] for peer in range(num_pieces)]
+    sent = [local.narrow(dim, offset, length).contiguous() for length, offset in mine]
+    shape = list(sent[position].shape)
+    received = []
+    for length in theirs:
+        shape[source_dim] = length
+        received.append(local.new_empty(shape))
+    all_to_all(received, sent, group=mesh.get_group(axis))
+    return torch.cat(received, source_dim)
 
 
 def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard
+from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, StridedShard
 
 _SCATTERED = frozenset({"sum", "avg", "min", "max", "product"})
 """Reductions that a backend can reduce-scatter."""
@@ -23,9 +23,10 @@ class Step:
 
 @dataclass(frozen=True)
 class AllGather(Step):
-    """Put together the pieces of tensor dim `dim`."""
+    """Put together the pieces of tensor dim `dim`, or of each of its blocks."""
 
     dim: int
+    num_blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,27 @@ class ReduceScatter(Step):
 
 
 @dataclass(frozen=True)
-class Split(Step):
-    """Keep one's own piece of tensor dim `dim`; moves nothing."""
+class AllToAll(Step):
+    """Give away the pieces of tensor dim `dim` and get those of dim `source_dim` put together."""
 
+    source_dim: int
     dim: int
 
     @property
     def result(self) -> Placement:
         return Shard(self.dim)
+
+
+@dataclass(frozen=True)
+class Split(Step):
+    """Keep one's own piece of tensor dim `dim`, or of each of its blocks; moves nothing."""
+
+    dim: int
+    num_blocks: int = 1
+
+    @property
+    def result(self) -> Placement:
+        return Shard(self.dim) if self.num_blocks == 1 else StridedShard(self.dim, self.num_blocks)
 
 
 @dataclass(frozen=True)
@@ -73,15 +87,19 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
     """Steps that turn placements `source` into `target`.
 
     Pieces nest in the order of the axes, so a dim is put together from the last axis to the first and cut from the
-    first to the last; an axis that stays sharded is undone too when an earlier axis of the same dim changes.
+    first to the last; an axis that stays cut is undone too when an earlier axis of the same dim changes.
     """
     steps: list[Step] = []
     current = list(source)
     for axis in reversed(range(len(source))):
         placement = current[axis]
-        if isinstance(placement, Shard) and _must_gather(axis, placement.dim, source, target):
-            steps.append(AllGather(axis, placement.dim))
-            current[axis] = Replicate()
+        dim = placement.cut_dim
+        if dim is not None and _must_gather(axis, dim, source, target):
+            if (exchange := _exchange(axis, source, target)) is not None:
+                steps.append(exchange)
+            else:
+                steps.append(AllGather(axis, dim, _num_blocks(placement)))
+            current[axis] = steps[-1].result
     for axis, placement in enumerate(current):
         wanted = target[axis]
         if isinstance(placement, Partial) and placement != wanted:
@@ -97,20 +115,37 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
     return tuple(steps)
 
 
+def _num_blocks(placement: Placement) -> int:
+    return placement.num_blocks if isinstance(placement, StridedShard) else 1
+
+
 def _must_gather(axis: int, dim: int, source: Placements, target: Placements) -> bool:
     """True unless this axis, and every earlier one that has to do with `dim`, stays as it is."""
-    shard = Shard(dim)
     return any(
-        source[earlier] != target[earlier] and shard in (source[earlier], target[earlier])
+        source[earlier] != target[earlier] and dim in (source[earlier].cut_dim, target[earlier].cut_dim)
         for earlier in range(axis + 1)
     )
+
+
+def _exchange(axis: int, source: Placements, target: Placements) -> AllToAll | None:
+    """One exchange in place of a gather and a cut, where no other axis has to do with either dim."""
+    old, new = source[axis], target[axis]
+    if not isinstance(old, Shard) or not isinstance(new, Shard) or old == new:
+        return None
+    others = [
+        placement.cut_dim
+        for placements in (source, target)
+        for place, placement in enumerate(placements)
+        if place != axis
+    ]
+    return None if old.dim in others or new.dim in others else AllToAll(axis, old.dim, new.dim)
 
 
 def _cut(axis: int, placement: Placement, wanted: Placement) -> Step | None:
     if placement == wanted:
         return None
     assert isinstance(placement, Replicate)
-    if isinstance(wanted, Shard):
-        return Split(axis, wanted.dim)
+    if isinstance(wanted, Shard | StridedShard):
+        return Split(axis, wanted.dim, _num_blocks(wanted))
     assert isinstance(wanted, Partial)
     return MakePartial(axis, wanted)

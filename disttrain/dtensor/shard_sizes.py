@@ -1,14 +1,15 @@
 """Which part of a tensor a rank holds. Pure arithmetic over sizes, mesh shapes and coordinates.
 
 Where several axes shard one dim, they cut in the order of the axes: the first axis cuts the whole, the next one cuts
-the piece. Each cut is `torch.chunk`'s: pieces of ceil(size / num_pieces), the last ones shorter or empty.
+the piece. Each cut is `torch.chunk`'s: pieces of ceil(size / num_pieces), the last ones shorter or empty. A strided cut
+does that to every block of what it finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.dtensor.placement import Placement, Shard
+from disttrain.dtensor.placement import Placement, Shard, StridedShard
 
 
 def piece(size: int, num_pieces: int, position: int) -> tuple[int, int]:
@@ -23,12 +24,30 @@ def piece_size(size: int, num_pieces: int) -> int:
     return -(-size // num_pieces)
 
 
+def cut(size: int, placement: Placement, num_pieces: int, position: int) -> int:
+    """How much the rank at `position` keeps of a dim of `size` that `placement` cuts."""
+    num_blocks = placement.num_blocks if isinstance(placement, StridedShard) else 1
+    return num_blocks * piece(size // num_blocks, num_pieces, position)[0]
+
+
+def local_shape(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """The shape of the part at `coordinate`."""
+    sizes = list(shape)
+    for num_pieces, position, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if (dim := placement.cut_dim) is not None:
+            sizes[dim] = cut(sizes[dim], placement, num_pieces, position)
+    return tuple(sizes)
+
+
 def local_shape_and_offset(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the part at `coordinate`, and where it begins in the whole."""
+    """The shape of the part at `coordinate`, and where it begins in the whole. No placement may be StridedShard."""
     sizes, offsets = list(shape), [0] * len(shape)
     for num_pieces, position, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        assert not isinstance(placement, StridedShard), "a strided piece begins at several places"
         if isinstance(placement, Shard):
             size, offset = piece(sizes[placement.dim], num_pieces, position)
             sizes[placement.dim] = size

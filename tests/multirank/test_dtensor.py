@@ -92,8 +92,11 @@ def test_partial_values_are_linear_or_reduced() -> None:
     torch.testing.assert_close((total + 1).full_tensor(), expected + 1)
     torch.testing.assert_close((total * total).full_tensor(), expected * expected)
     torch.testing.assert_close(total.relu().full_tensor(), expected.relu())
-    with pytest.raises(LayoutError, match=r"would not lie as .*Partial\(sum\).*Redistribute the tensor"):
-        total += 1
+    total += 1
+    assert total.placements == (Partial(),)
+    torch.testing.assert_close(total.full_tensor(), expected + 1)
+    total.relu_().mul_(total)
+    torch.testing.assert_close(total.full_tensor(), (expected + 1).relu() ** 2)
 
 
 @on_ranks(2, 3)

@@ -1,8 +1,11 @@
-"""What a sharding rule is: single-axis signatures of one operator call.
+"""What a sharding rule is: single-axis signatures of one operator call, and how its parts are computed.
 
-A rule looks at a call and lists what may lie along *one* mesh axis: a placement for each tensor operand and the one
-that the result then has. `propagate` picks, axis by axis, the signature that costs least. So a rule never sees the
+A rule looks at a call and lists what may lie along *one* mesh axis: a placement for each tensor operand and the ones
+that the results then have. `propagate` picks, axis by axis, the signature that costs least. So a rule never sees the
 mesh, and the cost of choosing grows with axes times signatures.
+
+Where each rank's part of the result is not simply the operator of its parts (sizes among the arguments, places counted
+from a part's start), the rule also says how to compute it: `localize`.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttrain.dtensor._torch import OpFacts
-from disttrain.dtensor.layout import Spec
+import torch
+
+from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Placement, Replicate
 
 
@@ -20,35 +25,81 @@ from disttrain.dtensor.placement import Placement, Replicate
 class OpCall:
     """One operator call, without values.
 
-    `operands` are the tensor operands in the order of the arguments: the spec of a DTensor, None for a plain scalar
-    tensor. `output_shape` is the global shape of the (first) result.
+    `operands` are the tensor operands in the order of the arguments, those in lists too: the spec of a DTensor, None
+    for a plain scalar tensor. `outputs` are the results for the global shapes, on the meta device.
     """
 
+    op: OpOverload
     facts: OpFacts
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     operands: tuple[Spec | None, ...]
-    output_shape: tuple[int, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The global shape of the first result."""
+        return tuple(self.outputs[0].shape)
+
+    @property
+    def operand(self) -> Spec:
+        """The first operand, where a rule knows that it is a DTensor."""
+        spec = self.operands[0]
+        assert spec is not None
+        return spec
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The argument called `name`, however it was given."""
+        """The argument called `name`, however it was given; `default` where it was not, and where it is None."""
         if name in self.keywords:
-            return self.keywords[name]
-        position = self.facts.arguments.index(name) if name in self.facts.arguments else len(self.arguments)
-        return self.arguments[position] if position < len(self.arguments) else default
+            value = self.keywords[name]
+        else:
+            position = self.facts.arguments.index(name) if name in self.facts.arguments else len(self.arguments)
+            value = self.arguments[position] if position < len(self.arguments) else None
+        return default if value is None else value
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Along one axis: what each operand must be, and what the result is then."""
+    """Along one axis: what each operand must be, and what each result is then."""
 
     operands: tuple[Placement, ...]
-    result: Placement
+    results: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, operands: Sequence[Placement], *results: Placement) -> Signature:
+        return cls(tuple(operands), results)
 
 
-Rule = Callable[[OpCall], Sequence[Signature]]
+@dataclass(frozen=True)
+class Propagation:
+    """Layouts for the operands (None for plain scalars) and the results of one operator call."""
+
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout, ...]
+
+
+Compute = Callable[..., Any]
+"""Takes the call's arguments with this rank's parts in place of the DTensors; returns its parts of the results."""
+
+Localize = Callable[[OpCall, Propagation], Compute]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operator shards. `localize` None: the operator itself, on the parts.
+
+    `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
+    `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
+    `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    """
+
+    signatures: Callable[[OpCall], Sequence[Signature]]
+    localize: Localize | None = None
+    shards_unevenly: bool = True
+    takes_blocks: bool = True
+    reads_numbers: bool = False
 
 
 def all_replicated(call: OpCall) -> Signature:
     """The signature that every deterministic operator has."""
-    return Signature((Replicate(),) * len(call.operands), Replicate())
+    return Signature((Replicate(),) * len(call.operands), (Replicate(),) * len(call.outputs))

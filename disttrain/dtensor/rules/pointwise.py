@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
-from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
+from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
 
 COPIES = frozenset(
     {
@@ -53,7 +53,7 @@ def pointwise(call: OpCall) -> Sequence[Signature]:
     """Any dim may be sharded, in all operands alike; an operand that is broadcast along it is whole."""
     num_dims = len(call.output_shape)
     sharded = [
-        Signature(tuple(_operand(spec, dim, call.output_shape) for spec in call.operands), Shard(dim))
+        Signature.of([_operand(spec, dim, call.output_shape) for spec in call.operands], Shard(dim))
         for dim in range(num_dims)
     ]
     return [all_replicated(call), *sharded, *_partial(call)]
@@ -72,16 +72,19 @@ def _partial(call: OpCall) -> list[Signature]:
     name, num_operands = call.facts.name, len(call.operands)
     if name in _IDENTITIES and call.operands[0] is not None:
         kinds = {place for place in call.operands[0].placements if isinstance(place, Partial)}
-        return [Signature((kind,), kind) for kind in sorted(kinds, key=repr)]
+        return [Signature.of((kind,), kind) for kind in sorted(kinds, key=repr)]
     if name in _EVERY_OPERAND and all(spec is not None for spec in call.operands) and not _adds_a_number(call):
         partial = Partial("sum")
-        return [Signature((partial,) * num_operands, partial)]
+        return [Signature.of((partial,) * num_operands, partial)]
     if name in _FIRST_OPERAND and call.operands[0] is not None and call.argument("rounding_mode") is None:
         others: tuple[Placement, ...] = (Replicate(),) * (num_operands - 1)
-        return [Signature((Partial(op), *others), Partial(op)) for op in ("sum", "avg")]
+        return [Signature.of((Partial(op), *others), Partial(op)) for op in ("sum", "avg")]
     return []
 
 
 def _adds_a_number(call: OpCall) -> bool:
     """True for `x + 1`: each rank would add it."""
     return call.facts.name in ("aten.add", "aten.add_", "aten.sub", "aten.sub_") and len(call.operands) < 2
+
+
+POINTWISE = Rule(pointwise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
-from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
+from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
 
 _PARTIALS = {
     "aten.amax": Partial("max"),
@@ -21,17 +21,15 @@ REDUCTIONS = frozenset({*_PARTIALS, "aten.linalg_vector_norm"})
 
 def reduction(call: OpCall) -> Sequence[Signature]:
     """Shard a dim that stays, or one that is reduced; reduce what is partial in the same way already."""
-    spec = call.operands[0]
-    assert spec is not None
-    num_dims = len(spec.shape)
+    num_dims = len(call.operand.shape)
     reduced = _reduced_dims(call, num_dims)
     partial = _partial(call)
-    signatures = [all_replicated(call), Signature((partial,), partial)]
+    signatures = [all_replicated(call), Signature.of((partial,), partial)]
     for dim in range(num_dims):
         if dim not in reduced:
-            signatures.append(Signature((Shard(dim),), _kept(call, dim, reduced)))
+            signatures.append(Signature.of((Shard(dim),), _kept(call, dim, reduced)))
         elif _may_be_cut(partial):
-            signatures.append(Signature((Shard(dim),), partial))
+            signatures.append(Signature.of((Shard(dim),), partial))
     return signatures
 
 
@@ -67,3 +65,6 @@ def _may_be_cut(partial: Partial) -> bool:
     if isinstance(partial, NormPartial):
         return 0.0 < partial.order < float("inf")
     return partial.reduce_op in ("sum", "product")
+
+
+REDUCTION = Rule(reduction, reads_numbers=True)

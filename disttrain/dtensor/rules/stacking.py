@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
-from disttrain.dtensor.rules.base import OpCall, Signature, all_replicated
+from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
 
 
 def stack(call: OpCall) -> Sequence[Signature]:
@@ -14,9 +14,9 @@ def stack(call: OpCall) -> Sequence[Signature]:
     new_dim = int(call.argument("dim", 0)) % num_dims
     signatures = [all_replicated(call)]
     signatures += [
-        Signature((Shard(dim),) * num_operands, Shard(dim + (dim >= new_dim))) for dim in range(num_dims - 1)
+        Signature.of((Shard(dim),) * num_operands, Shard(dim + (dim >= new_dim))) for dim in range(num_dims - 1)
     ]
-    signatures += [Signature((partial,) * num_operands, partial) for partial in _partials(call)]
+    signatures += [Signature.of((partial,) * num_operands, partial) for partial in _partials(call)]
     return signatures
 
 
@@ -32,3 +32,6 @@ def _partials(call: OpCall) -> list[Partial]:
         for kind in sorted(kinds, key=repr)
         if not isinstance(kind, NormPartial) or all(kind in spec.placements for spec in specs)
     ]
+
+
+STACK = Rule(stack)

@@ -1,0 +1,153 @@
+"""A propagation bound to one call: a closure that takes the arguments and returns the results.
+
+What is known beforehand (which operands move, the results' specs, where tensors stand among the arguments) is bound
+once. The usual calls, where nothing moves and one tensor comes out, have closures of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
+
+Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
+"""Makes a DTensor of a local part and a spec."""
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the arguments of a call, DTensors among them, and returns what the call returns."""
+
+
+def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
+    """The closure for all calls with operands of the same specs and the same other arguments."""
+    compute: Compute = call.op if rule.localize is None else rule.localize(call, propagation)
+    specs = [
+        Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype)
+        for layout, output in zip(propagation.results, call.outputs, strict=True)
+    ]
+    moves = [
+        (place, spec, layout)
+        for place, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
+        if spec is not None and layout is not None and spec.layout is not layout
+    ]
+    if not moves and not call.facts.mutated and len(specs) == 1 and _leads_with_tensors(call):
+        return _simple(wrap, compute, len(call.operands), specs[0])
+    return _general(wrap, call, compute, moves, specs, propagation)
+
+
+def _leads_with_tensors(call: OpCall) -> bool:
+    """True when the operands are the first arguments, DTensors all, none of them in a list, and one tensor returns."""
+    num_operands = len(call.operands)
+    leading = call.arguments[:num_operands]
+    return (
+        len(call.facts.returned) == 1
+        and len(leading) == num_operands
+        and all(isinstance(argument, torch.Tensor) for argument in leading)
+        and None not in call.operands
+    )
+
+
+def _simple(wrap: Wrap, compute: Compute, num_operands: int, spec: Spec) -> Run:
+    if num_operands == 1:
+
+        def run_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return wrap(compute(args[0]._local_tensor, *args[1:], **kwargs), spec)
+
+        return run_one
+
+    if num_operands == 2:
+
+        def run_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return wrap(compute(args[0]._local_tensor, args[1]._local_tensor, *args[2:], **kwargs), spec)
+
+        return run_two
+
+    def run_many(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = [tensor._local_tensor for tensor in args[:num_operands]]
+        return wrap(compute(*parts, *args[num_operands:], **kwargs), spec)
+
+    return run_many
+
+
+def _general(
+    wrap: Wrap,
+    call: OpCall,
+    compute: Compute,
+    moves: Sequence[tuple[int, Spec, Layout]],
+    specs: Sequence[Spec],
+    propagation: Propagation,
+) -> Run:
+    returned = call.facts.returned
+    writes = _writes(call, propagation)
+    is_list = len(specs) != len(returned)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_of([*args, *kwargs.values()])
+        parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        for place, spec, layout in moves:
+            parts[place] = redistribute_local(parts[place], spec, layout)
+        local_args, local_kwargs = replaced(args, kwargs, parts)
+        results = compute(*local_args, **local_kwargs)
+        for place, spec, layout in writes:
+            if parts[place] is not tensors[place]._local_tensor:  # type: ignore[attr-defined]
+                own = redistribute_local(parts[place], spec.with_layout(layout), spec.layout)
+                tensors[place]._local_tensor.copy_(own)  # type: ignore[attr-defined]
+        if not specs:
+            return None
+        if is_list:
+            return [wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
+        if len(specs) == 1:
+            return wrap(results, specs[0]) if returned[0] is None else args[returned[0]]
+        return tuple(
+            wrap(part, spec) if position is None else args[position]
+            for part, spec, position in zip(results, specs, returned, strict=True)
+        )
+
+    return run
+
+
+def _writes(call: OpCall, propagation: Propagation) -> list[tuple[int, Spec, Layout]]:
+    """Operands that are written to: where each stands among the tensors, its spec, and how it lies afterwards."""
+    found = []
+    place = 0
+    for position, argument in enumerate(call.arguments):
+        num_tensors = len(tensors_of([argument]))
+        if position in call.facts.mutated and num_tensors == 1 and (spec := call.operands[place]) is not None:
+            layout = propagation.operands[place]
+            if position in call.facts.returned:
+                layout = propagation.results[call.facts.returned.index(position)]
+            assert layout is not None
+            found.append((place, spec, layout))
+        place += num_tensors
+    return found
+
+
+def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among the values and in their lists, in order."""
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors.extend(item for item in value if isinstance(item, torch.Tensor))
+    return tensors
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with their tensors, in the order of `tensors_of`, replaced by `tensors`."""
+    supply = iter(tensors)
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return next(supply)
+        if isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            return [next(supply) if isinstance(item, torch.Tensor) else item for item in value]
+        return value
+
+    return [replace(value) for value in args], {name: replace(value) for name, value in kwargs.items()}
