@@ -15,24 +15,9 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that only wants to see aten operators."""
 
 
-def make_wrapper(
-    cls: type[torch.Tensor],
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    like: torch.Tensor,
-    requires_grad: bool,
-) -> torch.Tensor:
-    """A tensor of class `cls` with a shape and no storage; dtype and device are those of `like`."""
-    wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        cls,
-        shape,
-        strides=stride,
-        dtype=like.dtype,
-        device=like.device,
-        layout=like.layout,
-        requires_grad=requires_grad,
-    )
-    return wrapper
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""A tensor of a class with a shape and no storage: (class, size, strides, storage offset, memory format, dtype, layout,
+device, pin memory, requires grad, ...)."""
 
 
 def use_foreach_for(cls: type[torch.Tensor]) -> None:

@@ -34,8 +34,11 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
         for place, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
         if spec is not None and layout is not None and spec.layout is not layout
     ]
-    if not moves and not call.facts.mutated and len(specs) == 1 and _leads_with_tensors(call):
-        return _simple(wrap, compute, len(call.operands), specs[0])
+    if not moves and len(specs) == 1 and _leads_with_tensors(call):
+        if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
+            return _inplace(compute, len(call.operands))
+        if not call.facts.mutated:
+            return _simple(wrap, compute, len(call.operands), specs[0])
     return _general(wrap, call, compute, moves, specs, propagation)
 
 
@@ -73,6 +76,14 @@ def _simple(wrap: Wrap, compute: Compute, num_operands: int, spec: Spec) -> Run:
     return run_many
 
 
+def _inplace(compute: Compute, num_operands: int) -> Run:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compute(*[tensor._local_tensor for tensor in args[:num_operands]], *args[num_operands:], **kwargs)
+        return args[0]
+
+    return run
+
+
 def _general(
     wrap: Wrap,
     call: OpCall,
@@ -93,7 +104,7 @@ def _general(
         local_args, local_kwargs = replaced(args, kwargs, parts)
         results = compute(*local_args, **local_kwargs)
         for place, spec, layout in writes:
-            if parts[place] is not tensors[place]._local_tensor:  # type: ignore[attr-defined]
+            if layout is not spec.layout or parts[place] is not tensors[place]._local_tensor:  # type: ignore[attr-defined]
                 own = redistribute_local(parts[place], spec.with_layout(layout), spec.layout)
                 tensors[place]._local_tensor.copy_(own)  # type: ignore[attr-defined]
         if not specs:

@@ -30,7 +30,15 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> Self:
-        tensor = cast(Self, make_wrapper(cls, spec.shape, spec.stride, local, requires_grad))
+        tensor: Self = make_wrapper(
+            cls,
+            spec.shape,
+            strides=spec.stride,
+            dtype=local.dtype,
+            layout=local.layout,
+            device=local.device,
+            requires_grad=requires_grad,
+        )
         tensor._local_tensor = local
         tensor._spec = spec
         return tensor
@@ -42,7 +50,25 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return dispatch(DTensor, func, args, kwargs or {})
+        # The usual calls are looked up right here; see `dispatch` for what a key is made of.
+        num_args = len(args)
+        if not kwargs and 0 < num_args < 3:
+            spec = getattr(args[0], "_spec", None)
+            if spec is not None:
+                if num_args == 1:
+                    run = spec.plans.get((func,))
+                else:
+                    other = args[1]
+                    kind = type(other)
+                    if kind is DTensor:
+                        run = spec.plans.get((func, other._spec))
+                    elif kind is float:
+                        run = spec.plans.get((func, float))
+                    else:
+                        run = None
+                if run is not None:
+                    return run(args, _NOTHING)
+        return dispatch(_made, func, args, kwargs or {})
 
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
@@ -146,6 +172,17 @@ class DTensor(torch.Tensor):
 
 
 use_foreach_for(DTensor)
+_NOTHING: dict[str, Any] = {}
+
+
+def _made(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A DTensor that requires no gradient. As the class does it, but on the shortest way: every operator ends here."""
+    tensor: DTensor = make_wrapper(
+        DTensor, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device
+    )
+    tensor._local_tensor = local
+    tensor._spec = spec
+    return tensor
 
 
 def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:

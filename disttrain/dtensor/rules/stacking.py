@@ -34,4 +34,4 @@ def _partials(call: OpCall) -> list[Partial]:
     ]
 
 
-STACK = Rule(stack)
+RULES = {"aten.stack": Rule(stack)}
