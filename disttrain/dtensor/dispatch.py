@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
-from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
+from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of
+from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
+from disttrain.dtensor.recipe import Recipe, recipe_for
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 from disttrain.errors import LayoutError
@@ -28,28 +30,11 @@ MAX_PLANS = 4096
 
 facts = cache(facts_of)
 
-_BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-
-class _Unkeyed(Exception):
-    """An argument that no key can be made of."""
-
-
-def key_of(value: Any) -> Any:
-    """What of an argument a plan depends on: a tensor's spec, other values themselves, but of floats the type alone."""
-    kind = type(value)
-    spec = getattr(value, "_spec", None)
-    if spec is not None:
-        return spec
-    if kind is float or kind is complex:
-        return kind
-    if kind in _BY_VALUE:
-        return kind, value
-    if kind is list or kind is tuple:
-        return tuple([key_of(item) for item in value])
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return kind, value.dtype
-    raise _Unkeyed
+class _Planned(NamedTuple):
+    run: Run
+    rule: Rule
+    recipe: Recipe | None
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +47,7 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
             key: Any = (op, *map(key_of, args[1:]), *kwargs, *map(key_of, kwargs.values()))
         else:
             key = (op, *map(key_of, args[1:]))
-    except _Unkeyed:
+    except Unkeyed:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     run = spec.plans.get(key)
     if run is not None:
@@ -87,15 +72,32 @@ def _dispatch_once(
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
     specs = tuple(_spec_of(op_facts, tensor) for tensor in tensors)
+    if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
+        planned = _planned(wrap, op, op_facts, args, kwargs, specs)
+        if planned is None:
+            return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+        return planned.run(args, kwargs)
+    form = form_of_call(op, args, kwargs)
+    recipes: dict[Any, Recipe] = args[0]._spec.layout.plans
+    if form is not None and (recipe := recipes.get(form)) is not None:
+        result, spec = recipe.follow(wrap, op, args, kwargs)
+        if spec is not None:
+            _keep(plans, key, simple(wrap, op, len(specs), spec))
+            return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
         return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
-    run, rule = planned
-    if plans is not None and not any(spec is not None and spec.is_symbolic for spec in specs):
-        if len(plans) >= MAX_PLANS:
-            plans.clear()
-        plans[key] = _by_numbers(wrap, op, args, kwargs, run) if rule.reads_numbers else run
+    if form is not None and planned.recipe is not None:
+        _keep(recipes, form, planned.recipe)
+    run = planned.run
+    _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
     return run(args, kwargs)
+
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(table) >= MAX_PLANS:
+        table.clear()
+    table[key] = value
 
 
 def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], first: Run) -> Run:
@@ -121,8 +123,8 @@ def _planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
-) -> tuple[Run, Rule] | None:
-    """How to run the call, by which rule; None for an operator without one."""
+) -> _Planned | None:
+    """How to run the call; None for an operator without a rule."""
     if not _can_be_planned(op_facts):
         return None
     # Nothing of the call but its specs may be kept in the closure.
@@ -137,7 +139,8 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
-    return bind(wrap, call, rule, propagate(call, rule)), rule
+    propagation = propagate(call, rule)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
 
 
 def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
