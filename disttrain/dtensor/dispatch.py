@@ -17,6 +17,7 @@ import torch
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of
+from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
@@ -71,7 +72,12 @@ def _dispatch_once(
         values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    specs = tuple(_spec_of(op_facts, tensor) for tensor in tensors)
+    if any(_has_no_layout(tensor) for tensor in tensors):
+        world = next(spec for tensor in tensors if (spec := getattr(tensor, "_spec", None)) is not None).mesh.world
+        if not replicates_plain(world) or _is_written_to_plain(op_facts, args):
+            raise _plain_beside(op_facts, tensors, world.rank)
+        return dispatch(wrap, op, *_with_plain_replicated(wrap, args, kwargs, tensors))
+    specs: tuple[Spec | None, ...] = tuple([getattr(tensor, "_spec", None) for tensor in tensors])
     if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
         planned = _planned(wrap, op, op_facts, args, kwargs, specs)
         if planned is None:
@@ -180,13 +186,36 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _spec_of(op_facts: OpFacts, tensor: torch.Tensor) -> Spec | None:
-    """The spec of a DTensor, None for a plain scalar tensor; any other plain tensor has no layout."""
-    spec: Spec | None = getattr(tensor, "_spec", None)
-    if spec is None and tensor.ndim > 0:
-        raise LayoutError(
-            op_facts.name,
-            f"a DTensor meets a plain tensor of shape {tuple(tensor.shape)}, whose layout is unknown.",
-            "Make it a DTensor with distribute_tensor or DTensor.from_local, or use to_local() of the other.",
-        )
-    return spec
+def _has_no_layout(tensor: torch.Tensor) -> bool:
+    """True for a plain tensor that is no scalar."""
+    return tensor.ndim > 0 and _is_plain(tensor)
+
+
+def _is_written_to_plain(op_facts: OpFacts, args: tuple[Any, ...]) -> bool:
+    return any(
+        0 <= position < len(args) and isinstance(args[position], torch.Tensor) and _is_plain(args[position])
+        for position in op_facts.mutated
+    )
+
+
+def _with_plain_replicated(
+    wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    whole = next(tensor._spec for tensor in tensors if not _is_plain(tensor)).layout.replicated()
+    wrapped = [
+        wrap(tensor, Spec(whole, tensor.shape, tensor.stride(), tensor.dtype)) if _has_no_layout(tensor) else tensor
+        for tensor in tensors
+    ]
+    new_args, new_kwargs = replaced(args, kwargs, wrapped)
+    return tuple(new_args), new_kwargs
+
+
+def _plain_beside(op_facts: OpFacts, tensors: Sequence[torch.Tensor], rank: int) -> LayoutError:
+    plain = next(tensor for tensor in tensors if _has_no_layout(tensor))
+    return LayoutError(
+        op_facts.name,
+        f"a DTensor meets a plain tensor of shape {tuple(plain.shape)}, whose layout is unknown.",
+        "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or enter "
+        "implicit_replication().",
+        rank=rank,
+    )

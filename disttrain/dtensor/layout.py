@@ -135,6 +135,11 @@ class Spec:
         return cls(layout, shape, contiguous_strides(shape), dtype)
 
     @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
     def form(self) -> tuple[Any, ...] | None:
         """What is left of a spec when sizes are forgotten, but for which are one; None where a cut is uneven."""
         if self._form == ():
@@ -187,3 +192,11 @@ class Spec:
 # Tables of values that are alive, not state: who holds an equal one gets the same object.
 _LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
 _SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()
+
+
+def forget_plans() -> None:
+    """Plan every call anew: what plans were made by has changed."""
+    for layout in list(_LAYOUTS.values()):
+        layout.plans.clear()
+    for spec in list(_SPECS.values()):
+        spec.plans.clear()

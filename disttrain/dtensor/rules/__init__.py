@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.rules import stacking
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
 from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
 
-__all__ = ["Compute", "OpCall", "Propagation", "Rule", "Signature", "find_rule"]
+__all__ = ["CUSTOM", "Compute", "OpCall", "Propagation", "Rule", "Signature", "all_replicated", "find_rule"]
 
 _RULES: dict[str, Rule] = {
     **stacking.RULES,
 }
 """By the operator's name without its overload; in-place forms share the rule of the others."""
 
+CUSTOM: dict[OpOverload, Rule] = {}
+"""The rules that users register, for one overload each; a registry, as torch's own of operators is."""
+
 
 def find_rule(call: OpCall) -> Rule | None:
     """The rule of the family that the call's operator belongs to; None when it has none."""
+    if call.op in CUSTOM:
+        return CUSTOM[call.op]
     name = call.facts.name
     rule = _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
     if rule is not None:
