@@ -26,9 +26,13 @@ from disttrain.settings import (
     STORE_MAX_KEY_BYTES,
     STORE_MAX_KEYS,
     STORE_MAX_TOTAL_BYTES,
+    STORE_MAX_UNPROVED,
     STORE_MAX_UNREAD_BYTES,
     STORE_MAX_VALUE_BYTES,
+    STORE_TLS_CERT,
+    STORE_TLS_KEY,
 )
+from disttrain.store.certificates import Certificates, certificates_from_settings
 from disttrain.store.limits import Limits
 from disttrain.store.server import ENGINES, READY, ServerConfig
 from disttrain.store.wire import Decoder, Message, WireError, encode
@@ -80,6 +84,7 @@ def limits_from_settings() -> Limits:
         STORE_MAX_KEYS.read(),
         STORE_MAX_CLIENTS.read(),
         STORE_MAX_TOTAL_BYTES.read(),
+        STORE_MAX_UNPROVED.read(),
     )
     least = limits.key_bytes + limits.value_bytes + 64
     if limits.frame_bytes < least:
@@ -99,21 +104,27 @@ def spawn_server(
     engine: str | None = None,
     linger_s: float = 5.0,
     limits: Limits | None = None,
+    certificates: Certificates | None = None,
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
     Args:   token  the job's token; None: whoever reaches it may use it, so `host` must be loopback;
             engine  "pyuv" or "uvloop", None: DISTTRAIN_STORE_ENGINE or the first that imports;
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
-            limits  None: those of the environment's settings.
+            limits  None: those of the environment's settings;
+            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
-            StoreError when the server does not start; SettingError for an unknown engine and for what cannot be a
-            host name.
+            StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
+            name, and for certificates that cannot be used.
     """
     engine = engine or STORE_ENGINE.read()
     if engine is not None and engine not in ENGINES:
         raise SettingError("spawn_server", f"there is no engine {engine!r}.", f"Use one of {', '.join(ENGINES)}.")
-    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings())
+    certificates = certificates or certificates_from_settings()
+    if certificates is not None and not certificates.cert_file:
+        problem = "the store shall be used over TLS, and there is no certificate for its server."
+        raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
+    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings(), certificates)
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
     try:

@@ -1,0 +1,153 @@
+"""The client's TLS: what `channel` and `dial` use of a socket, for one thread that reads while another sends.
+
+`ssl.SSLSocket` does not allow that before Python 3.13. Here a lock is held for the cryptography alone, never while the
+kernel is asked to send or to receive, so neither holds up the other.
+
+This module loads `ssl`; import it only where there are certificates.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+
+from disttrain.errors import StoreAuthError, StoreConnectionError
+from disttrain.store.certificates import Certificates
+from disttrain.store.handshake import MAGIC, TLS_ONLY
+from disttrain.store.tls import Tunnel, make_context
+from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, WireError
+
+_CHUNK_BYTES = 256 << 10
+
+
+class TlsSocket:
+    """A connected socket inside TLS. One thread may send and one receive at a time.
+
+    `recv` raises BlockingIOError, as a socket with a kernel's timer does, also when what came is not a whole record.
+    """
+
+    def __init__(self, connection: socket.socket, tunnel: Tunnel) -> None:
+        self._connection = connection
+        self._tunnel = tunnel
+        self._lock = threading.Lock()
+        # Read and not yet deciphered; belongs to the thread that receives.
+        self._received: list[bytes] = []
+        # Sealed and not yet sent; belongs to the thread that sends.
+        self._unsent = b""
+        self.close = connection.close
+        self.settimeout = connection.settimeout
+        self.setsockopt = connection.setsockopt
+        self.shutdown = connection.shutdown
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of `data`, or raise what the socket raises; then the connection is of no further use."""
+        for start in range(0, len(data), _CHUNK_BYTES):
+            sealed = self._seal(data[start : start + _CHUNK_BYTES])
+            self._connection.sendall(sealed)
+
+    def send(self, data: bytes, flags: int) -> int:
+        """Take all of `data`, and send as much as goes with `flags`; the rest goes before what is sent next."""
+        self._unsent = self._seal(data)
+        try:
+            self._unsent = self._unsent[self._connection.send(self._unsent, flags) :]
+        except BlockingIOError:
+            # There is no room at all.
+            pass
+        return len(data)
+
+    def recv(self, num_bytes: int) -> bytes:
+        """Some plain bytes, b"" at the end; asks the kernel once at most, for `num_bytes`."""
+        with self._lock:
+            has_more = self._tunnel.has_more
+        if not has_more and not self._received:
+            # One call into C from the socket to the list, so that no signal handler that raises comes in between.
+            self._received.extend(map(self._connection.recv, (num_bytes,)))
+        if self._received and not self._received[-1]:
+            return b""
+        try:
+            with self._lock:
+                if self._received:
+                    self._tunnel.write_wire(self._received.pop())
+                return self._tunnel.read()
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+        except OSError:
+            raise
+        except BaseException:
+            # Bytes may be lost on their way through: this stream ends, and who waits for an answer asks again.
+            self._end()
+            raise
+
+    def _seal(self, data: bytes) -> bytes:
+        with self._lock:
+            sealed, self._unsent = self._unsent + self._tunnel.seal(data), b""
+        return sealed
+
+    def _end(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            # The other side was first.
+            pass
+
+
+class ClientTls:
+    """How one client puts its links into TLS."""
+
+    def __init__(self, certificates: Certificates, where: str) -> None:
+        """Raises SettingError for files that cannot be used."""
+        self._context = make_context(certificates, is_server=False)
+        self._where = where
+
+    def secure(self, connection: socket.socket, deadline_s: float) -> tuple[TlsSocket, bytes]:
+        """`connection` inside TLS, and the digest of the server's certificate; a broken handshake raises OSError."""
+        tunnel = Tunnel(self._context, is_server=False)
+        try:
+            while not tunnel.shake_hands():
+                connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+                connection.sendall(tunnel.flush())
+                data = connection.recv(_CHUNK_BYTES)
+                if not data:
+                    raise ConnectionResetError("it hung up during the handshake of TLS")
+                if not tunnel.num_bytes:
+                    self._check_first(data)
+                tunnel.num_bytes += len(data)
+                tunnel.write_wire(data)
+        except ssl.SSLError:
+            # So that the server can say why, too.
+            connection.sendall(tunnel.flush())
+            raise
+        connection.sendall(tunnel.flush())
+        return TlsSocket(connection, tunnel), tunnel.peer_digest()
+
+    def refusal(self, error: BaseException) -> StoreAuthError | None:
+        """What to raise in place of `error`, when it says that the certificates don't fit."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            problem = f"the server's certificate is not one of the job's: {error.verify_message}."
+        elif isinstance(error, ssl.SSLError) and error.reason and "ALERT" in error.reason:
+            words = error.reason.partition("ALERT_")[2].lower().replace("_", " ")
+            problem = f"the server does not take us over TLS: {words}."
+        else:
+            return None
+        remedy = "See DISTTRAIN_STORE_TLS_CA and DISTTRAIN_STORE_TLS_CERT, on both sides, and when they expire."
+        return StoreAuthError("connect", problem, remedy, where=self._where)
+
+    def _check_first(self, data: bytes) -> None:
+        """Raise if the server does not speak TLS; a store speaks first there."""
+        if MAGIC.encode() not in data:
+            return
+        try:
+            hello = Decoder(HANDSHAKE_FRAME_BYTES).feed(data)
+        except WireError:
+            return
+        if hello and hello[0][-1:] == [TLS_ONLY]:
+            # It took us for a client without TLS, so late did we come.
+            raise StoreConnectionError("connect", "the server waited in vain for TLS", where=self._where)
+        raise StoreAuthError(
+            "connect",
+            "the server does not speak TLS, and we speak nothing else.",
+            "Start it with a certificate (DISTTRAIN_STORE_TLS_CERT), or unset DISTTRAIN_STORE_TLS_CA here.",
+            where=self._where,
+        )
