@@ -93,9 +93,12 @@ def _shut(end: socket.socket) -> None:
         pass
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, f"{ENGINES[0]}-tls"])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    running = spawn_server("127.0.0.1", 0, engine=request.param)
+    engine, _, is_tls = request.param.partition("-")
+    if is_tls:
+        request.getfixturevalue("tls_settings")
+    running = spawn_server("127.0.0.1", 0, engine=engine)
     yield running
     running.close()
 
