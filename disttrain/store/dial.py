@@ -139,7 +139,9 @@ def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s
         try:
             data = connection.recv(HANDSHAKE_FRAME_BYTES)
         except BlockingIOError:
-            # Not a whole record of TLS yet.
+            # Not a whole record of TLS yet; there may be no end of those that hold nothing.
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError("the handshake takes too long") from None
             continue
         if not data:
             raise ConnectionResetError("it hung up during the handshake")

@@ -106,7 +106,11 @@ class ClientTls:
         tunnel = Tunnel(self._context, is_server=False)
         try:
             while not tunnel.shake_hands():
-                connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    # Records without an end keep no client beyond its time.
+                    raise TimeoutError("the handshake of TLS takes too long")
+                connection.settimeout(remaining_s)
                 connection.sendall(tunnel.flush())
                 data = connection.recv(_CHUNK_BYTES)
                 if not data:
