@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
@@ -17,6 +17,9 @@ from disttrain.store.methods import StoreMethods
 from disttrain.store.process import ServerProcess, spawn_server
 from disttrain.store.server import is_loopback
 from disttrain.store.wire import Answer, Op
+
+if TYPE_CHECKING:
+    from disttrain.store.tls_socket import ClientTls
 
 _JOINED: Final = "disttrain/workers/joined"
 _COMPLETE: Final = "disttrain/workers/complete"
@@ -66,11 +69,12 @@ class TCPStore(StoreMethods):
         if token is None and (token_file := TOKEN_FILE.read()) is not None:
             token = read_token(token_file)
         self._token = token
-        self._certificates = certificates or certificates_from_settings()
+        certificates = certificates or certificates_from_settings()
+        self._tls = None if certificates is None else _client_tls(certificates)
         self.host = host_name
         self.port = _checked_port(port, is_master)
         if is_master:
-            self._start_server(multi_tenant)
+            self._start_server(multi_tenant, certificates)
         try:
             self._channel = self._connected()
             if wait_for_workers and world_size is not None:
@@ -94,18 +98,18 @@ class TCPStore(StoreMethods):
             self._server.close()
 
     def _connected(self) -> Channel:
-        return Channel(Dialer(self.host, self.port, self._token, self._certificates), self._timeout_s)
+        return Channel(Dialer(self.host, self.port, self._token, self._tls), self._timeout_s)
 
     def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         assert self._channel is not None
         return self._channel.request(op, arguments, wait_s)
 
-    def _start_server(self, multi_tenant: bool) -> None:
+    def _start_server(self, multi_tenant: bool, certificates: Certificates | None) -> None:
         # A name may resolve to an address of ours that others cannot reach; with a token, every address is safe.
         on_loopback = self._token is None or self.host == "localhost" or is_loopback(self.host)
         try:
             self._server = spawn_server(
-                self.host if on_loopback else "", self.port, self._token, certificates=self._certificates
+                self.host if on_loopback else "", self.port, self._token, certificates=certificates
             )
             self.port = self._server.port
             self._where = f"{self.host}:{self.port}"
@@ -127,6 +131,13 @@ class TCPStore(StoreMethods):
             raise StoreTimeoutError("TCPStore", problem, remedy, where=error.where) from None
         self.delete_key(_JOINED)
         self.delete_key(_COMPLETE)
+
+
+def _client_tls(certificates: Certificates) -> ClientTls:
+    # It loads OpenSSL, which a client without certificates does not wait for.
+    from disttrain.store.tls_socket import ClientTls
+
+    return ClientTls(certificates)
 
 
 def _checked_port(port: int, is_master: bool) -> int:

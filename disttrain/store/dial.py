@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
-from disttrain.store.certificates import Certificates
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
@@ -35,14 +34,14 @@ class Link(NamedTuple):
 class Dialer:
     """Makes the links of one client, one after the other, to the server at `host`:`port`.
 
-    Over TLS if there are `certificates`; raises SettingError when these cannot be used.
+    `tls`: how to put them into TLS; None: they go without.
     """
 
-    def __init__(self, host: str, port: int, token: str | None, certificates: Certificates | None = None) -> None:
+    def __init__(self, host: str, port: int, token: str | None, tls: ClientTls | None = None) -> None:
         self.where = f"{host}:{port}"
         self._address = (host, port)
         self._token = token
-        self._tls = None if certificates is None else _client_tls(certificates, self.where)
+        self._tls = tls
         self._session = b""
         # Set: nobody wants a link any more.
         self._is_over = threading.Event()
@@ -105,10 +104,10 @@ class Dialer:
             set_options(connection)
             if self._tls is None:
                 return self._shake_hands(connection, b"", deadline_s)
-            return self._shake_hands(*self._tls.secure(connection, deadline_s), deadline_s)
+            return self._shake_hands(*self._tls.secure(connection, deadline_s, self.where), deadline_s)
         except BaseException as error:
             connection.close()
-            refusal = None if self._tls is None else self._tls.refusal(error)
+            refusal = None if self._tls is None else self._tls.refusal(error, self.where)
             if refusal is not None:
                 raise refusal from None
             raise
@@ -124,13 +123,6 @@ class Dialer:
         # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
         connection.settimeout(None)
         return Link(connection, decoder, frame_bytes)
-
-
-def _client_tls(certificates: Certificates, where: str) -> ClientTls:
-    # It loads OpenSSL, which a client without certificates does not wait for.
-    from disttrain.store.tls_socket import ClientTls
-
-    return ClientTls(certificates, where)
 
 
 def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s: float) -> Message:

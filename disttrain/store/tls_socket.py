@@ -94,14 +94,13 @@ class TlsSocket:
 
 
 class ClientTls:
-    """How one client puts its links into TLS."""
+    """How one client, and its clones, put their links into TLS; `where`, in what follows, is the server's address."""
 
-    def __init__(self, certificates: Certificates, where: str) -> None:
-        """Raises SettingError for files that cannot be used."""
+    def __init__(self, certificates: Certificates) -> None:
+        """Reads the files; raises SettingError for those that cannot be used."""
         self._context = make_context(certificates, is_server=False)
-        self._where = where
 
-    def secure(self, connection: socket.socket, deadline_s: float) -> tuple[TlsSocket, bytes]:
+    def secure(self, connection: socket.socket, deadline_s: float, where: str) -> tuple[TlsSocket, bytes]:
         """`connection` inside TLS, and the digest of the server's certificate; a broken handshake raises OSError."""
         tunnel = Tunnel(self._context, is_server=False)
         try:
@@ -116,7 +115,7 @@ class ClientTls:
                 if not data:
                     raise ConnectionResetError("it hung up during the handshake of TLS")
                 if not tunnel.num_bytes:
-                    self._check_first(data)
+                    _check_first(data, where)
                 tunnel.num_bytes += len(data)
                 tunnel.write_wire(data)
         except ssl.SSLError:
@@ -126,7 +125,7 @@ class ClientTls:
         connection.sendall(tunnel.flush())
         return TlsSocket(connection, tunnel), tunnel.peer_digest()
 
-    def refusal(self, error: BaseException) -> StoreAuthError | None:
+    def refusal(self, error: BaseException, where: str) -> StoreAuthError | None:
         """What to raise in place of `error`, when it says that the certificates don't fit."""
         if isinstance(error, ssl.SSLCertVerificationError):
             problem = f"the server's certificate is not one of the job's: {error.verify_message}."
@@ -136,22 +135,23 @@ class ClientTls:
         else:
             return None
         remedy = "See DISTTRAIN_STORE_TLS_CA and DISTTRAIN_STORE_TLS_CERT, on both sides, and when they expire."
-        return StoreAuthError("connect", problem, remedy, where=self._where)
+        return StoreAuthError("connect", problem, remedy, where=where)
 
-    def _check_first(self, data: bytes) -> None:
-        """Raise if the server does not speak TLS; a store speaks first there."""
-        if MAGIC.encode() not in data:
-            return
-        try:
-            hello = Decoder(HANDSHAKE_FRAME_BYTES).feed(data)
-        except WireError:
-            return
-        if hello and hello[0][-1:] == [TLS_ONLY]:
-            # It took us for a client without TLS, so late did we come.
-            raise StoreConnectionError("connect", "the server waited in vain for TLS", where=self._where)
-        raise StoreAuthError(
-            "connect",
-            "the server does not speak TLS, and we speak nothing else.",
-            "Start it with a certificate (DISTTRAIN_STORE_TLS_CERT), or unset DISTTRAIN_STORE_TLS_CA here.",
-            where=self._where,
-        )
+
+def _check_first(data: bytes, where: str) -> None:
+    """Raise if the server does not speak TLS; a store speaks first there."""
+    if MAGIC.encode() not in data:
+        return
+    try:
+        hello = Decoder(HANDSHAKE_FRAME_BYTES).feed(data)
+    except WireError:
+        return
+    if hello and hello[0][-1:] == [TLS_ONLY]:
+        # It took us for a client without TLS, so late did we come.
+        raise StoreConnectionError("connect", "the server waited in vain for TLS", where=where)
+    raise StoreAuthError(
+        "connect",
+        "the server does not speak TLS, and we speak nothing else.",
+        "Start it with a certificate (DISTTRAIN_STORE_TLS_CERT), or unset DISTTRAIN_STORE_TLS_CA here.",
+        where=where,
+    )
