@@ -34,7 +34,7 @@ def certificates_from_settings() -> Certificates | None:
     asks_clients = STORE_TLS_ASK_CLIENTS.read()
     if ca_file is None:
         for setting in (STORE_TLS_CERT, STORE_TLS_KEY, STORE_TLS_ASK_CLIENTS):
-            if setting.is_set():
+            if setting.read():
                 raise _incomplete(setting.name, STORE_TLS_CA.name, "the store would go without TLS")
         return None
     if (cert_file is None) != (key_file is None):

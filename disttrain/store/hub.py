@@ -27,6 +27,8 @@ from disttrain.store.wire import (
 HANDSHAKE_S: Final = 5.0
 """Seconds that a peer has to prove that it knows the token."""
 
+_LATE_S: Final = 0.5
+
 NOT_A_REQUEST: Final = -1
 """The request_id of a server's last words to a client that breaks the protocol."""
 
@@ -144,12 +146,23 @@ class Hub:
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
         actions: list[Action] = [self._woken(outgoing) for outgoing in self.state.expire(now_s)]
+        actions += self._hang_up_on_silent(now_s)
+        self._sessions.tick(now_s)
+        return actions
+
+    def _hang_up_on_silent(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        late_s = now_s - next(iter(self._unproved.values()), now_s)
+        if late_s > _LATE_S:
+            # It was us who were busy or frozen, and proofs may have come that we have not read: that time does not
+            # count, and there is as much again for reading them.
+            peers = self._unproved.items()
+            self._unproved = OrderedDict((connection, deadline_s + 2 * late_s) for connection, deadline_s in peers)
         while self._unproved:
             connection, deadline_s = next(iter(self._unproved.items()))
             if deadline_s > now_s:
                 break
             actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
-        self._sessions.tick(now_s)
         return actions
 
     def _special(self, session: Session, op: int, message: Message) -> Message | None:

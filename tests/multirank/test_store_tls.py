@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import select
 import socket
 import ssl
 import subprocess
@@ -25,6 +26,8 @@ from disttrain.errors import (
     StoreTimeoutError,
 )
 from disttrain.store import Certificates, ServerProcess, TCPStore, new_token, spawn_server
+from disttrain.store.tls import Tunnel, make_context
+from disttrain.store.tls_socket import ClientTls
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -161,6 +164,56 @@ def test_many_clients_come_at_once(engine: str, authority: Authority) -> None:
 
     with serving(engine, authority.issue()) as server, ThreadPoolExecutor(40) as pool:
         assert sorted(pool.map(work, range(40))) == list(range(1, 41))
+
+
+def test_what_has_no_room_now_goes_before_what_is_sent_next(authority: Authority) -> None:
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as pool:
+        for end in (near, far):
+            end.settimeout(LONG_S)
+        secured = pool.submit(ClientTls(authority.client_only).secure, near, time.monotonic() + LONG_S, "here")
+        tunnel = Tunnel(make_context(authority.issue(), is_server=True), is_server=True)
+        while not tunnel.is_open:
+            tunnel.write_wire(far.recv(1 << 16))
+            tunnel.shake_hands()
+            far.sendall(tunnel.flush())
+        stream, _ = secured.result()
+        sent = b""
+        near.setblocking(False)
+        while True:
+            # Until the kernel takes no more of it, and twice after that.
+            data = bytes([len(sent) % 251]) * 5000
+            assert stream.send(data, socket.MSG_DONTWAIT) == len(data)
+            sent += data
+            if stream._unsent:
+                break
+        stream.send(b"still no room", socket.MSG_DONTWAIT)
+        near.settimeout(LONG_S)
+        last = pool.submit(stream.sendall, b"the end")
+        received = b""
+        while not received.endswith(b"the end"):
+            tunnel.write_wire(far.recv(1 << 16))
+            received += tunnel.read_all()
+        last.result()
+        assert received == sent + b"still no room" + b"the end"
+
+
+@pytest.mark.parametrize("record", [b"\x14\x03\x03\x00\x01\x01", b"\x16\x03\x03\x00\x01\x02"])
+def test_a_handshake_without_an_end_keeps_no_client(authority: Authority, record: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        port = listener.getsockname()[1]
+        asked = pool.submit(TCPStore, "127.0.0.1", port, timeout=0.5, certificates=authority.client_only)
+        while not asked.done():
+            peer, _ = listener.accept() if select.select([listener], [], [], 0.05)[0] else (None, None)
+            try:
+                while peer is not None:
+                    peer.sendall(record)
+            except OSError:
+                # The client has gone, perhaps to try again.
+                assert peer is not None
+                peer.close()
+        with pytest.raises(StoreConnectionError, match=r"no store within 0.5 s: "):
+            asked.result(LONG_S)
 
 
 def test_a_master_needs_a_certificate(authority: Authority) -> None:

@@ -33,6 +33,18 @@ def test_of_too_many_strangers_the_oldest_is_dropped() -> None:
     assert hub.next_deadline_s == 1.0 + HANDSHAKE_S
 
 
+def test_the_time_in_which_the_server_was_frozen_does_not_count() -> None:
+    hub = Hub(TOKEN)
+    ((_, hello, _),) = hub.connected(1, 0.0)
+    hub.connected(2, 1.0)
+    assert hub.tick(HANDSHAKE_S + 10.0) == []
+    assert hub.next_deadline_s == HANDSHAKE_S + 20.0
+    # The proof was there all the time.
+    assert hub.received(1, proof(hello), HANDSHAKE_S + 10.0)[0][2] == ""
+    assert hub.next_deadline_s == HANDSHAKE_S + 21.0
+    assert [action[0] for action in hub.tick(HANDSHAKE_S + 21.0)] == [2]
+
+
 def test_clients_are_not_among_them() -> None:
     hub = Hub(TOKEN, Limits(num_unproved=2))
     for connection in range(1, 6):
