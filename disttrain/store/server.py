@@ -142,7 +142,7 @@ def make_hub(token: str | None, limits: Limits, certificates: Certificates | Non
     if certificates is None:
         return Hub(token, limits)
     # It loads OpenSSL, which a store without certificates does not wait for.
-    from disttrain.store.tls import TlsHub
+    from disttrain.store.tls_hub import TlsHub
 
     return TlsHub(token, limits, certificates)
 

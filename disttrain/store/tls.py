@@ -1,7 +1,6 @@
-"""TLS 1.3 (RFC 8446) over bytes in memory: what both sides share, and the server's layer between shell and hub.
+"""TLS 1.3 (RFC 8446) over bytes in memory, the same for server and client; no sockets here.
 
-OpenSSL works on two memory buffers here, one for what came and one for what must go. So this knows neither engine nor
-socket, and bounds of time and bytes are the hub's own.
+OpenSSL works on two memory buffers, one for what came and one for what must go.
 
 What is checked: the other side's certificate comes from the job's authority, is in its time, and is for this use. What
 is not: names. Jobs meet at addresses that a scheduler gives them; instead, the proof of the token covers the server's
@@ -20,16 +19,9 @@ from typing import Final
 from disttrain.errors import SettingError
 from disttrain.settings import STORE_TLS_CA, STORE_TLS_CERT, STORE_TLS_KEY
 from disttrain.store.certificates import Certificates
-from disttrain.store.handshake import MAGIC, TLS_ONLY
-from disttrain.store.hub import Action, Hub
-from disttrain.store.limits import Limits
-from disttrain.store.wire import PROTOCOL_VERSION, encode
 
 RECORD_BYTES: Final = 16 << 10
 """The most that one record of TLS holds."""
-
-HANDSHAKE_BYTES: Final = 32 << 10
-"""What a peer may send, certificates and all, until it has proved that it knows the token."""
 
 # OpenSSL's buffers keep the size that they once had.
 _CHUNK_BYTES: Final = 256 << 10
@@ -55,7 +47,7 @@ def make_context(certificates: Certificates, *, is_server: bool) -> ssl.SSLConte
             _check_closed(certificates.key_file)
             context.load_cert_chain(certificates.cert_file, certificates.key_file, _no_password)
     except OSError as error:
-        problem = f"the files for TLS cannot be used: {_reason(error)}."
+        problem = f"the files for TLS cannot be used: {reason_of(error)}."
         raise SettingError("store", problem, "Give PEM files that belong together.", where=where) from None
     return context
 
@@ -71,7 +63,8 @@ def _no_password() -> str:
     raise SettingError("store", "the private key for TLS is encrypted.", "Give one that is not, of mode 0600.")
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """What OpenSSL, or the file system, has to say, in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
@@ -79,7 +72,8 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _own_digest(cert_file: str) -> bytes:
+def digest_of(cert_file: str) -> bytes:
+    """SHA-256 of the first certificate in the file, which is the one that is shown."""
     text = Path(cert_file).read_text(encoding="utf-8", errors="replace")
     first = _BEGIN + text.partition(_BEGIN)[2].partition(_END)[0] + _END
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
@@ -161,89 +155,3 @@ class Tunnel:
     def peer_digest(self) -> bytes:
         """SHA-256 of the certificate that the other side has shown."""
         return hashlib.sha256(self._tls.getpeercert(binary_form=True) or b"").digest()
-
-
-class TlsHub:
-    """A hub behind TLS: for the shells it is one like `Hub`, with bytes of the wire in place of plain ones."""
-
-    def __init__(self, token: str | None, limits: Limits, certificates: Certificates) -> None:
-        """Raises SettingError for files that cannot be used."""
-        self._context = make_context(certificates, is_server=True)
-        self._hub = Hub(token, limits, _own_digest(certificates.cert_file))
-        self._tunnels: dict[int, Tunnel] = {}
-        self.limits = limits
-
-    @property
-    def num_clients(self) -> int:
-        return self._hub.num_clients
-
-    @property
-    def next_deadline_s(self) -> float | None:
-        return self._hub.next_deadline_s
-
-    @property
-    def has_new_deadline(self) -> bool:
-        return self._hub.has_new_deadline
-
-    @has_new_deadline.setter
-    def has_new_deadline(self, value: bool) -> None:
-        self._hub.has_new_deadline = value
-
-    def connected(self, connection: int, now_s: float) -> list[Action]:
-        """See `Hub.connected`."""
-        self._tunnels[connection] = Tunnel(self._context, is_server=True)
-        return self._sealed(self._hub.connected(connection, now_s))
-
-    def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
-        """See `Hub.received`."""
-        tunnel = self._tunnels.get(connection)
-        if tunnel is None:
-            return []
-        try:
-            if tunnel.num_bytes <= HANDSHAKE_BYTES and not self._counted(connection, tunnel, len(data)):
-                return self._hang_up(connection, f"more than {HANDSHAKE_BYTES} bytes before authentication", now_s)
-            tunnel.write_wire(data)
-            if not tunnel.is_open:
-                is_open = tunnel.shake_hands()
-                actions: list[Action] = [(connection, tunnel.seal(b""), "")]
-                if not is_open:
-                    return actions
-            else:
-                actions = []
-            if plain := tunnel.read_all():
-                actions += self._sealed(self._hub.received(connection, plain, now_s))
-        except ssl.SSLError as error:
-            return self._hang_up(connection, f"TLS: {_reason(error)}", now_s)
-        return actions
-
-    def disconnected(self, connection: int, now_s: float) -> None:
-        """See `Hub.disconnected`."""
-        self._tunnels.pop(connection, None)
-        self._hub.disconnected(connection, now_s)
-
-    def tick(self, now_s: float) -> list[Action]:
-        """See `Hub.tick`."""
-        return self._sealed(self._hub.tick(now_s))
-
-    def _counted(self, connection: int, tunnel: Tunnel, num_bytes: int) -> bool:
-        """Whether a peer may send so many bytes more; counts no further once it has proved who it is."""
-        tunnel.num_bytes += num_bytes
-        if tunnel.num_bytes <= HANDSHAKE_BYTES:
-            return True
-        return self._hub.is_proved(connection)
-
-    def _sealed(self, actions: list[Action]) -> list[Action]:
-        return [(connection, self._on_wire(connection, data, reason), reason) for connection, data, reason in actions]
-
-    def _on_wire(self, connection: int, data: bytes, reason: str) -> bytes:
-        # Who is hung up on needs its tunnel no longer.
-        tunnel = self._tunnels.pop(connection) if reason else self._tunnels[connection]
-        if not reason or tunnel.is_open:
-            return tunnel.seal(data)
-        # It has never said a word: perhaps a client that waits for ours, which in TLS it would have to begin.
-        return tunnel.flush() if tunnel.num_bytes else encode([MAGIC, PROTOCOL_VERSION, TLS_ONLY])
-
-    def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
-        last_words = self._tunnels.pop(connection).flush()
-        self._hub.disconnected(connection, now_s)
-        return [(connection, last_words, reason)]

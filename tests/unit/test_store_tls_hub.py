@@ -16,7 +16,8 @@ from disttrain.store import Certificates, Limits, new_token
 from disttrain.store.certificates import certificates_from_settings
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.hub import HANDSHAKE_S
-from disttrain.store.tls import HANDSHAKE_BYTES, TlsHub, Tunnel, make_context
+from disttrain.store.tls import Tunnel, make_context
+from disttrain.store.tls_hub import HANDSHAKE_BYTES, TlsHub
 from disttrain.store.wire import Decoder, Op, encode
 from tests.authority import Authority
 
