@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from disttrain.store.base import Store as Store
     from disttrain.store.base import Value as Value
     from disttrain.store.certificates import Certificates as Certificates
-    from disttrain.store.certificates import certificates_from_settings as certificates_from_settings
     from disttrain.store.client import TCPStore as TCPStore
     from disttrain.store.file import FileStore as FileStore
     from disttrain.store.limits import Limits as Limits
     from disttrain.store.memory import HashStore as HashStore
     from disttrain.store.prefix import PrefixStore as PrefixStore
     from disttrain.store.process import ServerProcess as ServerProcess
+    from disttrain.store.process import certificates_from_settings as certificates_from_settings
     from disttrain.store.process import spawn_server as spawn_server
 
 _MODULE_OF = {
@@ -38,7 +38,7 @@ _MODULE_OF = {
     "Store": "base",
     "TCPStore": "client",
     "Value": "base",
-    "certificates_from_settings": "certificates",
+    "certificates_from_settings": "process",
     "new_token": "auth",
     "read_token": "auth",
     "spawn_server": "process",

@@ -10,11 +10,11 @@ from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.auth import read_token
-from disttrain.store.certificates import Certificates, certificates_from_settings
+from disttrain.store.certificates import Certificates
 from disttrain.store.channel import Channel
 from disttrain.store.dial import Dialer
 from disttrain.store.methods import StoreMethods
-from disttrain.store.process import ServerProcess, spawn_server
+from disttrain.store.process import ServerProcess, certificates_from_settings, spawn_server
 from disttrain.store.server import is_loopback
 from disttrain.store.wire import Answer, Op
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.errors import SettingError, StoreAuthError
-from disttrain.store import Certificates, Limits, new_token
-from disttrain.store.certificates import certificates_from_settings
+from disttrain.store import Certificates, Limits, certificates_from_settings, new_token
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.hub import HANDSHAKE_S
 from disttrain.store.tls import Tunnel, make_context
