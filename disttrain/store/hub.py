@@ -41,12 +41,14 @@ Action = tuple[int, bytes, str]
 class _Connection:
     """One connection; it has a session once the handshake is over."""
 
-    __slots__ = ("decoder", "handshake", "session")
+    __slots__ = ("decoder", "handshake", "num_bytes", "session")
 
     def __init__(self, token: str | None, certificate: bytes) -> None:
         self.decoder = Decoder(HANDSHAKE_FRAME_BYTES)
         self.handshake: ServerHandshake | None = ServerHandshake(token, certificate)
         self.session: Session | None = None
+        self.num_bytes = 0
+        """That came during the handshake."""
 
 
 class Hub:
@@ -191,7 +193,8 @@ class Hub:
 
     def _greet(self, connection: int, peer: _Connection, data: bytes, now_s: float) -> list[Action]:
         """A peer that has proved nothing yet sent `data`: no more than one small frame is even decoded."""
-        if peer.decoder.num_unread_bytes + len(data) > HEADER_BYTES + HANDSHAKE_FRAME_BYTES:
+        peer.num_bytes += len(data)
+        if peer.num_bytes > HEADER_BYTES + HANDSHAKE_FRAME_BYTES:
             return self._hang_up(connection, "more than one small frame before authentication", now_s)
         try:
             messages = peer.decoder.feed(data)

@@ -12,14 +12,17 @@ import socket
 import ssl
 import threading
 import time
+from typing import Final
 
 from disttrain.errors import StoreAuthError, StoreConnectionError
 from disttrain.store.certificates import Certificates
 from disttrain.store.handshake import MAGIC, TLS_ONLY
-from disttrain.store.tls import Tunnel, make_context
+from disttrain.store.tls import RECORD_BYTES, Tunnel, make_context
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, WireError
 
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES: Final = 256 << 10
+_RECEIVE_BYTES: Final = RECORD_BYTES + 512
+"""A record, and what TLS puts around it."""
 
 
 class TlsSocket:
@@ -58,12 +61,12 @@ class TlsSocket:
         return len(data)
 
     def recv(self, num_bytes: int) -> bytes:
-        """Some plain bytes, b"" at the end; asks the kernel once at most, for `num_bytes`."""
+        """Plain bytes of one record, b"" at the end; asks the kernel once at most, for `num_bytes` or a record."""
         with self._lock:
             has_more = self._tunnel.has_more
         if not has_more and not self._received:
             # One call into C from the socket to the list, so that no signal handler that raises comes in between.
-            self._received.extend(map(self._connection.recv, (num_bytes,)))
+            self._received.extend(map(self._connection.recv, (max(num_bytes, _RECEIVE_BYTES),)))
         if self._received and not self._received[-1]:
             return b""
         try:
