@@ -8,8 +8,7 @@ from typing import Any
 
 import pyuv
 
-from disttrain.store.hub import Hub
-from disttrain.store.shell import Shell, shown_address
+from disttrain.store.shell import AnyHub, Shell, shown_address
 
 BACKLOG = 4096
 
@@ -64,7 +63,7 @@ class _Peer:
 class PyuvShell(Shell):
     """See `Shell`."""
 
-    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+    def __init__(self, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> None:
         super().__init__(hub, linger_s, released)
         self._loop = pyuv.Loop()
         self._server = pyuv.TCP(self._loop)
@@ -102,6 +101,6 @@ class PyuvShell(Shell):
         handle.start_read(peer.read)
 
 
-def make(hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
+def make(hub: AnyHub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell; both engines' modules have this function."""
     return PyuvShell(hub, linger_s, released)
