@@ -39,7 +39,7 @@ def _children_s() -> float:
 
 @pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight"])
 def test_help_comes_at_once(command: str) -> None:
-    """Counted in the processor's time, of which a quiet machine's clock shows little more: other tests share the cores."""
+    """By the processor's time, of which a quiet machine's clock shows little more: other tests share the cores."""
     program = Path(sys.executable).with_name(command)
     times_s = []
     for _ in range(3 if program.exists() else 0):
