@@ -40,14 +40,21 @@ class _Planned(NamedTuple):
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors."""
-    spec: Spec | None = getattr(args[0], "_spec", None) if args else None
+    first = args[0] if args else None
+    if type(first) is list and first:
+        if op.name().startswith(("aten::_foreach_", "aten::_fused_")):
+            return foreach.run(wrap, op, facts(op), args, kwargs)
+        first, others = first[0], args
+    else:
+        others = args[1:]
+    spec: Spec | None = getattr(first, "_spec", None)
     if spec is None or spec.is_symbolic:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     try:
         if kwargs:
-            key: Any = (op, *map(key_of, args[1:]), *kwargs, *map(key_of, kwargs.values()))
+            key: Any = (op, *map(key_of, others), *kwargs, *map(key_of, kwargs.values()))
         else:
-            key = (op, *map(key_of, args[1:]))
+            key = (op, *map(key_of, others))
     except Unkeyed:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     run = spec.plans.get(key)
@@ -84,7 +91,8 @@ def _dispatch_once(
             return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
     form = form_of_call(op, args, kwargs)
-    recipes: dict[Any, Recipe] = args[0]._spec.layout.plans
+    assert specs[0] is not None
+    recipes: dict[Any, Recipe] = specs[0].layout.plans
     if form is not None and (recipe := recipes.get(form)) is not None:
         result, spec = recipe.follow(wrap, op, args, kwargs)
         if spec is not None:
