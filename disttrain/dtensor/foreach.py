@@ -65,7 +65,7 @@ def _unwrapped(value: Any, specs: list[Spec]) -> Any:
         return value
     if _specs_of(value) == specs:
         return [tensor._local_tensor for tensor in value]
-    return value if all([tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value]) else _MOVES
+    return value if all(tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value) else _MOVES
 
 
 def _wrapped(wrap: Wrap, results: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
