@@ -29,10 +29,12 @@ SLACK_S: Final = 2.0
 """How long after a request's timeout the server may still take to say so itself."""
 
 _CANCEL_S: Final = 1.0
-_READ_BYTES: Final = (16 << 10,)
-"""Small: the allocator gives large buffers back to the kernel, which costs more than the whole operation."""
+_READ_BYTES: Final = (448,)
+"""Room for most answers, and with its header still one of Python's own small blocks: malloc would take longer."""
 
-_LARGE_READ_BYTES: Final = (1 << 20,)
+_LARGE_READ_BYTES: Final = (16 << 10,)
+_LARGE_ANSWERS: Final = frozenset((Op.MULTI_GET, Op.LIST_KEYS))
+_MOST_READ_BYTES: Final = 1 << 20
 _TIMER_STEP_S: Final = 1.0
 
 
@@ -52,16 +54,13 @@ os.register_at_fork(after_in_child=_FORKS.count)
 class _Call:
     """A request under way; `link` is the number of the link that it was last sent on, -1: of none.
 
-    `wake` is a held lock once its thread is parked.
+    `wake` is a held lock once its thread is parked. What most calls never change is kept by the class.
     """
 
-    __slots__ = ("answer", "link", "request", "wake")
-
-    def __init__(self, request: tuple[Any, ...]) -> None:
-        self.request = request
-        self.link = -1
-        self.answer: Answer | None = None
-        self.wake: threading.Lock | None = None
+    request: tuple[Any, ...]
+    link = -1
+    answer: Answer | None = None
+    wake: threading.Lock | None = None
 
 
 class Channel:
@@ -105,7 +104,8 @@ class Channel:
             raise self._too_large(op, len(frame))
         timeout_s = wait_s + SLACK_S
         deadline_s = time.monotonic() + timeout_s
-        call = _Call(request)
+        call = _Call()
+        call.request = request
         try:
             with self._mutex:
                 if self._broken:
@@ -142,12 +142,13 @@ class Channel:
 
     def _send(self, op: Op, call: _Call, frame: bytes, timeout_s: float) -> None:
         """Send `frame`, unless there is no link: then whoever leads makes one, and sends what has not been answered."""
-        if not self._send_lock.acquire(timeout=timeout_s):
+        # Nearly always it is free, and asking for a timeout takes as long as all the rest.
+        if not self._send_lock.acquire(False) and not self._send_lock.acquire(timeout=timeout_s):
             raise self._frozen(op, timeout_s)
         try:
             if self._is_up and call.link != self._link:
                 call.link = self._link
-                if not timeout_s <= self._send_timer_s <= timeout_s + _TIMER_STEP_S:
+                if timeout_s != self._send_timer_s:
                     self._set_timer(socket.SO_SNDTIMEO, timeout_s)
                     self._send_timer_s = timeout_s
                 self._socket.sendall(frame)
@@ -226,7 +227,9 @@ class Channel:
         try:
             # One call into C from the socket to the inbox: a signal handler that raises finds no gap in which the
             # bytes were read and nobody has them; the next leader goes on with them.
-            size = _LARGE_READ_BYTES if self._decoder.num_unread_bytes else _READ_BYTES
+            size = _LARGE_READ_BYTES if op in _LARGE_ANSWERS else _READ_BYTES
+            if num_missing_bytes := self._decoder.num_missing_bytes:
+                size = (min(num_missing_bytes, _MOST_READ_BYTES),)
             self._inbox.extend(map(self._socket.recv, size))
         except BlockingIOError:
             return False

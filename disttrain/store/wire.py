@@ -109,24 +109,21 @@ class Decoder:
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
+        self.num_missing_bytes = 0
+        """How many bytes, at least, the frame that has begun still needs; 0: none has begun."""
         self._rest = bytearray()
         self._wanted_bytes = HEADER_BYTES
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
-        return len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError; afterwards the stream is of no further use."""
         # Nearly always exactly one whole frame arrives: it needs no buffer.
         size = len(data) - 4
-        if not self._rest and 0 < size <= self.max_frame_bytes and _SIZE(data)[0] == size:
+        if not self.num_missing_bytes and 0 < size <= self.max_frame_bytes and _SIZE(data)[0] == size:
             return [_message(data[4:])]
         self._rest += data
-        if len(self._rest) < self._wanted_bytes:
-            return []
-        return self._split()
+        messages = self._split() if len(self._rest) >= self._wanted_bytes else []
+        self.num_missing_bytes = self._wanted_bytes - len(self._rest) if self._rest else 0
+        return messages
 
     def _split(self) -> list[Message]:
         messages = []
