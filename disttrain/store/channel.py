@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 import threading
-import time
+from time import monotonic
 from typing import Any, Final
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
@@ -103,7 +103,7 @@ class Channel:
         if len(frame) > self._frame_bytes:
             raise self._too_large(op, len(frame))
         timeout_s = wait_s + SLACK_S
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = monotonic() + timeout_s
         call = _Call()
         call.request = request
         try:
@@ -175,7 +175,7 @@ class Channel:
                 self._leader = self._leader or call
             if wake is None:
                 return self._lead(op, call, deadline_s)
-            if not wake.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            if not wake.acquire(timeout=max(0.0, deadline_s - monotonic())):
                 raise self._frozen(op, SLACK_S)
 
     def _park(self, call: _Call) -> threading.Lock:
@@ -217,7 +217,7 @@ class Channel:
 
     def _read(self, op: Op, deadline_s: float) -> bool:
         """Put what comes next into the inbox, b"" for the link's end; False when the kernel's timer fires."""
-        remaining_s = deadline_s - time.monotonic()
+        remaining_s = deadline_s - monotonic()
         if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
             if remaining_s <= 0:
                 raise self._frozen(op, SLACK_S)
@@ -249,7 +249,7 @@ class Channel:
 
     def _reconnect(self, op: Op, deadline_s: float) -> None:
         """The link is gone: make another one, and send on it what has no answer yet."""
-        if not self._send_lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._send_lock.acquire(timeout=max(0.0, deadline_s - monotonic())):
             raise self._frozen(op, SLACK_S)
         try:
             self._is_up = False
@@ -271,7 +271,7 @@ class Channel:
                 self._send_timer_s = self._read_timer_s = 0.0
                 self._is_up = True
                 calls = list(self._calls.values())
-            self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - time.monotonic()))
+            self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - monotonic()))
             for call in calls:
                 request_id, asked, *arguments = call.request
                 call.link, was_sent = self._link, call.link >= 0

@@ -24,6 +24,7 @@ HANDSHAKE_FRAME_BYTES: Final = 512
 
 _LARGE_BYTES: Final = 1 << 20
 _SIZE: Final = struct.Struct(">I").unpack_from
+_SMALL_HEADERS: Final = tuple(size.to_bytes(HEADER_BYTES, "big") for size in range(256))
 
 Message = list[Any]
 Answer = tuple[int, Any]
@@ -91,12 +92,15 @@ class Encoder:
             body: bytes = self._pack(message)
         except (ValueError, OverflowError, TypeError) as error:
             raise WireError("store", f"a message cannot be encoded: {_reason(error)}.") from None
-        if len(body) > _LARGE_BYTES:
+        size = len(body)
+        if size < 256:
+            return _SMALL_HEADERS[size] + body
+        if size > _LARGE_BYTES:
             # The packer would keep a buffer of this size for good.
             self._pack = msgpack.Packer().pack
-            if len(body) >> 32:
-                raise WireError("store", f"a message has {len(body)} bytes; a frame's length has 32 bits.")
-        return len(body).to_bytes(4, "big") + body
+            if size >> 32:
+                raise WireError("store", f"a message has {size} bytes; a frame's length has 32 bits.")
+        return size.to_bytes(HEADER_BYTES, "big") + body
 
 
 def encode(message: Message | tuple[Any, ...]) -> bytes:
@@ -118,7 +122,7 @@ class Decoder:
         """The messages that `data` completes. Raises WireError; afterwards the stream is of no further use."""
         # Nearly always exactly one whole frame arrives: it needs no buffer.
         size = len(data) - 4
-        if not self.num_missing_bytes and 0 < size <= self.max_frame_bytes and _SIZE(data)[0] == size:
+        if 0 < size <= self.max_frame_bytes and not self._rest and _SIZE(data)[0] == size:
             return [_message(data[4:])]
         self._rest += data
         messages = self._split() if len(self._rest) >= self._wanted_bytes else []
