@@ -188,14 +188,26 @@ class Channel:
     def _lead(self, op: Op, own: _Call, deadline_s: float) -> Answer:
         """Read until our own answer has come."""
         inbox = self._inbox
+        usual_size = size = _LARGE_READ_BYTES if op in _LARGE_ANSWERS else _READ_BYTES
         while own.answer is None:
-            if not inbox and not self._read(op, deadline_s):
-                continue
+            if not inbox:
+                remaining_s = deadline_s - monotonic()
+                if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
+                    self._set_read_timer(op, remaining_s)
+                try:
+                    # One call into C from the socket to the inbox: a signal handler that raises finds no gap in which
+                    # the bytes were read and nobody has them; the next leader goes on with them.
+                    inbox.extend(map(self._socket.recv, size))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    inbox.append(b"")
             if not inbox[-1]:
                 self._reconnect(op, deadline_s)
                 continue
             try:
                 messages = self._decoder.feed(inbox.pop())
+                size = usual_size if messages else (min(self._decoder.num_missing_bytes, _MOST_READ_BYTES),)
                 with self._mutex:
                     for request_id, status, value in messages:
                         call = self._calls.pop(request_id, None)
@@ -215,27 +227,12 @@ class Channel:
                 raise self._gone(op) from None
         return own.answer
 
-    def _read(self, op: Op, deadline_s: float) -> bool:
-        """Put what comes next into the inbox, b"" for the link's end; False when the kernel's timer fires."""
-        remaining_s = deadline_s - monotonic()
-        if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
-            if remaining_s <= 0:
-                raise self._frozen(op, SLACK_S)
-            # A little late, so that requests with the same timeout that follow need not set it again.
-            self._read_timer_s = remaining_s + _TIMER_STEP_S / 2
-            self._set_timer(socket.SO_RCVTIMEO, self._read_timer_s)
-        try:
-            # One call into C from the socket to the inbox: a signal handler that raises finds no gap in which the
-            # bytes were read and nobody has them; the next leader goes on with them.
-            size = _LARGE_READ_BYTES if op in _LARGE_ANSWERS else _READ_BYTES
-            if num_missing_bytes := self._decoder.num_missing_bytes:
-                size = (min(num_missing_bytes, _MOST_READ_BYTES),)
-            self._inbox.extend(map(self._socket.recv, size))
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._inbox.append(b"")
-        return True
+    def _set_read_timer(self, op: Op, remaining_s: float) -> None:
+        if remaining_s <= 0:
+            raise self._frozen(op, SLACK_S)
+        # A little late, so that requests with the same timeout that follow need not set it again.
+        self._read_timer_s = remaining_s + _TIMER_STEP_S / 2
+        self._set_timer(socket.SO_RCVTIMEO, self._read_timer_s)
 
     def _hand_out(self, request_id: object, call: _Call | None, answer: Answer) -> None:
         """Give another thread's call its answer."""

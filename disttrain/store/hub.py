@@ -83,10 +83,7 @@ class Hub:
         own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
-            try:
-                changes = _CHANGES.get(message[1])
-            except (IndexError, TypeError):
-                changes = True
+            changes = _changes(message)
             if changes is None:
                 told = self._special(session, message)
                 if told is not None:
@@ -192,3 +189,11 @@ class Hub:
             last_words = self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
         self.disconnected(connection, now_s)
         return [(connection, last_words, reason)]
+
+
+def _changes(message: Message) -> bool | None:
+    """Whether the request may change something; None: it concerns the session, or is no operation."""
+    try:
+        return _CHANGES.get(message[1])
+    except (IndexError, TypeError):
+        return True

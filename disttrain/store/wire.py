@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum, unique
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgpack
 
@@ -123,7 +123,11 @@ class Decoder:
         # Nearly always exactly one whole frame arrives: it needs no buffer.
         size = len(data) - 4
         if 0 < size <= self.max_frame_bytes and not self._rest and _SIZE(data)[0] == size:
-            return [_message(data[4:])]
+            try:
+                message = msgpack.unpackb(data[4:], ext_hook=_refuse_extension)
+            except (ValueError, TypeError) as error:
+                raise _not_msgpack(size, error) from None
+            return [message if type(message) is list else _refuse(message)]
         self._rest += data
         messages = self._split() if len(self._rest) >= self._wanted_bytes else []
         self.num_missing_bytes = self._wanted_bytes - len(self._rest) if self._rest else 0
@@ -156,14 +160,20 @@ class Decoder:
         return size
 
 
-def _message(body: bytes | memoryview) -> Message:
+def _message(body: memoryview) -> Message:
     try:
         message = msgpack.unpackb(body, ext_hook=_refuse_extension)
     except (ValueError, TypeError) as error:
-        raise WireError("store", f"a frame of {len(body)} bytes is not msgpack: {_reason(error)}.") from None
-    if type(message) is not list:
-        raise WireError("store", f"a frame holds a {type(message).__name__}; it must be an array.")
-    return message
+        raise _not_msgpack(len(body), error) from None
+    return message if type(message) is list else _refuse(message)
+
+
+def _not_msgpack(num_bytes: int, error: Exception) -> WireError:
+    return WireError("store", f"a frame of {num_bytes} bytes is not msgpack: {_reason(error)}.")
+
+
+def _refuse(message: object) -> NoReturn:
+    raise WireError("store", f"a frame holds a {type(message).__name__}; it must be an array.")
 
 
 def _refuse_extension(code: int, data: bytes) -> None:
