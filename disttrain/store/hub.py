@@ -32,7 +32,8 @@ _LATE_S: Final = 0.5
 NOT_A_REQUEST: Final = -1
 """The request_id of a server's last words to a client that breaks the protocol."""
 
-_FIRST_SPECIAL: Final = int(Op.CANCEL)
+_CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
+"""Which operations change something; those that concern the session are missing."""
 
 Action = tuple[int, bytes, str]
 """(connection, bytes to write, why to hang up afterwards or "")."""
@@ -112,27 +113,27 @@ class Hub:
         own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
-            op = message[1] if len(message) > 1 and type(message[1]) is int else 0
-            if not 0 < op < _FIRST_SPECIAL:
-                told = self._special(session, op, message)
+            changes = _changes(message)
+            if changes is None:
+                told = self._special(session, message)
                 if told is not None:
                     own.append(self._encode(told))
                     continue
-                op = abs(op)
+                changes = message[1] not in READING
             replies = self.state.handle(connection, message, now_s)
             if not replies:
                 self.has_new_deadline = True
-                if op not in READING:
+                if changes:
                     session.waiting.add(message[0])
                 continue
             reply = replies[0][1]
-            if op not in READING:
+            if changes:
                 session.keep(reply)
             own.append(self._encode(reply))
             if len(replies) > 1:
                 actions += map(self._woken, replies[1:])
         if own:
-            actions.append((connection, b"".join(own), ""))
+            actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
         return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
@@ -167,16 +168,17 @@ class Hub:
             actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
         return actions
 
-    def _special(self, session: Session, op: int, message: Message) -> Message | None:
+    def _special(self, session: Session, message: Message) -> Message | None:
         """What concerns the session; a reply if that is all, None where the state must be asked."""
-        if not message or type(message[0]) is not int:
+        request_id, op = message[:2]
+        if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
             message[1] = -op
-            return None if -op in READING else session.told(message[0])
+            return None if -op in READING else session.told(request_id)
         if op == Op.LEAVE:
             self._sessions.end(session)
-            return [message[0], int(Status.OK), None]
+            return [request_id, int(Status.OK), None]
         if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int:
             session.waiting.discard(message[2])
         return None
@@ -242,3 +244,11 @@ class Hub:
             last_words = self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
         self.disconnected(connection, now_s)
         return [(connection, last_words, reason)]
+
+
+def _changes(message: Message) -> bool | None:
+    """Whether the request may change something; None: it concerns the session, or is no operation."""
+    try:
+        return _CHANGES.get(message[1])
+    except (IndexError, TypeError):
+        return True
