@@ -159,7 +159,10 @@ def _can_be_planned(op_facts: OpFacts) -> bool:
 
 
 def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns anything else."""
+    """What `op` returns for tensors of the global shapes, on the meta device; None where no result is a tensor.
+
+    Results that are none, such as gradients not asked for, have an empty tensor in their place.
+    """
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
@@ -170,7 +173,11 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     except NotImplementedError:
         return None
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    return outputs if all(isinstance(output, torch.Tensor) for output in outputs) else None
+    if not any(isinstance(output, torch.Tensor) for output in outputs):
+        return None
+    return tuple(
+        output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs
+    )
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
