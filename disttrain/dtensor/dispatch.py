@@ -159,9 +159,9 @@ def _can_be_planned(op_facts: OpFacts) -> bool:
 
 
 def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What `op` returns for tensors of the global shapes, on the meta device; None where no result is a tensor.
+    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns other things.
 
-    Results that are none, such as gradients not asked for, have an empty tensor in their place.
+    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place.
     """
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
@@ -173,7 +173,8 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     except NotImplementedError:
         return None
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    if not any(isinstance(output, torch.Tensor) for output in outputs):
+    kinds = {type(output) for output in outputs}
+    if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
         return None
     return tuple(
         output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs

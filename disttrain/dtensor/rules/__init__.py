@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disttrain.dtensor.rules import contraction, stacking
+from disttrain.dtensor.rules import contraction, convolution, normalization, stacking
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
 from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
@@ -11,6 +11,8 @@ __all__ = ["Compute", "OpCall", "Propagation", "Rule", "Signature", "find_rule"]
 
 _RULES: dict[str, Rule] = {
     **contraction.RULES,
+    **convolution.RULES,
+    **normalization.RULES,
     **stacking.RULES,
 }
 """By the operator's name without its overload; in-place forms share the rule of the others."""
