@@ -19,7 +19,7 @@ from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
-from disttrain.dtensor.rules import OpCall, Rule, find_rule
+from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 from disttrain.errors import LayoutError
 
@@ -154,7 +154,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _can_be_planned(op_facts: OpFacts) -> bool:
     """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
-    writes_elsewhere = bool(op_facts.mutated) and not op_facts.is_inplace
+    knows_writes = op_facts.is_inplace or (has_own_rule(op_facts) and -1 not in op_facts.mutated)
+    writes_elsewhere = bool(op_facts.mutated) and not knows_writes
     return not (op_facts.returns_data or op_facts.shape_depends_on_values or writes_elsewhere)
 
 
@@ -172,6 +173,8 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
         results = op(*args, **meta_kwargs)
     except NotImplementedError:
         return None
+    if results is None:
+        return ()
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
     kinds = {type(output) for output in outputs}
     if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:

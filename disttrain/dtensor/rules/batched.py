@@ -12,6 +12,7 @@ from disttrain.dtensor.rules.axis_map import (
     AxisMap,
     aligned_letters,
     guarded,
+    local_outputs,
     operand_names,
     signatures_of,
     with_arguments,
@@ -27,7 +28,6 @@ _LINEAR_ALGEBRA = (
     "_linalg_solve_ex",
     "_linalg_svd",
     "_cdist_backward",
-    "cholesky",
     "cholesky_inverse",
     "cholesky_solve",
     "linalg_cholesky_ex",
@@ -121,7 +121,8 @@ def batched(call: OpCall) -> AxisMap | None:
     """Dims before the core ones, aligned from the right as in broadcasting, if every result begins with them."""
     name = call.facts.name.removeprefix("aten.")
     cores = _core_dims(call, name)
-    if cores is None:
+    # A rank that finds a singular matrix would raise alone.
+    if cores is None or call.argument("check_errors", False):
         return None
     names = operand_names(call)
     shapes = [
@@ -129,15 +130,18 @@ def batched(call: OpCall) -> AxisMap | None:
         for spec, core in zip(call.operands, cores, strict=True)
     ]
     batch = tuple(torch.broadcast_shapes(*shapes))
-    if any(tuple(output.shape[: len(batch)]) != batch for output in call.outputs if output.numel() or batch):
+    if any(tuple(output.shape[: len(batch)]) != batch for output in call.outputs if not _is_nothing(output)):
         return None
     letters = BATCH_LETTERS[: len(batch)]
     operands = {
         operand: aligned_letters(letters, shape, batch) + UNCUT * core
         for operand, shape, core in zip(names, shapes, cores, strict=True)
     }
-    results = tuple(letters + UNCUT * (output.ndim - len(batch)) for output in call.outputs)
-    return AxisMap(operands, results, letters, linear=(frozenset({names[0]}),) if _is_linear(call, name) else ())
+    results = tuple(
+        UNCUT if _is_nothing(output) else letters + UNCUT * (output.ndim - len(batch)) for output in call.outputs
+    )
+    nothing = tuple(frozenset() if _is_nothing(output) else frozenset(names) for output in call.outputs)
+    return AxisMap(operands, results, letters, sources=nothing, linear=(frozenset({names[0]}),) if _is_linear(call, name) else ())
 
 
 def fourier(call: OpCall) -> AxisMap:
@@ -163,28 +167,46 @@ def cross(call: OpCall) -> AxisMap:
 
 
 def _core_dims(call: OpCall, name: str) -> list[int] | None:
-    core = _NUM_CORE_DIMS[name]
+    core = _NUM_CORE_DIMS[name.removesuffix("_backward")] if "upsample" in name else _NUM_CORE_DIMS[name]
     cores = [core] * len(call.operands) if isinstance(core, int) else list(core[: len(call.operands)])
     if name == "_linalg_solve_ex" and len(call.output_shape) < len(call.operand.shape):
         cores = [2, 1]
-    if name == "col2im":
-        cores = [2]
     fits = len(cores) == len(call.operands) and all(
         spec is None or len(spec.shape) >= core for spec, core in zip(call.operands, cores, strict=True)
     )
     return cores if fits else None
 
 
+def _is_nothing(output: torch.Tensor) -> bool:
+    """True for a result that was not asked for."""
+    return tuple(output.shape) == (0,)
+
+
 def _is_linear(call: OpCall, name: str) -> bool:
     # With one operand or a gradient in front: the others say where, or how large.
-    return name in _PLANES or name in ("col2im", "im2col") or (name in _SELECTIONS and name.endswith("_backward"))
+    return name.removesuffix("_backward") in _PLANES or name in ("col2im", "im2col") or (name in _SELECTIONS and name.endswith("_backward"))
 
 
 def _with_local_size(call: OpCall, propagation: Propagation) -> Compute:
-    """Backward of an upsampling, whose result has a size that is among the arguments."""
-    layout = propagation.results[0]
-    output = call.outputs[0]
-    from disttrain.dtensor.layout import Spec
+    """The backward of an upsampling, which is told the size of its result."""
+    (result,) = local_outputs(call, propagation)
+    return guarded(call, propagation, with_arguments(call, {"input_size": list(result.local_shape)}))
 
-    size = Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype).local_shape
-    return guarded(call, propagation, with_arguments(call, {"input_size": list(size)}))
+
+def _whole(call: OpCall) -> None:
+    """What looks at all values to raise or not: on whole operands every rank does alike."""
+
+
+RULES = {
+    **{f"aten.{name}": Rule(signatures_of(batched), zeros_where_empty) for name in _NUM_CORE_DIMS},
+    **{
+        f"aten.{name}_backward": Rule(signatures_of(batched), _with_local_size)
+        for name in _PLANES
+        if "upsample" in name
+    },
+    "aten._fft_c2c": Rule(signatures_of(fourier), zeros_where_empty),
+    "aten._fft_c2r": Rule(signatures_of(fourier), zeros_where_empty),
+    "aten._fft_r2c": Rule(signatures_of(fourier), zeros_where_empty),
+    "aten._linalg_check_errors": Rule(signatures_of(_whole)),
+    "aten.linalg_cross": Rule(signatures_of(cross), zeros_where_empty),
+}
