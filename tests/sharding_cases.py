@@ -56,7 +56,9 @@ def check(
         run_threads(num_ranks, body, mesh_shape, chosen(operands, len(mesh_shape), num_choices, may_be_partial))
 
 
-def chosen(operands: Sequence[torch.Tensor], num_axes: int, num_choices: int, may_be_partial: bool = True) -> list[Choice]:
+def chosen(
+    operands: Sequence[torch.Tensor], num_axes: int, num_choices: int, may_be_partial: bool = True
+) -> list[Choice]:
     """All choices of placements, or as many as are wanted, drawn from a fixed seed."""
     kinds: list[list[tuple[Placement, ...]]] = []
     for operand in operands:
@@ -136,4 +138,8 @@ def _compare(found: Sequence[Any], wanted: Sequence[Any], note: str = "result") 
             assert one == other, f"{note} {place}"
             continue
         whole = one.full_tensor() if isinstance(one, DTensor) else one
-        torch.testing.assert_close(whole, other, equal_nan=True, msg=lambda text: f"{note} {place}: {text}")
+        try:
+            torch.testing.assert_close(whole, other, equal_nan=True)
+        except AssertionError as error:
+            error.add_note(f"{note} {place}")
+            raise

@@ -179,9 +179,7 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     kinds = {type(output) for output in outputs}
     if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
         return None
-    return tuple(
-        output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs
-    )
+    return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,12 @@ def zeros_where_empty(call: OpCall, propagation: Propagation) -> Compute:
 def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute:
     """`compute`, or zeros in place of it on a rank of which a part, but not the whole, is empty."""
     for spec, layout in zip(call.operands, propagation.operands, strict=True):
-        if spec is not None and layout is not None and 0 in spec.with_layout(layout).local_shape and 0 not in spec.shape:
+        if (
+            spec is not None
+            and layout is not None
+            and 0 in spec.with_layout(layout).local_shape
+            and 0 not in spec.shape
+        ):
             return _zeros(local_outputs(call, propagation))
     return compute
 
@@ -161,7 +166,9 @@ def _zeros(specs: Sequence[Spec]) -> Compute:
 
 def with_arguments(call: OpCall, changed: Mapping[str, Any]) -> Compute:
     """The operator with other values for the arguments called so, such as a size of the part for that of the whole."""
-    positions = {call.facts.arguments.index(name): value for name, value in changed.items() if name not in call.keywords}
+    positions = {
+        call.facts.arguments.index(name): value for name, value in changed.items() if name not in call.keywords
+    }
     keywords = {name: value for name, value in changed.items() if name in call.keywords}
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -112,7 +112,8 @@ def _forward(call: OpCall, propagation: Propagation) -> Compute:
         mean = batch.summed([values])[0] / batch.num_elements
         values = values - batch.spread(mean)
         squares = batch.summed([values * values])[0]
-        invstd = (squares / batch.num_elements + given.get("eps", given.get("epsilon"))).rsqrt()
+        epsilon = given["eps"] if "eps" in given else given["epsilon"]
+        invstd = (squares / batch.num_elements + epsilon).rsqrt()
         if given.get("running_mean") is not None:
             momentum = given.get("momentum", given.get("exponential_average_factor"))
             given["running_mean"].lerp_(mean.to(given["running_mean"].dtype), momentum)
@@ -170,7 +171,5 @@ RULES = {
             "native_batch_norm",
         )
     },
-    **{
-        f"aten.{name}_backward": _BACKWARD for name in ("cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm")
-    },
+    **{f"aten.{name}_backward": _BACKWARD for name in ("cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm")},
 }

@@ -141,7 +141,9 @@ def batched(call: OpCall) -> AxisMap | None:
         UNCUT if _is_nothing(output) else letters + UNCUT * (output.ndim - len(batch)) for output in call.outputs
     )
     nothing = tuple(frozenset() if _is_nothing(output) else frozenset(names) for output in call.outputs)
-    return AxisMap(operands, results, letters, sources=nothing, linear=(frozenset({names[0]}),) if _is_linear(call, name) else ())
+    return AxisMap(
+        operands, results, letters, sources=nothing, linear=(frozenset({names[0]}),) if _is_linear(call, name) else ()
+    )
 
 
 def fourier(call: OpCall) -> AxisMap:
@@ -184,7 +186,11 @@ def _is_nothing(output: torch.Tensor) -> bool:
 
 def _is_linear(call: OpCall, name: str) -> bool:
     # With one operand or a gradient in front: the others say where, or how large.
-    return name.removesuffix("_backward") in _PLANES or name in ("col2im", "im2col") or (name in _SELECTIONS and name.endswith("_backward"))
+    return (
+        name.removesuffix("_backward") in _PLANES
+        or name in ("col2im", "im2col")
+        or (name in _SELECTIONS and name.endswith("_backward"))
+    )
 
 
 def _with_local_size(call: OpCall, propagation: Propagation) -> Compute:

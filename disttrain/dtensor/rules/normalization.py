@@ -18,7 +18,7 @@ def layer_norm(call: OpCall) -> AxisMap:
     """Each row of the normalized dims by itself; the weight's gradient sums over rows."""
     letters = _rows(call)
     num_results = len(call.outputs)
-    operands = {name: letters for name in ("input", "grad_out", "mean", "rstd")}
+    operands = dict.fromkeys(("input", "grad_out", "mean", "rstd"), letters)
     if call.facts.name.endswith("_backward"):
         # The gradients of weight and bias have the normalized dims alone.
         return AxisMap(operands, (letters, *[""] * (num_results - 1)), _cut(letters))
@@ -28,7 +28,7 @@ def layer_norm(call: OpCall) -> AxisMap:
 def group_norm(call: OpCall) -> AxisMap:
     """Groups of channels of each element of the batch; only the batch may be cut."""
     letters = "A" + "." * (len(call.output_shape) - 1)
-    operands = {name: letters for name in ("input", "grad_out")} | {"mean": "A.", "rstd": "A."}
+    operands = dict.fromkeys(("input", "grad_out"), letters) | {"mean": "A.", "rstd": "A."}
     if call.facts.name.endswith("_backward"):
         return AxisMap(operands, (letters, "", ""), "A")
     return AxisMap(operands, (letters, "A.", "A."), "A")
