@@ -34,7 +34,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_by_element(name: str, reduction: str) -> None:
-    check(lambda x, y: LOSSES[name](x, y, reduction=reduction), A, B, gradients=True, num_choices=4)
+    check(lambda x, y: LOSSES[name](x, y, reduction=reduction), A, B, gradients=True, num_choices=2)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -48,11 +48,11 @@ def test_negative_log_likelihood(reduction: str) -> None:
     def plain(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.nll_loss(scores, target, reduction=reduction)
 
-    check(weighted, A, TARGET, normal(3), gradients=True, num_choices=12)
-    check(ignoring, A, TARGET.abs() % 3, gradients=True)
-    check(plain, A[0], torch.tensor(1), gradients=True)
+    check(weighted, A, TARGET, normal(3), gradients=True, num_choices=8)
+    check(ignoring, A, TARGET.abs() % 3, gradients=True, num_choices=3)
+    check(plain, A[0], torch.tensor(1), gradients=True, num_choices=3)
     target = torch.randint(0, 4, (3, 2, 3), generator=torch.Generator().manual_seed(0))
-    check(plain, normal(3, 4, 2, 3), target, gradients=True)
+    check(plain, normal(3, 4, 2, 3), target, gradients=True, num_choices=3)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
