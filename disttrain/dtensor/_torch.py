@@ -62,20 +62,32 @@ class OpFacts:
         return self.mutated == (0,)
 
 
+_UNDECLARED_WRITES = {
+    f"aten.{name}": ("running_mean", "running_var")
+    for name in ("cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm")
+}
+"""Arguments that an operator writes to, though its schema does not say so."""
+
+
 def facts_of(op: OpOverload) -> OpFacts:
     """The facts of `op`, for the rules to look at; to be asked once per operator."""
     schema = op._schema
     positions = [-1 if argument.kwarg_only else place for place, argument in enumerate(schema.arguments)]
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    name = f"{op.namespace}.{op._schema.name.partition('::')[2]}"
+    undeclared = _UNDECLARED_WRITES.get(name, ())
+    writes = [
+        argument.name in undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in schema.arguments
+    ]
     mutated = tuple(position for position, is_write in zip(positions, writes, strict=True) if is_write)
     written = {
         _alias_of(argument): position
         for position, argument, is_write in zip(positions, schema.arguments, writes, strict=True)
-        if is_write
+        if is_write and argument.alias_info is not None
     }
     returns_data = torch.Tag.data_dependent_output in op.tags
     return OpFacts(
-        name=f"{op.namespace}.{op._schema.name.partition('::')[2]}",
+        name=name,
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),

@@ -115,7 +115,7 @@ def _general(
         if len(specs) == 1:
             return wrap(results, specs[0]) if returned[0] is None else args[returned[0]]
         return tuple(
-            wrap(part, spec) if position is None else args[position]
+            args[position] if position is not None else wrap(part, spec) if isinstance(part, torch.Tensor) else part
             for part, spec, position in zip(results, specs, returned, strict=True)
         )
 

@@ -22,7 +22,7 @@ from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
-from disttrain.dtensor.rules import OpCall, Rule, find_rule
+from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 from disttrain.errors import LayoutError
 
@@ -171,12 +171,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _can_be_planned(op_facts: OpFacts) -> bool:
     """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
-    writes_elsewhere = bool(op_facts.mutated) and not op_facts.is_inplace
+    knows_writes = op_facts.is_inplace or (has_own_rule(op_facts) and -1 not in op_facts.mutated)
+    writes_elsewhere = bool(op_facts.mutated) and not knows_writes
     return not (op_facts.returns_data or op_facts.shape_depends_on_values or writes_elsewhere)
 
 
 def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns anything else."""
+    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns other things.
+
+    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place.
+    """
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
@@ -186,8 +190,13 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
         results = op(*args, **meta_kwargs)
     except NotImplementedError:
         return None
+    if results is None:
+        return ()
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    return outputs if all(isinstance(output, torch.Tensor) for output in outputs) else None
+    kinds = {type(output) for output in outputs}
+    if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
+        return None
+    return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.rules import stacking
+from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor.rules import (
+    attention,
+    batch_norm,
+    batched,
+    contraction,
+    convolution,
+    dropout,
+    embedding,
+    likelihood,
+    loss,
+    normalization,
+    stacking,
+)
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
 from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
 
-__all__ = ["CUSTOM", "Compute", "OpCall", "Propagation", "Rule", "Signature", "all_replicated", "find_rule"]
+__all__ = [
+    "CUSTOM",
+    "Compute",
+    "OpCall",
+    "Propagation",
+    "Rule",
+    "Signature",
+    "all_replicated",
+    "find_rule",
+    "has_own_rule",
+]
 
 _RULES: dict[str, Rule] = {
+    **attention.RULES,
+    **batch_norm.RULES,
+    **batched.RULES,
+    **contraction.RULES,
+    **convolution.RULES,
+    **dropout.RULES,
+    **embedding.RULES,
+    **likelihood.RULES,
+    **loss.RULES,
+    **normalization.RULES,
     **stacking.RULES,
 }
 """By the operator's name without its overload; in-place forms share the rule of the others."""
@@ -30,3 +62,8 @@ def find_rule(call: OpCall) -> Rule | None:
     if call.facts.is_pointwise or name in COPIES:
         return POINTWISE
     return REDUCTION if is_reduction(call) else None
+
+
+def has_own_rule(facts: OpFacts) -> bool:
+    """True where a rule knows this very operator, and not only its family."""
+    return facts.name in _RULES
