@@ -9,7 +9,7 @@ memory with a part of the operand, need a rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.lent import is_lent, run_lent
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
 from disttrain.dtensor.whole import run_whole, whole_of
@@ -55,7 +56,7 @@ def key_of(value: Any) -> Any:
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors."""
     spec: Spec | None = getattr(args[0], "_spec", None) if args else None
-    if spec is None or spec.is_symbolic:
+    if spec is None or spec.is_symbolic or spec.loan is not None:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     try:
         if kwargs:
@@ -79,9 +80,11 @@ def _dispatch_once(
     key: Any,
 ) -> Any:
     op_facts = facts(op)
+    tensors = tensors_of([*args, *kwargs.values()])
+    if any(is_lent(tensor) for tensor in tensors):
+        return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
-    tensors = tensors_of([*args, *kwargs.values()])
     if _are_scalars_among_plain(op_facts, tensors):
         values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
@@ -137,7 +140,8 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
-    return bind(wrap, call, rule, propagate(call, rule)), rule
+    propagation = rule.joint(call) if rule.joint is not None else None
+    return bind(wrap, call, rule, propagation or propagate(call, rule)), rule
 
 
 def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:

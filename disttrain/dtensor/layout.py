@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from disttrain.dtensor.loan import Loan
 from disttrain.dtensor.placement import Placement, Placements, Replicate
 from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape, local_shape_and_offset
 from disttrain.mesh import DeviceMesh
@@ -81,6 +82,7 @@ class Spec:
         "dtype",
         "is_symbolic",
         "layout",
+        "loan",
         "mesh",
         "placements",
         "plans",
@@ -95,6 +97,8 @@ class Spec:
     mesh: DeviceMesh
     placements: Placements
     is_symbolic: bool
+    loan: Loan | None
+    """What a view that moved its operand owes to it; such a spec is an object of its own, with no plans."""
     plans: dict[Any, Any]
     """What dispatch does for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
@@ -117,6 +121,7 @@ class Spec:
         made.layout, made.shape, made.stride, made.dtype = layout, shape, stride, dtype
         made.mesh, made.placements = layout.mesh, layout.placements
         made.is_symbolic = is_symbolic
+        made.loan = None
         made.plans = {}
         made._local_shape = None
         return made
@@ -148,8 +153,18 @@ class Spec:
     def with_layout(self, layout: Layout) -> Spec:
         return Spec(layout, self.shape, self.stride, self.dtype)
 
+    def lent(self, loan: Loan) -> Spec:
+        """The same, of a tensor whose values are on loan."""
+        spec = Spec._made(self.layout, self.shape, self.stride, self.dtype, is_symbolic=self.is_symbolic)
+        spec.loan = loan
+        return spec
+
+    def owned(self) -> Spec:
+        """The same, of a tensor that has its values to itself."""
+        return self if self.loan is None else Spec(self.layout, self.shape, self.stride, self.dtype)
+
     def __deepcopy__(self, _: object) -> Spec:
-        return self
+        return self.owned()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.layout, self.shape, self.stride, self.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disttrain.dtensor.rules import stacking
+from disttrain.dtensor.rules import rearranging, reshape, slicing, stacking, views
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
 from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
@@ -10,7 +10,11 @@ from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
 __all__ = ["Compute", "OpCall", "Propagation", "Rule", "Signature", "find_rule"]
 
 _RULES: dict[str, Rule] = {
+    **rearranging.RULES,
+    **reshape.RULES,
+    **slicing.RULES,
     **stacking.RULES,
+    **views.RULES,
 }
 """By the operator's name without its overload; in-place forms share the rule of the others."""
 
