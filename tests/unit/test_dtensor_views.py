@@ -1,4 +1,4 @@
-"""Views and shape operators of DTensors: the same values and gradients as on plain tensors, and nothing moved needlessly."""
+"""Views and shape operators of DTensors: the same values and gradients as on plain tensors, and no needless moves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
 from tests.dtensor_cases import check_same, counted, placements_of
 
@@ -46,7 +47,7 @@ VIEWS: dict[str, View] = {
     "diagonal": lambda t: t.diagonal(1, 0, 2),
     "unfold": lambda t: t.unfold(2, 3, 1),
     "as_strided": lambda t: t.as_strided((2, 3), (5, 1), 7),
-    "alias": lambda t: torch.ops.aten.alias(t),
+    "alias": torch.ops.aten.alias,
     "flip": lambda t: t.flip(0),
     "roll": lambda t: t.roll(1, 2),
     "roll flat": lambda t: t.roll(4),
@@ -59,18 +60,36 @@ VIEWS: dict[str, View] = {
     "pad with": lambda t: torch.nn.functional.pad(t, (1, -1), value=2.0),
     "tril": lambda t: t.tril(),
     "triu": lambda t: t.triu(1),
+}
+SCATTERS: dict[str, View] = {
     "select_scatter": lambda t: t.select_scatter(t[1], 0, 2),
     "slice_scatter": lambda t: t.slice_scatter(t[:2], 0, 1, 3),
+    "diagonal_scatter": lambda t: t.diagonal_scatter(t[:, :, 0].t(), 1, 0, 2),
 }
+"""torch's formulas for their gradients make plain tensors, which cannot meet DTensors."""
 
 
-@pytest.mark.parametrize("name", VIEWS)
+# On two axes: those that cut one dim, neighbours in either order, and what is not cut.
+CUTS_2D: list[tuple[Placement, ...]] = [
+    (Shard(0), Shard(0)),
+    (Shard(2), Shard(2)),
+    (Shard(0), Shard(1)),
+    (Shard(1), Shard(0)),
+    (Shard(2), Shard(1)),
+    (Partial(), Shard(0)),
+    (Shard(2), Replicate()),
+]
+
+
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [*VIEWS, *SCATTERS])
 def test_views_of_every_layout(name: str, mesh_shape: tuple[int, ...]) -> None:
+    view = VIEWS.get(name) or SCATTERS[name]
+
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", mesh_shape)
-        partials = ("sum", "max") if mesh.ndim == 1 else ("sum",)
-        for placements in placements_of(mesh, len(SHAPE), partials):
-            check_same(VIEWS[name], [counted(*SHAPE)], mesh, [placements])
+        layouts = CUTS_2D if mesh.ndim == 2 else placements_of(mesh, len(SHAPE), ("sum", "max"))
+        for placements in layouts:
+            check_same(view, [counted(*SHAPE)], mesh, [placements], with_gradients=name in VIEWS)
 
     run_threads(torch.Size(mesh_shape).numel(), body)

@@ -93,8 +93,8 @@ class Rule:
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
-    returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed, where
-    that is more than a redistribution; None for nothing.
+    returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
+    where that is more than a redistribution; None for nothing.
     """
 
     signatures: Callable[[OpCall], Sequence[Signature]]
