@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.mesh import DeviceMesh
 
 
 def counted(*shape: int, dtype: torch.dtype = torch.float64, start: int = 1) -> torch.Tensor:
     """Different whole numbers, so that sums of parts are exact."""
-    return torch.arange(start, start + torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+    return torch.arange(start, start + torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
 def laid(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -102,3 +103,27 @@ def _check_gradients(
 
 def _as_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
+
+
+class Counter:
+    """An observer that remembers which collectives a rank has called."""
+
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+
+    def enqueued(self, call: Any) -> None:
+        self.operations.append(call.operation)
+
+    def completed(self, call: Any, error: Exception | None) -> None:
+        pass
+
+
+def collectives_of(function: Callable[[], Any]) -> list[str]:
+    """The collectives that this rank calls in `function`."""
+    counter, world = Counter(), disttrain.current_world()
+    world.add_observer(counter)
+    try:
+        function()
+    finally:
+        world.remove_observer(counter)
+    return counter.operations

@@ -8,6 +8,7 @@ whole is viewed. All axes are looked at together, from the first, since the next
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
@@ -115,7 +116,14 @@ def _cuts(placement: Placement, group: _Group, sizes: _Sizes) -> list[Placement]
             num_blocks = blocks // before
             found.append(Shard(dim) if num_blocks == 1 else StridedShard(dim, num_blocks))
         before *= sizes.new[dim]
-    return found
+    # Along an axis of one rank they all fit: the one that cuts as finely comes back as it was.
+    grain = _grain(placement, group.old, sizes.old)
+    return sorted(found, key=lambda result: _grain(result, group.new, sizes.new) != grain)
+
+
+def _grain(placement: Placement, dims: range, sizes: Sequence[int]) -> int:
+    """The elements of the group between which no axis, of however many ranks, would cut."""
+    return math.prod(sizes[dim] for dim in dims if placement.cut_dim is not None and dim > placement.cut_dim)
 
 
 def _flat_cut(placement: Placement, dims: range, sizes: Sequence[int], axis_size: int) -> tuple[int, int]:
