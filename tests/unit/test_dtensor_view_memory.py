@@ -203,7 +203,22 @@ def test_what_crosses_a_cut_moves_once_and_only_what_is_needed() -> None:
     run_threads(2, body)
 
 
-CUTS = [Replicate(), Shard(0), Shard(1), Shard(2)]
+def test_along_an_axis_of_one_rank_every_view_is_a_view() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        for dim in range(2):
+            tensor = laid(counted(4, 5), mesh, [Shard(dim)])
+            begin = tensor.to_local().untyped_storage().data_ptr()
+            found: list[DTensor] = []
+
+            def views(tensor: DTensor = tensor, found: list[DTensor] = found) -> None:
+                found.extend([tensor[1], tensor[1:], tensor[:, 2], tensor.diagonal(), tensor.unfold(0, 2, 1)])
+                found.extend([*tensor.unbind(1), *tensor.split(1), tensor.view(2, 10), tensor.t()])
+
+            assert collectives_of(views) == []
+            assert all(view.to_local().untyped_storage().data_ptr() == begin for view in found)
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (1, 3)], ids=str)
@@ -307,6 +322,22 @@ def test_bits_viewed_as_another_dtype() -> None:
                 check_same(lambda t, d=dtype: t.view(d), [whole], mesh, [[Shard(dim)]], with_gradients=False)
             check_same(torch.view_as_complex, [counted(4, 2)], mesh, [[Shard(dim)]])
             check_same(torch.view_as_real, [counted(4, 2, dtype=torch.complex128)], mesh, [[Shard(dim)]])
+
+    run_threads(2, body)
+
+
+def test_conjugates_are_views() -> None:
+    def conjugated(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.conj().view(8).mul_(1 + 2j)
+        tensor.conj().imag.add_(1)
+        return tensor.conj()
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        whole = torch.complex(counted(4, 2), counted(4, 2, start=9))
+        for placements in placements_of(mesh, 2):
+            check_same(conjugated, [whole], mesh, [placements], with_gradients=False)
+            check_same(lambda t: t.conj() * 2, [whole], mesh, [placements], with_gradients=False)
 
     run_threads(2, body)
 

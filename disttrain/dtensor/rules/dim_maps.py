@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement, Shard
+from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Signature, all_replicated
 
 DimMap = Mapping[int, int]
@@ -28,11 +28,22 @@ def mapped(call: OpCall, dims: DimMap, reductions: Collection[str] | None = None
     signatures = [all_replicated(call)]
     signatures += [Signature.of((Shard(dim),), *[Shard(into)] * num_results) for dim, into in dims.items()]
     signatures += [
+        Signature.of((Shard(dim),), *[Replicate()] * num_results)
+        for dim in range(len(call.operand.shape))
+        if dim not in dims and is_cut_in_name(call.operand, dim)
+    ]
+    signatures += [
         Signature.of((partial,), *[partial] * num_results)
         for partial in partials_of(call.operand)
         if reductions is None or partial.reduce_op in reductions
     ]
     return signatures
+
+
+def is_cut_in_name(spec: Spec, dim: int) -> bool:
+    """True where `dim` is cut only along axes of one rank, which has all of it."""
+    axes = [axis for axis, placement in enumerate(spec.placements) if placement.cut_dim == dim]
+    return bool(axes) and all(spec.mesh.shape[axis] == 1 for axis in axes)
 
 
 def partials_of(spec: Spec) -> list[Partial]:

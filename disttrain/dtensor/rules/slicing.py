@@ -6,7 +6,7 @@ and nowhere else. One element of it goes to every rank. Several axes on that dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Sig
 from disttrain.dtensor.rules.dim_maps import (
     dim_of,
     inverse,
+    is_cut_in_name,
     mapped,
     result_spec,
     unchanged,
@@ -129,7 +130,7 @@ def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
 def _selected(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
     signatures = mapped(call, without(len(spec.shape), {dim}))
-    if sole_axis(spec, dim) is not None:
+    if sole_axis(spec, dim) is not None and not is_cut_in_name(spec, dim):
         signatures.append(Signature.of((Shard(dim),), Replicate()))
     return signatures
 
@@ -137,7 +138,7 @@ def _selected(call: OpCall) -> Sequence[Signature]:
 def _broadcast(call: OpCall, propagation: Propagation) -> Broadcast | None:
     spec, dim = call.operand, _dim(call)
     axis = sole_axis(spec, dim)
-    if axis is None or propagation.operands[0] is not spec.layout:
+    if axis is None or propagation.operands[0] is not spec.layout or is_cut_in_name(spec, dim):
         return None
     return Broadcast(spec.mesh, axis, dim, spec.shape[dim], int(call.argument("index", 0)) % spec.shape[dim])
 
@@ -160,45 +161,13 @@ def _select_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
     return with_argument(call, "input_sizes", result_spec(call, propagation).local_shape)
 
 
-# A tensor with values put into it.
-
-
-def _scatter(dims: Callable[[OpCall], dict[int, int]]) -> Callable[[OpCall], Sequence[Signature]]:
-    """`dims` are the dims of what is put there; the tensor itself keeps its dims."""
-
-    def signatures(call: OpCall) -> Sequence[Signature]:
-        own = mapped(call, {})[1:]
-        found = [Signature.of((Replicate(), Replicate()), Replicate())]
-        found += [Signature.of((Shard(into), Shard(dim)), Shard(into)) for dim, into in dims(call).items()]
-        return found + [Signature.of((one.operands[0], one.operands[0]), one.results[0]) for one in own]
-
-    return signatures
-
-
-def _slice_scatter(call: OpCall) -> dict[int, int]:
-    num_dims = len(call.operand.shape)
-    return unchanged(num_dims, {_dim(call)})
-
-
-def _select_scatter(call: OpCall) -> dict[int, int]:
-    return inverse(without(len(call.operand.shape), {_dim(call)}))
-
-
-def _diagonal_scatter(call: OpCall) -> dict[int, int]:
-    num_dims = len(call.operand.shape)
-    return inverse(without(num_dims, {dim_of(call, "dim1", num_dims, 0), dim_of(call, "dim2", num_dims, 1)}))
-
-
 _SLICES = Rule(_sliced, _sliced_parts, fetch=_fetch_slices)
 
 RULES: dict[str, Rule] = {
-    "aten.diagonal_scatter": Rule(_scatter(_diagonal_scatter)),
     "aten.select": Rule(_selected, _selected_parts, fetch=_fetch_element),
     "aten.select_backward": Rule(_select_backward, _select_backward_parts),
-    "aten.select_scatter": Rule(_scatter(_select_scatter)),
     "aten.slice": _SLICES,
     "aten.slice_backward": Rule(_slice_backward, _slice_backward_parts),
-    "aten.slice_scatter": Rule(_scatter(_slice_scatter)),
     "aten.split": _SLICES,
     "aten.split_with_sizes": _SLICES,
     "aten.unsafe_split": _SLICES,

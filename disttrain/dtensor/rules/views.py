@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.dim_maps import (
     LINEAR,
@@ -158,7 +161,19 @@ def _as_strided_parts(call: OpCall, propagation: Propagation) -> Compute:
     return compute
 
 
+def _fetched(read: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    """Views by a bit that tensors carry: `read`, its own inverse, sets it aside, since collectives don't look at it."""
+    fetch = Fetch(lambda part: read(part).clone(), lambda moved, part: _copy(read(moved), part))
+    return Rule(_linear(_same_dims), lambda *_: lambda moved, *_: moved.view_as(moved), fetch=lambda *_: fetch)
+
+
+def _copy(values: torch.Tensor, part: torch.Tensor) -> None:
+    part.copy_(values)
+
+
 RULES: dict[str, Rule] = {
+    "aten._conj": _fetched(torch.conj_physical),
+    "aten._neg_view": _fetched(torch.neg),
     "aten.alias": Rule(_copying(_same_dims)),
     "aten.as_strided": Rule(_as_strided, _as_strided_parts),
     "aten.detach": Rule(_copying(_same_dims)),
