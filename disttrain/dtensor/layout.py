@@ -151,6 +151,8 @@ class Spec:
         return local_shape_and_offset(self.shape, self.mesh.shape, coordinate, self.placements)[1]
 
     def with_layout(self, layout: Layout) -> Spec:
+        if layout is self.layout:
+            return self
         return Spec(layout, self.shape, self.stride, self.dtype)
 
     def lent(self, loan: Loan) -> Spec:

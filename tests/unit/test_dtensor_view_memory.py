@@ -78,7 +78,8 @@ def test_a_view_sees_what_is_written_to_the_tensor() -> None:
                     one.mul_(3)
                     one.views[step].add_(1)  # type: ignore[attr-defined]
                 for seen, expected in zip(tensor.views, plain.views, strict=True):  # type: ignore[attr-defined]
-                    assert torch.equal((seen * 1).full_tensor(), expected)
+                    values = seen.full_tensor() if step else (seen * 1).redistribute().to_local()
+                    assert torch.equal(values, expected)
                 assert torch.equal(tensor.full_tensor(), plain)
 
     run_threads(2, body)
@@ -97,6 +98,26 @@ def test_gradients_of_tensors_that_are_written_to_by_views() -> None:
         mesh = disttrain.init_device_mesh("cpu", (2,))
         for placements in placements_of(mesh, 2):
             check_same(changed, [counted(4, 5)], mesh, [placements])
+
+    run_threads(2, body)
+
+
+def test_to_the_same_layout_a_view_stays_a_view() -> None:
+    def body() -> None:
+        tensor = laid(counted(4, 5), disttrain.init_device_mesh("cpu", (2,)), [Shard(0)])
+        row = tensor[1]
+        row.redistribute(placements=[Replicate()]).add_(1)
+        row.redistribute(placements=[Shard(0)]).add_(1)
+        expected = counted(4, 5)
+        expected[1].add_(1)
+        assert torch.equal(tensor.full_tensor(), expected)
+        tensor.add_(1)
+        assert torch.equal(row.to_local(), expected[1] + 1)
+        with torch.inference_mode():
+            uncounted = tensor * 1
+            row = uncounted[1]
+            uncounted.add_(1)
+            assert torch.equal((row * 1).to_local(), expected[1] + 2)
 
     run_threads(2, body)
 
