@@ -271,7 +271,7 @@ def test_batch_and_sequence_flatten_and_come_back_for_free(mesh_shape: tuple[int
 factors = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_regrouping_keeps_values(data: st.DataObject) -> None:
     sizes = data.draw(factors)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.dtensor import Partial, Placement, Replicate, Shard
+from disttrain.dtensor import Partial, Placement, Shard, StridedShard
 from disttrain.testing import run_threads
 from tests.dtensor_cases import check_same, counted, placements_of
 
@@ -42,6 +42,7 @@ VIEWS: dict[str, View] = {
     "narrow": lambda t: t.narrow(2, 1, 3),
     "split": lambda t: t.split(2),
     "split last": lambda t: t.split([1, 0, 4], -1),
+    "split of one": lambda t: t.split(10),
     "chunk": lambda t: t.chunk(2, 0),
     "unbind": lambda t: t.unbind(1),
     "diagonal": lambda t: t.diagonal(1, 0, 2),
@@ -61,15 +62,13 @@ VIEWS: dict[str, View] = {
     "tril": lambda t: t.tril(),
     "triu": lambda t: t.triu(1),
 }
-# On two axes: those that cut one dim, neighbours in either order, and what is not cut.
+# On two axes: those that cut one dim, neighbours in either order, and what is partial.
 CUTS_2D: list[tuple[Placement, ...]] = [
     (Shard(0), Shard(0)),
-    (Shard(2), Shard(2)),
+    (Shard(0), StridedShard(0, 2)),
     (Shard(0), Shard(1)),
     (Shard(1), Shard(0)),
-    (Shard(2), Shard(1)),
     (Partial(), Shard(0)),
-    (Shard(2), Replicate()),
 ]
 
 
