@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 __all__ = [
     "OpFacts",
     "OpOverload",
+    "change_wrapper",
     "facts_of",
     "make_wrapper",
     "no_torch_function",
@@ -30,6 +31,12 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 device, pin memory, requires grad, ...)."""
 
 
+def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `op`, such as `squeeze_`, change the shape that the wrapper `args[0]` shows, and nothing else."""
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)
+
+
 def use_foreach_for(cls: type[torch.Tensor]) -> None:
     """Let torch.optim choose its foreach and fused implementations for parameters of class `cls`."""
     supported = torch_optimizer._foreach_supported_types
@@ -43,7 +50,8 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones; a view's result shares memory with its first
-    argument; `returned` are, per result, the position of the argument that it is, None for a new tensor;
+    argument; `changes_shape` when it makes a view of its argument and leaves that in its place; `returned` are, per
+    result, the position of the argument that it is, None for a new tensor;
     `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
@@ -54,6 +62,7 @@ class OpFacts:
     is_pointwise: bool
     is_random: bool
     is_view: bool
+    changes_shape: bool
     returns_data: bool
     shape_depends_on_values: bool
 
@@ -94,6 +103,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
+        changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,
         shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags,
     )

@@ -14,7 +14,11 @@ from disttrain.dtensor.rules import (
     likelihood,
     loss,
     normalization,
+    rearranging,
+    reshape,
+    slicing,
     stacking,
+    views,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
@@ -43,7 +47,11 @@ _RULES: dict[str, Rule] = {
     **likelihood.RULES,
     **loss.RULES,
     **normalization.RULES,
+    **rearranging.RULES,
+    **reshape.RULES,
+    **slicing.RULES,
     **stacking.RULES,
+    **views.RULES,
 }
 """By the operator's name without its overload; in-place forms share the rule of the others."""
 

@@ -18,6 +18,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.placement import Placement, Replicate
 
 
@@ -91,6 +92,9 @@ class Rule:
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
+    returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
+    where that is more than a redistribution; None for nothing.
     """
 
     signatures: Callable[[OpCall], Sequence[Signature]]
@@ -98,6 +102,8 @@ class Rule:
     shards_unevenly: bool = True
     takes_blocks: bool = True
     reads_numbers: bool = False
+    joint: Callable[[OpCall], Propagation | None] | None = None
+    fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
 
 
 def all_replicated(call: OpCall) -> Signature:
