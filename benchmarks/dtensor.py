@@ -53,13 +53,13 @@ class Side:
         )
         self.library = library
 
-    def tensor(self, part: torch.Tensor, mesh_size: Sequence[int], *placements: tuple[Any, ...]) -> torch.Tensor:
+    def tensor(self, part: torch.Tensor, mesh_size: tuple[int, ...], *placements: tuple[Any, ...]) -> torch.Tensor:
         """A DTensor whose part on this rank is `part`; ("Shard", 0), ("Replicate",), ("Partial",) say how it lies."""
         if self.name == "local":
             return part
         made = [getattr(self.library, kind)(*arguments) for kind, *arguments in placements]
         extra: dict[str, Any] = {"run_check": False} if self.name == "torch" else {}
-        return self.library.DTensor.from_local(part, self.meshes[tuple(mesh_size)], made, **extra)  # type: ignore[no-any-return]
+        return self.library.DTensor.from_local(part, self.meshes[mesh_size], made, **extra)  # type: ignore[no-any-return]
 
 
 SIDES = ("local", "ours", "torch")
@@ -91,13 +91,13 @@ def hits(side: Side, mesh_size: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
 
     grad_x, grad_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
 
+    @torch.enable_grad()
     def forward_backward() -> None:
         torch.nn.functional.linear(grad_x, grad_weight).backward(ones)
         grad_x.grad = grad_weight.grad = None
 
-    with torch.enable_grad():
-        ones = torch.ones_like(torch.nn.functional.linear(x, weight)).detach()
-        yield "linear, forward and backward", forward_backward
+    ones = torch.ones_like(torch.nn.functional.linear(x, weight))
+    yield "linear, forward and backward", forward_backward
 
 
 def redistributions(side: Side) -> Iterator[tuple[str, Case]]:
