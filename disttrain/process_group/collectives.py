@@ -101,6 +101,10 @@ def all_gather_into_tensor(
     return issue(group, "all_gather_into_tensor", run, arguments, (input_tensor,), (output_tensor,), async_op)
 
 
+all_gather_single = all_gather_into_tensor
+"""Its name in later versions of torch; `reduce_scatter_single` likewise."""
+
+
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -120,6 +124,9 @@ def reduce_scatter_tensor(
     arguments = (output, input, op, async_op)
     run = backend.reduce_scatter_tensor
     return issue(group, "reduce_scatter_tensor", run, arguments, (input,), (output,), async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor
 
 
 def barrier(
