@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
 from disttrain.errors import StoreTimeoutError
@@ -191,6 +192,11 @@ def transport_of(group: Any, device_type: str) -> Transport:
 def wrapping(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
     """A tensor of class `kind` that looks like the contiguous `inner` and has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(kind, inner.shape, dtype=inner.dtype, device=inner.device)
+
+
+def keep_in_order(operator_name: str) -> None:
+    """Let compilers run all calls of such operators in the order of the program, also those whose result is unused."""
+    torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
 
 
 def is_traced() -> bool:

@@ -137,11 +137,16 @@ class World:
         """The group of that name, if this rank has made it and somebody holds it."""
         return self._named.get(group_name)
 
-    def keep_pending(self, output: torch.Tensor, work: Work) -> int:
-        """Hold a collective that is under way for a graph, which cannot hold a Work. Returns: its handle."""
+    def keep_pending(self, output: torch.Tensor, work: Work) -> torch.Tensor:
+        """Hold a collective that is under way for a graph, which cannot hold a Work. Returns: a tensor with its handle.
+
+        It is held until somebody takes it, or the tensor is gone: the graph has no use for the result.
+        """
         handle = next(self._handles)
         self._pending[handle] = (output, work)
-        return handle
+        named = torch.tensor(handle)
+        weakref.finalize(named, self._pending.pop, handle, None).atexit = False
+        return named
 
     def take_pending(self, handle: int) -> tuple[torch.Tensor, Work]:
         """What `keep_pending` was given; only once."""
