@@ -89,11 +89,16 @@ class ProcessGroup:
         """Raise InterruptedError when the group has been given up."""
         self._scope.check()
 
-    def ended_by(self, wait_s: float = 0.0) -> str:
-        """Why another rank's mistake has ended the group; empty when it has not, nor does within `wait_s`."""
-        if wait_s and self.asks_witnesses and self.world.witness is not None:
-            self._scope.has_reason.wait(wait_s)
+    @property
+    def ended_by(self) -> str:
+        """Why another rank's mistake has ended the group; empty when it has not."""
         return self._scope.reason
+
+    def find_reason(self) -> str:
+        """As `ended_by`, after a failure: another rank may have said why before this one's witness has read it."""
+        if not self.ended_by and self.asks_witnesses and self.world.witness is not None:
+            self.world.witness.hear_again()
+        return self.ended_by
 
     def serves(self, device_type: str) -> bool:
         return device_type in self._backend_classes
@@ -224,8 +229,7 @@ class ProcessGroup:
             if made is not None:
                 return made
             if self._is_destroyed:
-                reason = self.ended_by()
-                reason = f"ended: {reason}".rstrip(".") if reason else "been destroyed"
+                reason = f"ended: {self.ended_by}".rstrip(".") if self.ended_by else "been destroyed"
                 raise GroupError(
                     operation,
                     f"group {self.group_name} has {reason}.",

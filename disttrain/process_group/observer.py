@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
 
 
-_HEARING_S = 0.5
-
-
 class Observer(Protocol):
     """Sees every collective of a world. Its methods are on the hot path and must not raise."""
 
@@ -73,8 +70,7 @@ class Call:
         group = self.group
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self.sequence}"
-        # Who refuses may let go of its connections before it is heard.
-        reason = group.ended_by(_HEARING_S)
+        reason = group.find_reason()
         if reason:
             return CollectiveMismatchError(
                 self.operation,

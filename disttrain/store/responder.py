@@ -24,7 +24,8 @@ _QUESTION, _NOTICE = b"?", b"!"
 class Responder:
     """Member `rank`: answers with what `answer` returns, over a connection of its own, until it is closed.
 
-    `hear` is given each notice, and again from time to time, ever more rarely, until it returns True.
+    `hear` is given each notice, and again from time to time, ever more rarely, until it returns True. It may be called
+    from several threads.
     """
 
     def __init__(
@@ -69,6 +70,16 @@ class Responder:
         except StoreError:
             return False
         return True
+
+    def hear_again(self) -> None:
+        """Hear all notices in this thread, now: those too that the other one has not come to yet."""
+        try:
+            board = self._store.get("board") if self._store.check(["board"]) else b""
+        except StoreError:
+            return  # without a store there is nothing to hear
+        for line in board.splitlines():
+            if line[:1] == _NOTICE:
+                self._hear(line[1:])
 
     def withdraw(self, name: str) -> None:
         """What the notice of this name says is so no longer."""

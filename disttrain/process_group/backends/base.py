@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,19 +18,17 @@ from disttrain.store import Store
 class GivableUp:
     """What handles ask while they wait: has the group been given up, and for which `reason`?"""
 
-    __slots__ = ("has_reason", "is_given_up", "reason")
+    __slots__ = ("is_given_up", "reason")
 
     def __init__(self) -> None:
         self.is_given_up = False
         self.reason = ""
-        self.has_reason = threading.Event()
 
     def give_up(self, reason: str) -> None:
         """Let all that wait end for this reason; the first one holds."""
         if not self.is_given_up:
             self.reason = reason
             self.is_given_up = True
-            self.has_reason.set()
 
     def check(self) -> None:
         """Raise InterruptedError once it has been given up."""
