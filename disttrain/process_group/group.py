@@ -202,10 +202,8 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
-        self._is_destroyed = True
-        for backend in self._made.values():
+        for backend in self._taken_out():
             backend.abort()
-        self._made.clear()
 
     def refuse(self, operation: str, error: Exception, begins_with: str = "") -> None:
         """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
@@ -217,10 +215,18 @@ class ProcessGroup:
     def end(self, reason: str) -> None:
         """As `abort`, and every call under way, or made later, raises an error with this `reason`."""
         self._scope.give_up(reason)
-        self.abort()
+        for backend in self._taken_out():
+            # Gloo may take its time, and the witness, who calls this, has others to answer.
+            threading.Thread(target=backend.abort, name="disttrain abort", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.group_name}, ranks {self.ranks_text()}, {self.backend_name})"
+
+    def _taken_out(self) -> list[Backend]:
+        """The backends; nobody finds them any more, nor makes new ones."""
+        self._is_destroyed = True
+        made, self._made = self._made, {}
+        return list(made.values())
 
     def _make_backend(self, operation: str, device_type: str) -> Backend:
         # Two threads may come here first together: the autograd engine has one of its own per device.
