@@ -8,10 +8,12 @@ from disttrain.process_group.backends.fabric import Fabric
 from disttrain.process_group.coalescing import coalescing_manager
 from disttrain.process_group.collectives import (
     all_gather_into_tensor,
+    all_gather_single,
     all_reduce,
     barrier,
     broadcast,
     reduce,
+    reduce_scatter_single,
     reduce_scatter_tensor,
 )
 from disttrain.process_group.current import (
@@ -19,6 +21,9 @@ from disttrain.process_group.current import (
     destroy_process_group,
     entered_world,
     get_backend,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
     get_process_group_ranks,
     get_rank,
     get_world_size,
@@ -74,6 +79,7 @@ __all__ = [
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -89,6 +95,9 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -106,6 +115,7 @@ __all__ = [
     "recv_object_list",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register_backend",
     "scatter",

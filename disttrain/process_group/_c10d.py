@@ -6,15 +6,17 @@ are used as bare transports: torch's own registry of process groups never hears 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
 from disttrain.errors import StoreTimeoutError
+from disttrain.process_group.slices import in_slices
 from disttrain.store import Store
 
 ReduceOp = c10d.ReduceOp
@@ -42,15 +44,21 @@ class StoreAdapter(c10d.Store):
     Keep it for as long as the transport: C++ holds the C++ half alone, and without the Python half no method is found.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises once there is no reason to wait any longer."""
         super().__init__()
         self._store = store
+        self._check = check
 
     def set(self, key: str, value: bytes | str) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key)
+        value = in_slices(
+            [key], lambda slice_s: self._store.watch(key, None, slice_s), self._store.timeout_s, self._check
+        )
+        assert value is not None
+        return value
 
     def add(self, key: str, value: int) -> int:
         return self._store.add(key, value)
@@ -65,7 +73,8 @@ class StoreAdapter(c10d.Store):
         return self._store.check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys, timeout)
+        timeout_s = self._store.timeout_s if timeout is None else timeout.total_seconds()
+        in_slices(keys, lambda slice_s: self._store.wait(keys, slice_s), timeout_s, self._check)
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
@@ -183,6 +192,11 @@ def transport_of(group: Any, device_type: str) -> Transport:
 def wrapping(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
     """A tensor of class `kind` that looks like the contiguous `inner` and has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(kind, inner.shape, dtype=inner.dtype, device=inner.device)
+
+
+def keep_in_order(operator_name: str) -> None:
+    """Let compilers run all calls of such operators in the order of the program, also those whose result is unused."""
+    torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
 
 
 def is_traced() -> bool:

@@ -28,9 +28,13 @@ def all_reduce(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_reduce", group)
-    if not tensor.is_contiguous():
-        check_contiguous("all_reduce", group, "tensor", tensor)
-    backend = group.backend("all_reduce", tensor.device.type)
+    try:
+        if not tensor.is_contiguous():
+            check_contiguous("all_reduce", group, "tensor", tensor)
+        backend = group.backend("all_reduce", tensor.device.type)
+    except Exception as error:
+        group.refuse("all_reduce", error)
+        raise
     return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), (tensor,), (tensor,), async_op)
 
 
@@ -50,10 +54,14 @@ def reduce(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("reduce", group)
-    dst_rank = peer_rank("reduce", group, dst, group_dst, "dst")
-    check_contiguous("reduce", group, "tensor", tensor)
-    run = group.backend("reduce", tensor.device.type).reduce
-    outputs = (tensor,) if group.group_rank == dst_rank else ()
+    try:
+        dst_rank = peer_rank("reduce", group, dst, group_dst, "dst")
+        check_contiguous("reduce", group, "tensor", tensor)
+        run = group.backend("reduce", tensor.device.type).reduce
+        outputs = (tensor,) if group.group_rank == dst_rank else ()
+    except Exception as error:
+        group.refuse("reduce", error)
+        raise
     return issue(group, "reduce", run, (tensor, dst_rank, op, async_op), (tensor,), outputs, async_op, dst_rank)
 
 
@@ -72,11 +80,15 @@ def broadcast(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("broadcast", group)
-    root_rank = peer_rank("broadcast", group, src, group_src, "src")
-    if not tensor.is_contiguous():
-        check_contiguous("broadcast", group, "tensor", tensor)
-    backend = group.backend("broadcast", tensor.device.type)
-    arguments = (tensor, root_rank, async_op)
+    try:
+        root_rank = peer_rank("broadcast", group, src, group_src, "src")
+        if not tensor.is_contiguous():
+            check_contiguous("broadcast", group, "tensor", tensor)
+        backend = group.backend("broadcast", tensor.device.type)
+        arguments = (tensor, root_rank, async_op)
+    except Exception as error:
+        group.refuse("broadcast", error)
+        raise
     return issue(group, "broadcast", backend.broadcast, arguments, (tensor,), (tensor,), async_op, root_rank)
 
 
@@ -94,11 +106,19 @@ def all_gather_into_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_gather_into_tensor", group)
-    check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
-    backend = group.backend("all_gather_into_tensor", input_tensor.device.type)
-    arguments = (output_tensor, input_tensor, async_op)
-    run = backend.all_gather_into_tensor
+    try:
+        check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
+        backend = group.backend("all_gather_into_tensor", input_tensor.device.type)
+        arguments = (output_tensor, input_tensor, async_op)
+        run = backend.all_gather_into_tensor
+    except Exception as error:
+        group.refuse("all_gather_into_tensor", error)
+        raise
     return issue(group, "all_gather_into_tensor", run, arguments, (input_tensor,), (output_tensor,), async_op)
+
+
+all_gather_single = all_gather_into_tensor
+"""Its name in later versions of torch; `reduce_scatter_single` likewise."""
 
 
 def reduce_scatter_tensor(
@@ -115,11 +135,18 @@ def reduce_scatter_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("reduce_scatter_tensor", group)
-    check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
-    backend = group.backend("reduce_scatter_tensor", input.device.type)
-    arguments = (output, input, op, async_op)
-    run = backend.reduce_scatter_tensor
+    try:
+        check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
+        backend = group.backend("reduce_scatter_tensor", input.device.type)
+        arguments = (output, input, op, async_op)
+        run = backend.reduce_scatter_tensor
+    except Exception as error:
+        group.refuse("reduce_scatter_tensor", error)
+        raise
     return issue(group, "reduce_scatter_tensor", run, arguments, (input,), (output,), async_op)
+
+
+reduce_scatter_single = reduce_scatter_tensor
 
 
 def barrier(
@@ -131,5 +158,10 @@ def barrier(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("barrier", group)
-    device = torch.device("cuda", device_ids[0]) if device_ids else barrier_device(group)
-    return issue(group, "barrier", group.backend("barrier", device.type).barrier, (device,), (), (), async_op)
+    try:
+        device = torch.device("cuda", device_ids[0]) if device_ids else barrier_device(group)
+        run = group.backend("barrier", device.type).barrier
+    except Exception as error:
+        group.refuse("barrier", error)
+        raise
+    return issue(group, "barrier", run, (device,), (), (), async_op)

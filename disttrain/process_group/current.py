@@ -18,7 +18,7 @@ from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
-from disttrain.settings import TIMEOUT_S
+from disttrain.settings import LOCAL_RANK, TIMEOUT_S
 from disttrain.store import PrefixStore, Store
 
 
@@ -188,6 +188,30 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     return list(resolve_group("get_process_group_ranks", group).ranks)
 
 
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global rank of the group's member `group_rank`. Raises GroupError when it is out of range."""
+    return group.ranks[group.checked_group_rank("get_global_rank", group_rank)]
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The rank in the group of `global_rank`. Raises GroupError when it is not a member."""
+    return group.group_rank_of("get_group_rank", global_rank)
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's rank on its node, as its launcher says. Raises GroupError without launcher and `fallback_rank`."""
+    local_rank = LOCAL_RANK.read()
+    if local_rank is None:
+        local_rank = fallback_rank
+    if local_rank is None:
+        raise GroupError(
+            "get_node_local_rank",
+            "LOCAL_RANK is not set, so that no launcher has started this process.",
+            "Start it with disttrain-launch, or give fallback_rank.",
+        )
+    return local_rank
+
+
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Duration | None = None,
@@ -210,6 +234,9 @@ __all__ = [
     "enter_process_world",
     "entered_world",
     "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttrain.errors import BackendError, ShapeError
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.fingerprint import compare_calls
 from disttrain.process_group.group import ProcessGroup
@@ -14,6 +15,9 @@ from disttrain.process_group.observer import Call
 from disttrain.process_group.work import TransportWork, Work
 
 POINT_TO_POINT = frozenset({"send", "recv"})
+
+REFUSALS = (BackendError, ShapeError)
+"""What a backend raises itself, before its transport has heard of the call."""
 
 
 def issue(
@@ -59,6 +63,8 @@ def issue(
     except Exception as error:
         if call is None:
             call = Call(operation, group, sequence, inputs, outputs, peer_rank)
+        if type(error) in REFUSALS and sequence:
+            group.world.refusals.add(group, operation, error, operation, was_counted=True)
         answer = call.failure(error)
         call.completed(answer)
         raise answer from error

@@ -14,6 +14,7 @@ import torch
 
 from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group._c10d import ReduceOp, reduction_kind
+from disttrain.process_group.slices import in_slices
 from disttrain.store import PrefixStore, Store
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def compare_calls(
             PrefixStore(f"{group.group_name}/calls/{sequence - 1}", group.world.store).delete_key("verdict")
     else:
         try:
-            store.wait(["verdict"], group.timeout_s)
+            in_slices(["verdict"], lambda slice_s: store.wait(["verdict"], slice_s), group.timeout_s, group.check)
         except StoreTimeoutError:
             absent = sorted(set(group.ranks) - set(_calls_made(store)))
             raise CollectiveTimeoutError(

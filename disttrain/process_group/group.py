@@ -9,7 +9,7 @@ import torch
 
 from disttrain.errors import BackendError, GroupError
 from disttrain.process_group._c10d import TorchRegistration, Transport
-from disttrain.process_group.backends import Backend, Membership
+from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.observer import Call
 from disttrain.store import PrefixStore
@@ -24,7 +24,8 @@ class ProcessGroup:
 
     Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, alike on
     all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
-    `last_operation`, the last one's name; `coalesced`, what was called within `coalescing_manager`, None outside.
+    `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
+    that collective; `coalesced`, what was called within `coalescing_manager`, None outside.
     Transports are made by the first collective on a device type, which connects the members and nobody else.
     """
 
@@ -45,12 +46,15 @@ class ProcessGroup:
         self.timeout_s = timeout_s
         self.sequence = 0
         self.last_operation = ""
+        self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self._options = options
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
+        self._scope = GivableUp()
+        self._connecting = ""
         self._is_destroyed = False
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
@@ -69,6 +73,32 @@ class ProcessGroup:
         """Such as `cpu:gloo,cuda:nccl`."""
         named = (f"{device}:{kind.short_name()}" for device, kind in self._backend_classes.items())
         return ",".join(named)
+
+    @property
+    def asks_witnesses(self) -> bool:
+        """True when its ranks are processes that wait for each other without knowing what the others do."""
+        return self.group_size > 1 and any(kind.reports_absent for kind in self._backend_classes.values())
+
+    @property
+    def come_to(self) -> tuple[int, str]:
+        """The last collective that this rank has come to, also if it is still connecting for it: number and name."""
+        connecting = self._connecting
+        return (self.sequence + 1, connecting) if connecting else (self.sequence, self.last_operation)
+
+    def check(self) -> None:
+        """Raise InterruptedError when the group has been given up."""
+        self._scope.check()
+
+    @property
+    def ended_by(self) -> str:
+        """Why another rank's mistake has ended the group; empty when it has not."""
+        return self._scope.reason
+
+    def find_reason(self) -> str:
+        """As `ended_by`, after a failure: another rank may have said why before this one's witness has read it."""
+        if not self.ended_by and self.asks_witnesses and self.world.witness is not None:
+            self.world.witness.hear_again()
+        return self.ended_by
 
     def serves(self, device_type: str) -> bool:
         return device_type in self._backend_classes
@@ -172,13 +202,31 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
-        self._is_destroyed = True
-        for backend in self._made.values():
+        for backend in self._taken_out():
             backend.abort()
-        self._made.clear()
+
+    def refuse(self, operation: str, error: Exception, begins_with: str = "") -> None:
+        """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
+
+        `begins_with` is the collective that `operation` begins with, if it is not one itself.
+        """
+        self.world.refusals.add(self, operation, error, begins_with or operation, was_counted=False)
+
+    def end(self, reason: str) -> None:
+        """As `abort`, and every call under way, or made later, raises an error with this `reason`."""
+        self._scope.give_up(reason)
+        for backend in self._taken_out():
+            # Gloo may take its time, and the witness, who calls this, has others to answer.
+            threading.Thread(target=backend.abort, name="disttrain abort", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.group_name}, ranks {self.ranks_text()}, {self.backend_name})"
+
+    def _taken_out(self) -> list[Backend]:
+        """The backends; nobody finds them any more, nor makes new ones."""
+        self._is_destroyed = True
+        made, self._made = self._made, {}
+        return list(made.values())
 
     def _make_backend(self, operation: str, device_type: str) -> Backend:
         # Two threads may come here first together: the autograd engine has one of its own per device.
@@ -187,9 +235,10 @@ class ProcessGroup:
             if made is not None:
                 return made
             if self._is_destroyed:
+                reason = f"ended: {self.ended_by}".rstrip(".") if self.ended_by else "been destroyed"
                 raise GroupError(
                     operation,
-                    f"group {self.group_name} has been destroyed.",
+                    f"group {self.group_name} has {reason}.",
                     "Make a new group, or destroy it later.",
                     rank=self.world.rank,
                 )
@@ -208,6 +257,7 @@ class ProcessGroup:
             return made
 
     def _connected(self, operation: str, kind: type[Backend], membership: Membership) -> Backend:
+        self._connecting = operation
         try:
             return kind(membership)
         except Exception as error:
@@ -216,6 +266,8 @@ class ProcessGroup:
             if answer is error:
                 raise
             raise answer from error
+        finally:
+            self._connecting = ""
 
     def _membership(self, device_type: str) -> Membership:
         return Membership(
@@ -226,6 +278,7 @@ class ProcessGroup:
             timeout_s=self.timeout_s,
             global_rank=self.world.rank,
             options=self._options,
+            scope=self._scope,
         )
 
 

@@ -29,8 +29,12 @@ def all_gather(
     Collective: every rank of the group, in the same order, with the same sizes in `tensor_list`.
     """
     group = resolve_group("all_gather", group)
-    check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
-    run = group.backend("all_gather", tensor.device.type).all_gather
+    try:
+        check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
+        run = group.backend("all_gather", tensor.device.type).all_gather
+    except Exception as error:
+        group.refuse("all_gather", error)
+        raise
     return issue(group, "all_gather", run, (tensor_list, tensor, async_op), (tensor,), tensor_list, async_op)
 
 
@@ -51,9 +55,13 @@ def gather(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("gather", group)
-    dst_rank = root_rank("gather", group, dst, group_dst, "dst")
-    outputs = _list_at_root("gather", group, "gather_list", gather_list, tensor, dst_rank)
-    run = group.backend("gather", tensor.device.type).gather
+    try:
+        dst_rank = root_rank("gather", group, dst, group_dst, "dst")
+        outputs = _list_at_root("gather", group, "gather_list", gather_list, tensor, dst_rank)
+        run = group.backend("gather", tensor.device.type).gather
+    except Exception as error:
+        group.refuse("gather", error)
+        raise
     return issue(group, "gather", run, (tensor, outputs, dst_rank, async_op), (tensor,), outputs, async_op, dst_rank)
 
 
@@ -74,9 +82,13 @@ def scatter(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("scatter", group)
-    src_rank = root_rank("scatter", group, src, group_src, "src")
-    inputs = _list_at_root("scatter", group, "scatter_list", scatter_list, tensor, src_rank)
-    run = group.backend("scatter", tensor.device.type).scatter
+    try:
+        src_rank = root_rank("scatter", group, src, group_src, "src")
+        inputs = _list_at_root("scatter", group, "scatter_list", scatter_list, tensor, src_rank)
+        run = group.backend("scatter", tensor.device.type).scatter
+    except Exception as error:
+        group.refuse("scatter", error)
+        raise
     return issue(group, "scatter", run, (tensor, inputs, src_rank, async_op), inputs, (tensor,), async_op, src_rank)
 
 
@@ -95,8 +107,12 @@ def reduce_scatter(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("reduce_scatter", group)
-    check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
-    run = group.backend("reduce_scatter", output.device.type).reduce_scatter
+    try:
+        check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
+        run = group.backend("reduce_scatter", output.device.type).reduce_scatter
+    except Exception as error:
+        group.refuse("reduce_scatter", error)
+        raise
     return issue(group, "reduce_scatter", run, (output, input_list, op, async_op), input_list, (output,), async_op)
 
 
@@ -114,13 +130,17 @@ def all_to_all(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_to_all", group)
-    if not output_tensor_list:
-        check_list("all_to_all", group, "output_tensor_list", output_tensor_list, torch.empty(0))
-    like = output_tensor_list[0]
-    check_list("all_to_all", group, "output_tensor_list", output_tensor_list, like)
-    check_list("all_to_all", group, "input_tensor_list", input_tensor_list, like)
-    run = group.backend("all_to_all", like.device.type).all_to_all
-    arguments = (output_tensor_list, input_tensor_list, async_op)
+    try:
+        if not output_tensor_list:
+            check_list("all_to_all", group, "output_tensor_list", output_tensor_list, torch.empty(0))
+        like = output_tensor_list[0]
+        check_list("all_to_all", group, "output_tensor_list", output_tensor_list, like)
+        check_list("all_to_all", group, "input_tensor_list", input_tensor_list, like)
+        run = group.backend("all_to_all", like.device.type).all_to_all
+        arguments = (output_tensor_list, input_tensor_list, async_op)
+    except Exception as error:
+        group.refuse("all_to_all", error)
+        raise
     return issue(group, "all_to_all", run, arguments, input_tensor_list, output_tensor_list, async_op)
 
 
@@ -141,20 +161,24 @@ def all_to_all_single(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_to_all_single", group)
-    check_alike("all_to_all_single", group, output, input)
-    output_rows = row_counts("all_to_all_single", group, "output", output, output_split_sizes)
-    input_rows = row_counts("all_to_all_single", group, "input", input, input_split_sizes)
-    own = group.group_rank
-    if output.shape[1:] != input.shape[1:] or output_rows[own] != input_rows[own]:
-        raise ShapeError(
-            "all_to_all_single",
-            f"output of shape {tuple(output.shape)} takes {output_rows[own]} rows from this rank, input of shape "
-            f"{tuple(input.shape)} gives {input_rows[own]}; rows must be alike in number and size.",
-            "Give split sizes and shapes that fit.",
-            rank=group.world.rank,
-        )
-    run = group.backend("all_to_all_single", input.device.type).all_to_all_single
-    arguments = (output, input, output_rows, input_rows, async_op)
+    try:
+        check_alike("all_to_all_single", group, output, input)
+        output_rows = row_counts("all_to_all_single", group, "output", output, output_split_sizes)
+        input_rows = row_counts("all_to_all_single", group, "input", input, input_split_sizes)
+        own = group.group_rank
+        if output.shape[1:] != input.shape[1:] or output_rows[own] != input_rows[own]:
+            raise ShapeError(
+                "all_to_all_single",
+                f"output of shape {tuple(output.shape)} takes {output_rows[own]} rows from this rank, input of shape "
+                f"{tuple(input.shape)} gives {input_rows[own]}; rows must be alike in number and size.",
+                "Give split sizes and shapes that fit.",
+                rank=group.world.rank,
+            )
+        run = group.backend("all_to_all_single", input.device.type).all_to_all_single
+        arguments = (output, input, output_rows, input_rows, async_op)
+    except Exception as error:
+        group.refuse("all_to_all_single", error)
+        raise
     return issue(group, "all_to_all_single", run, arguments, (input,), (output,), async_op)
 
 

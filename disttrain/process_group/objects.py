@@ -6,7 +6,8 @@ rank that gets it raises.
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ def all_gather_object(object_list: MutableSequence[Any], obj: Any, group: Proces
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_gather_object", group)
-    _check_places("all_gather_object", group, "object_list", object_list, group.group_size)
-    device = _device(group)
-    packed = _packed(obj)
+    with _before(group, "all_gather_object", "all_gather_into_tensor"):
+        _check_places("all_gather_object", group, "object_list", object_list, group.group_size)
+        device = _device(group)
+        packed = _packed(obj)
     sizes = torch.empty(group.group_size, dtype=torch.int64, device=device)
     all_gather_into_tensor(sizes, torch.tensor([len(packed)], device=device), group)
     counts = sizes.tolist()
@@ -59,12 +61,13 @@ def gather_object(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("gather_object", group)
-    dst_rank = root_rank("gather_object", group, dst, group_dst, "dst")
-    is_root = group.group_rank == dst_rank
-    if is_root:
-        _check_places("gather_object", group, "object_gather_list", object_gather_list or (), group.group_size)
-    device = _device(group)
-    packed = _packed(obj)
+    with _before(group, "gather_object", "all_gather_into_tensor"):
+        dst_rank = root_rank("gather_object", group, dst, group_dst, "dst")
+        is_root = group.group_rank == dst_rank
+        if is_root:
+            _check_places("gather_object", group, "object_gather_list", object_gather_list or (), group.group_size)
+        device = _device(group)
+        packed = _packed(obj)
     sizes = torch.empty(group.group_size, dtype=torch.int64, device=device)
     all_gather_into_tensor(sizes, torch.tensor([len(packed)], device=device), group)
     counts = sizes.tolist()
@@ -93,11 +96,12 @@ def broadcast_object_list(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("broadcast_object_list", group)
-    src_rank = root_rank("broadcast_object_list", group, src, group_src, "src")
-    device = device or _device(group)
-    is_root = group.group_rank == src_rank
-    packed = _packed(list(object_list)) if is_root else b""
-    size = torch.tensor([len(packed)], device=device)
+    with _before(group, "broadcast_object_list", "broadcast"):
+        src_rank = root_rank("broadcast_object_list", group, src, group_src, "src")
+        device = device or _device(group)
+        is_root = group.group_rank == src_rank
+        packed = _packed(list(object_list)) if is_root else b""
+        size = torch.tensor([len(packed)], device=device)
     broadcast(size, group=group, group_src=src_rank)
     data = _padded(packed, int(size.item()), device)
     broadcast(data, group=group, group_src=src_rank)
@@ -119,15 +123,16 @@ def scatter_object_list(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("scatter_object_list", group)
-    src_rank = root_rank("scatter_object_list", group, src, group_src, "src")
-    if not scatter_object_output_list:
-        _check_places("scatter_object_list", group, "scatter_object_output_list", (), 1)
-    device = _device(group)
     packed: list[bytes] = []
-    if group.group_rank == src_rank:
-        values = scatter_object_input_list or ()
-        _check_places("scatter_object_list", group, "scatter_object_input_list", values, group.group_size)
-        packed = [_packed(value) for value in values]
+    with _before(group, "scatter_object_list", "broadcast"):
+        src_rank = root_rank("scatter_object_list", group, src, group_src, "src")
+        if not scatter_object_output_list:
+            _check_places("scatter_object_list", group, "scatter_object_output_list", (), 1)
+        device = _device(group)
+        if group.group_rank == src_rank:
+            values = scatter_object_input_list or ()
+            _check_places("scatter_object_list", group, "scatter_object_input_list", values, group.group_size)
+            packed = [_packed(value) for value in values]
     sizes = torch.zeros(group.group_size, dtype=torch.int64, device=device)
     if packed:
         sizes.copy_(torch.tensor([len(data) for data in packed]))
@@ -184,6 +189,16 @@ def recv_object_list(
     (received,) = _restored("recv_object_list", group, [data], [group.group_rank_of("recv_object_list", sender)])
     _fill("recv_object_list", group, object_list, received, keeps_own=False)
     return sender
+
+
+@contextmanager
+def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[None]:
+    """What is done before the first collective of `operation`: if it fails, the others must not wait for us there."""
+    try:
+        yield
+    except Exception as error:
+        group.refuse(operation, error, begins_with)
+        raise
 
 
 def _device(group: ProcessGroup) -> torch.device:

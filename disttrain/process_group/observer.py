@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from disttrain.errors import BackendError, CollectiveTimeoutError, DisttrainError, StoreTimeoutError
+from disttrain.errors import (
+    BackendError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    DisttrainError,
+    StoreTimeoutError,
+)
 from disttrain.process_group.roll_call import absent_text
 
 if TYPE_CHECKING:
@@ -64,6 +70,15 @@ class Call:
         group = self.group
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self.sequence}"
+        reason = group.find_reason()
+        if reason:
+            return CollectiveMismatchError(
+                self.operation,
+                reason,
+                "Mend that call; the group cannot be used any more.",
+                rank=group.world.rank,
+                where=where,
+            )
         peer = "" if self.peer_rank is None else f" with group rank {self.peer_rank}"
         if isinstance(error, TimeoutError) or "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(

@@ -20,7 +20,8 @@ def pack(value: Any) -> bytes:
     """
     try:
         return bytes(msgpack.packb(value, default=_extend, strict_types=True))
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        # Also what holds itself, lone surrogates, and tensors without plain memory: sparse, meta.
         raise ShapeError("pack", f"a value cannot travel: {error}.", "Send plain values, tensors or arrays.") from None
 
 

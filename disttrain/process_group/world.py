@@ -16,6 +16,7 @@ from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Observer
+from disttrain.process_group.refusals import Refusals
 from disttrain.process_group.roll_call import Progress
 from disttrain.process_group.work import Work
 from disttrain.settings import DEBUG, LOCAL_RANK
@@ -38,6 +39,7 @@ class World:
 
     `device` is the one this rank computes on: what `init_process_group(device_id=...)` said, else the GPU of its local
     rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`.
+    `refusals`: what ranks raise before a collective.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
     """
@@ -63,6 +65,7 @@ class World:
         self.observers: tuple[Observer, ...] = ()
         self.compares_calls = DEBUG.read() == "detail"
         self.witness: Responder | None = None
+        self.refusals = Refusals(self)
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -130,11 +133,20 @@ class World:
             )
         return group
 
-    def keep_pending(self, output: torch.Tensor, work: Work) -> int:
-        """Hold a collective that is under way for a graph, which cannot hold a Work. Returns: its handle."""
+    def group_named(self, group_name: str) -> ProcessGroup | None:
+        """The group of that name, if this rank has made it and somebody holds it."""
+        return self._named.get(group_name)
+
+    def keep_pending(self, output: torch.Tensor, work: Work) -> torch.Tensor:
+        """Hold a collective that is under way for a graph, which cannot hold a Work. Returns: a tensor with its handle.
+
+        It is held until somebody takes it, or the tensor is gone: the graph has no use for the result.
+        """
         handle = next(self._handles)
         self._pending[handle] = (output, work)
-        return handle
+        named = torch.tensor(handle)
+        weakref.finalize(named, self._pending.pop, handle, None).atexit = False
+        return named
 
     def take_pending(self, handle: int) -> tuple[torch.Tensor, Work]:
         """What `keep_pending` was given; only once."""
@@ -156,9 +168,9 @@ class World:
         self.observers = tuple(other for other in self.observers if other is not observer)
 
     def become_witness(self) -> None:
-        """From now on, tell other ranks how far this one has come when one of them has waited in vain."""
+        """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""
         if self.witness is None:
-            self.witness = Responder(self.store, "witness", self.rank, self._progress)
+            self.witness = Responder(self.store, "witness", self.rank, self._progress, self.refusals.hear)
 
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:
@@ -168,6 +180,7 @@ class World:
                 "Destroy it once.",
                 rank=self.rank,
             )
+        self.refusals.tell()
         group.shutdown()
         self._groups.remove(group)
         self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
@@ -175,11 +188,13 @@ class World:
 
     def abort_group(self, group: ProcessGroup) -> None:
         """Let go of `group` without waiting for what is under way in it."""
+        self.refusals.tell()
         group.abort()
         self._groups.remove(group)
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""
+        self.refusals.close()
         for group in reversed(self._groups):
             group.shutdown()
         self._groups.clear()

@@ -1,7 +1,8 @@
-"""A question to all members of a job, through the store: each has a thread that waits for it and answers.
+"""Questions and notices to all members of a job, through the store: each has a thread that waits for them.
 
-Questions are numbered. Whoever asks sets the key of the next number, which wakes all responders; each sets a key of its
-own with its answer. Between questions the threads sleep in the store.
+They stand on a board, a key to which lines are appended and which all threads watch; so none is missed, whoever asks at
+the same time, and whoever joins late reads the earlier ones. An answer is a key of its own. Between lines the threads
+sleep in the store.
 """
 
 from __future__ import annotations
@@ -15,28 +16,44 @@ from disttrain.store.base import Store
 from disttrain.store.prefix import PrefixStore
 
 _IDLE_S = 3600.0
+_AGAIN_S = 0.25
 _CLOSING_S = 2.0
+_QUESTION, _NOTICE = b"?", b"!"
 
 
 class Responder:
-    """Member `rank`: answers with what `answer` returns, over a connection of its own, until it is closed."""
+    """Member `rank`: answers with what `answer` returns, over a connection of its own, until it is closed.
 
-    def __init__(self, store: Store, name: str, rank: int, answer: Callable[[], bytes]) -> None:
+    `hear` is given each notice, and again from time to time, ever more rarely, until it returns True. It may be called
+    from several threads.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        answer: Callable[[], bytes],
+        hear: Callable[[bytes], bool] = lambda _: True,
+    ) -> None:
         self._store = PrefixStore(name, store).clone()
         self._rank = rank
         self._answer = answer
-        self._number = 1
-        self._thread = threading.Thread(target=self._answer_until_closed, name=f"disttrain {name}", daemon=True)
+        self._hear = hear
+        self._num_questions = 0
+        self._unsettled: list[bytes] = []
+        self._thread = threading.Thread(target=self._read_until_closed, name=f"disttrain {name}", daemon=True)
         self._thread.start()
         # A thread that an answer wakes while the interpreter is being taken down can take the process down with it.
         atexit.register(self.close)
 
     def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
         """The answers of those of `ranks` that gave one in time; none when the store is gone."""
-        number = self._number
-        keys = {rank: f"{number}/{rank}" for rank in ranks}
+        self._num_questions += 1
+        question = f"{self._rank}.{self._num_questions}"
+        keys = {rank: f"{question}/{rank}" for rank in ranks}
         try:
-            self._store.set(f"{number}", b"")
+            self._store.append("board", _QUESTION + question.encode() + b"\n")
             try:
                 self._store.wait(list(keys.values()), timeout_s)
             except StoreTimeoutError:
@@ -45,19 +62,60 @@ class Responder:
         except StoreError:
             return {}
 
+    def tell(self, notice: bytes, name: str) -> bool:
+        """Show all members `notice`, one line, unless one of this name has been shown; False when the store is gone."""
+        try:
+            if self._store.compare_set(f"notice/{name}", "", notice) == notice:
+                self._store.append("board", _NOTICE + notice + b"\n")
+        except StoreError:
+            return False
+        return True
+
+    def hear_again(self) -> None:
+        """Hear all notices in this thread, now: those too that the other one has not come to yet."""
+        try:
+            board = self._store.get("board") if self._store.check(["board"]) else b""
+        except StoreError:
+            return  # without a store there is nothing to hear
+        for line in board.splitlines():
+            if line[:1] == _NOTICE:
+                self._hear(line[1:])
+
+    def withdraw(self, name: str) -> None:
+        """What the notice of this name says is so no longer."""
+        try:
+            self._store.set(f"withdrawn/{name}", b"")
+        except StoreError:
+            return  # nobody is left who could read it
+
+    def is_withdrawn(self, name: str) -> bool:
+        return self._store.check([f"withdrawn/{name}"])
+
     def close(self) -> None:
         """End the thread. Idempotent."""
         atexit.unregister(self.close)
         self._store.close()
-        self._thread.join(_CLOSING_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSING_S)
 
-    def _answer_until_closed(self) -> None:
+    def _read_until_closed(self) -> None:
+        board = b""
+        again_s = _AGAIN_S
         while True:
             try:
-                self._store.wait([f"{self._number}"], _IDLE_S)
-                number, self._number = self._number, self._number + 1
-                self._store.set(f"{number}/{self._rank}", self._answer())
+                seen = board
+                board = self._store.watch("board", seen or None, again_s if self._unsettled else _IDLE_S) or b""
+                again_s = _AGAIN_S
+                for line in board[len(seen) :].splitlines():
+                    self._read(line[:1], line[1:])
             except StoreTimeoutError:
-                continue
+                again_s = min(2 * again_s, _IDLE_S)
+                self._unsettled = [notice for notice in self._unsettled if not self._hear(notice)]
             except StoreError:
                 return
+
+    def _read(self, kind: bytes, text: bytes) -> None:
+        if kind == _QUESTION:
+            self._store.set(f"{text.decode()}/{self._rank}", self._answer())
+        elif not self._hear(text):
+            self._unsettled.append(text)

@@ -86,6 +86,16 @@ def test_nothing_at_all_may_be_sent() -> None:
 
 
 @on_ranks(2)
+def test_the_names_of_later_torch() -> None:
+    rank, size = place()
+    gathered, part = torch.empty(2 * size), torch.empty(2)
+    disttrain.all_gather_single(gathered, torch.full((2,), 1.0 + rank))
+    assert gathered.tolist() == [1.0, 1.0, 2.0, 2.0]
+    disttrain.reduce_scatter_single(part, gathered)
+    assert part.tolist() == [2.0 * (1 + rank)] * 2
+
+
+@on_ranks(2)
 def test_asynchronous_work_ends_in_its_own_time() -> None:
     rank, _ = place()
     tensors = [torch.full((1000,), float(rank + step)) for step in range(5)]
@@ -125,6 +135,18 @@ def test_a_group_orders_its_ranks_as_given() -> None:
     disttrain.broadcast(tensor, group=group, group_src=0)
     assert tensor.item() == 2
     assert disttrain.get_process_group_ranks(group) == [2, 0, 1]
+    assert isinstance(group, disttrain.ProcessGroup)
+    assert [disttrain.get_global_rank(group, group_rank) for group_rank in range(3)] == [2, 0, 1]
+    assert [disttrain.get_group_rank(group, global_rank) for global_rank in range(3)] == [1, 2, 0]
+
+
+def test_the_rank_on_the_node_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(GroupError, match="LOCAL_RANK is not set"):
+        disttrain.get_node_local_rank()
+    assert disttrain.get_node_local_rank(3) == 3
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert disttrain.get_node_local_rank(3) == 1
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from typing import Any
 
 import pytest
@@ -127,6 +128,51 @@ def test_torchs_own_dtensor_sees_the_world() -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(0)])
     assert torch.equal(sharded.to_local(), whole.chunk(size)[rank])
     assert sharded.sum().full_tensor().item() == 28.0
+
+
+def sharded_by_torch() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    made = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(made[0], mesh=mesh)  # type: ignore[index]
+    fully_shard(made, mesh=mesh)
+    return made
+
+
+@on_ranks(2)
+def test_torchs_own_fsdp_trains_as_one_process_does() -> None:
+    _, rank, size = registered()
+    alone, sharded = model(), sharded_by_torch()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, sharded)]
+    for batch in data().chunk(4):
+        for each, part, optimizer in zip((alone, sharded), (batch, batch.chunk(size)[rank]), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(part).square().mean().backward()
+            optimizer.step()
+    for ours, expected in zip(sharded.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor().detach(), expected.detach())  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_torchs_own_checkpoints_are_saved_and_loaded() -> None:
+    from torch.distributed import checkpoint
+
+    store, rank, _ = registered()
+    sharded = sharded_by_torch()
+    with tempfile.TemporaryDirectory() as folder:
+        if rank == 0:
+            store.set("folder", folder)
+        path = store.get("folder").decode()
+        checkpoint.save({"model": sharded.state_dict()}, checkpoint_id=path)
+        with torch.no_grad():
+            for parameter in sharded.parameters():
+                parameter.to_local().zero_()  # type: ignore[operator]
+        checkpoint.load({"model": sharded.state_dict()}, checkpoint_id=path)
+        disttrain.barrier()
+    for ours, expected in zip(sharded.parameters(), model().parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor().detach(), expected.detach())  # type: ignore[operator]
 
 
 @on_ranks(2, 3)

@@ -14,13 +14,13 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from disttrain.errors import BackendError
-from disttrain.process_group.backends.base import Backend, CompletedWork, Membership
+from disttrain.process_group.backends.base import Backend, CompletedWork, GivableUp, Membership
 from disttrain.process_group.backends.fake import FakeBackend
 from disttrain.process_group.backends.gloo import GlooBackend
 from disttrain.process_group.backends.nccl import NcclBackend
 from disttrain.process_group.backends.threads import ThreadsBackend
 
-__all__ = ["BACKENDS", "Backend", "CompletedWork", "Membership", "choose_backends", "register_backend"]
+__all__ = ["BACKENDS", "Backend", "CompletedWork", "GivableUp", "Membership", "choose_backends", "register_backend"]
 
 BACKENDS: Final[dict[str, type[Backend]]] = {
     "fake": FakeBackend,

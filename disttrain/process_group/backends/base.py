@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -15,12 +15,33 @@ from disttrain.process_group.work import TransportWork
 from disttrain.store import Store
 
 
+class GivableUp:
+    """What handles ask while they wait: has the group been given up, and for which `reason`?"""
+
+    __slots__ = ("is_given_up", "reason")
+
+    def __init__(self) -> None:
+        self.is_given_up = False
+        self.reason = ""
+
+    def give_up(self, reason: str) -> None:
+        """Let all that wait end for this reason; the first one holds."""
+        if not self.is_given_up:
+            self.reason = reason
+            self.is_given_up = True
+
+    def check(self) -> None:
+        """Raise InterruptedError once it has been given up."""
+        if self.is_given_up:
+            raise InterruptedError("the group was aborted on this rank")
+
+
 @dataclass(frozen=True)
 class Membership:
     """Who makes a backend: this process's place in one group.
 
     `store` is the group's own part of the job's store; `ranks` are global ranks in group order; `options` is what the
-    user gave as `pg_options`, for the backend to understand.
+    user gave as `pg_options`, for the backend to understand; `scope` says when the group has been given up meanwhile.
     """
 
     name: str
@@ -30,6 +51,7 @@ class Membership:
     timeout_s: float
     global_rank: int
     options: object | None = None
+    scope: GivableUp = field(default_factory=GivableUp)
 
     @property
     def size(self) -> int:

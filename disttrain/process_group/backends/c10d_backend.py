@@ -14,7 +14,7 @@ import torch
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction, Transport
 from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
-from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, GivableUp
+from disttrain.process_group.backends.c10d_work import Finish, FinishingWork
 from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
 from disttrain.process_group.work import TransportWork
 
@@ -32,11 +32,11 @@ class C10dBackend(Backend):
     _is_adopted = False
 
     def __init__(self, membership: Membership) -> None:
-        self._store = _c10d.StoreAdapter(membership.store)
+        self._scope = membership.scope
+        self._store = _c10d.StoreAdapter(membership.store, self._scope.check)
         self._rank = membership.rank
         self._size = membership.size
         self._global_rank = membership.global_rank
-        self._scope = GivableUp()
         self._is_coalescing = False
         # C++ objects that say only whether it is async and by what to reduce cost more to make than to look up.
         self._prepared: dict[tuple[type[Any], torch.dtype, int, bool], Prepared] = {}

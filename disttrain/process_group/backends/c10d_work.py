@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain.process_group.backends.base import GivableUp
 from disttrain.process_group.work import TransportWork
 
 Finish = Callable[[], Sequence[torch.Tensor]]
@@ -60,15 +61,6 @@ class FinishingWork:
         return self._finish()
 
 
-class GivableUp:
-    """What a transport's handles ask while they wait: has the group been given up?"""
-
-    __slots__ = ("is_given_up",)
-
-    def __init__(self) -> None:
-        self.is_given_up = False
-
-
 class InterruptibleWork:
     """A collective of a transport that cannot end one that is under way: the host's wait can still end.
 
@@ -94,8 +86,7 @@ class InterruptibleWork:
                 if started.is_completed():
                     # It failed, or ended just after the slice.
                     return started.wait()
-                if self._scope.is_given_up:
-                    raise InterruptedError("the group was aborted on this rank") from None
+                self._scope.check()
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise
 

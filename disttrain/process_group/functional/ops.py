@@ -5,6 +5,10 @@ looks up; and each collective is two operators. The first starts it and gives a 
 `wait_tensor` takes that number and gives the result; its other arguments tell what it looks like. What lies between
 them in the graph runs meanwhile.
 
+Ranks may compile different graphs. So the first operators have an ordered effect: they are kept in the order of the
+program, also where a result is unused. Inductor's pass `reorder_for_peak_memory` forgets that order (torch 2.13);
+ranks with different graphs compile with `options={"reorder_for_peak_memory": False}`.
+
 A compiler may plan memory as it likes: the result is new memory, not an alias of something that the graph knew before,
 and what is under way reads a copy of the input, which may be overwritten as soon as the first operator has returned.
 """
@@ -17,7 +21,7 @@ from typing import Any
 import torch
 
 from disttrain.process_group import collectives
-from disttrain.process_group._c10d import ReduceOp
+from disttrain.process_group._c10d import ReduceOp, keep_in_order
 from disttrain.process_group.current import current_world
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
@@ -88,7 +92,7 @@ def _work(work: Work | None) -> Work:
 def _starting(start: Callable[..., Started]) -> Callable[..., torch.Tensor]:
     def run(input: torch.Tensor, *arguments: Any) -> torch.Tensor:
         sent = input if start in _COPY_THEMSELVES else input.clone(memory_format=torch.contiguous_format)
-        return torch.tensor(current_world().keep_pending(*start(sent, *arguments)))
+        return current_world().keep_pending(*start(sent, *arguments))
 
     return run
 
@@ -129,4 +133,5 @@ def _define(schema: str, run: Callable[..., torch.Tensor], shape: Callable[..., 
 
 for _schema, _start in _STARTS.items():
     _define(_schema, _starting(_start), _start_shape)
+    keep_in_order(f"disttrain::{_schema.partition('(')[0]}")
 _define("wait_tensor(Tensor handle, Tensor input, SymInt[] size) -> Tensor", _wait, _wait_shape)

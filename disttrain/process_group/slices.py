@@ -1,0 +1,32 @@
+"""Waiting in the store for other ranks, in slices, so that it can end when it has become pointless."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from disttrain.errors import StoreTimeoutError
+
+_SLICE_S: Final = 0.5
+
+Waited = TypeVar("Waited")
+
+
+def in_slices(
+    keys: Sequence[str], wait: Callable[[float], Waited], timeout_s: float, check: Callable[[], object]
+) -> Waited:
+    """What `wait(slice_s)` for `keys` returns in the end; `check` may raise between slices.
+
+    Raises StoreTimeoutError after `timeout_s`.
+    """
+    rest_s, deadline_s = timeout_s, time.monotonic() + timeout_s
+    while True:
+        try:
+            return wait(min(_SLICE_S, rest_s))
+        except StoreTimeoutError:
+            check()
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0:
+                names = ", ".join(map(repr, keys[:3]))
+                raise StoreTimeoutError("wait", f"{names} did not come within {timeout_s:g} s.") from None
