@@ -53,9 +53,12 @@ def issue(
         call.enqueued()
     try:
         if world.compares_calls and sequence:
+            group.waiting_in = sequence
             compare_calls(group, operation, sequence, arguments, inputs, outputs, peer_rank)
+            group.waiting_in = 0
         started = run(*arguments)
         if not async_op and group.coalesced is None:
+            group.waiting_in = sequence
             started.wait()
             if call is not None:
                 call.completed(None)

@@ -25,7 +25,8 @@ class ProcessGroup:
     Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, alike on
     all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
     `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
-    that collective; `coalesced`, what was called within `coalescing_manager`, None outside.
+    that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
+    called within `coalescing_manager`, None outside.
     Transports are made by the first collective on a device type, which connects the members and nobody else.
     """
 
@@ -46,6 +47,7 @@ class ProcessGroup:
         self.timeout_s = timeout_s
         self.sequence = 0
         self.last_operation = ""
+        self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self._options = options
@@ -78,6 +80,11 @@ class ProcessGroup:
     def asks_witnesses(self) -> bool:
         """True when its ranks are processes that wait for each other without knowing what the others do."""
         return self.group_size > 1 and any(kind.reports_absent for kind in self._backend_classes.values())
+
+    @property
+    def is_connecting(self) -> bool:
+        """True while the first collective on a device waits for the other ranks to connect."""
+        return bool(self._connecting)
 
     @property
     def come_to(self) -> tuple[int, str]:

@@ -39,6 +39,8 @@ class Refusal(NamedTuple):
     begins_with: str
     rank: int
     reason: str
+    is_final: bool
+    """The rank was in that collective already, and so were the others when they connected."""
 
     @property
     def name(self) -> str:
@@ -49,12 +51,15 @@ class Refusal(NamedTuple):
 class _Own:
     """What this rank has refused; the others may have been told."""
 
-    def __init__(self, group: ProcessGroup, refusal: Refusal, *, is_final: bool) -> None:
+    def __init__(self, group: ProcessGroup, refusal: Refusal) -> None:
         self.group = group
         self.refusal = refusal
-        self.is_final = is_final
-        """The rank cannot come to that collective any more."""
         self.is_told = False
+
+    @property
+    def is_final(self) -> bool:
+        """The rank cannot come to that collective any more."""
+        return self.refusal.is_final
 
     def is_connecting(self) -> bool:
         """True when the rank is about to come to that collective."""
@@ -82,10 +87,12 @@ class Refusals:
             return
         reason = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
         reason = reason[:_MAX_REASON_CHARS]
-        refusal = Refusal(group.group_name, sequence, number, operation, begins_with, self._world.rank, reason)
+        refusal = Refusal(
+            group.group_name, sequence, number, operation, begins_with, self._world.rank, reason, was_counted
+        )
         self._world.become_witness()
         with self._lock:
-            self._own.append(_Own(group, refusal, is_final=was_counted))
+            self._own.append(_Own(group, refusal))
         if not was_counted:
             self._world.remove_observer(self)
             self._world.add_observer(self)
@@ -134,7 +141,7 @@ class Refusals:
         if refusal.rank == self._world.rank or group.num_refused.get(refusal.sequence, 0) >= refusal.number:
             return True
         sequence, operation = group.come_to
-        if sequence < refusal.sequence:
+        if sequence < refusal.sequence or not _waits(group, sequence, refusal):
             return False
         witness = self._world.witness
         is_ours = sequence > refusal.sequence or operation == refusal.begins_with
@@ -147,3 +154,13 @@ class Refusals:
         """Tell what is left to tell; the world ends."""
         atexit.unregister(self.tell)
         self.tell()
+
+
+def _waits(group: ProcessGroup, sequence: int, refusal: Refusal) -> bool:
+    """True when this rank waits in collective `sequence` for who has refused, or is past it.
+
+    While it is on its way there, it may be about to refuse the same, and only be slower.
+    """
+    if sequence > refusal.sequence or group.waiting_in == sequence:
+        return True
+    return group.is_connecting and not refusal.is_final

@@ -76,6 +76,7 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
+        self._place[1].waiting_in = self._place[2]
         try:
             if timeout is None:
                 self._started.wait()

@@ -124,7 +124,7 @@ def decoded(pieces: list[bytes]) -> tuple[list[Any], bool]:
             messages += decoder.feed(piece)
         except WireError:
             return messages, True
-        assert decoder.num_unread_bytes <= LIMITS.frame_bytes + 3
+        assert 0 <= decoder.num_missing_bytes <= LIMITS.frame_bytes
     return messages, False
 
 
