@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from disttrain.dtensor.rules import stacking
+from disttrain.dtensor.rules import (
+    extremes,
+    filling,
+    indexing,
+    moments,
+    ordered,
+    pointwise,
+    reduction,
+    scattering,
+    slices,
+    softmax,
+    stacking,
+)
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
-from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
-from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
 
 __all__ = ["Compute", "OpCall", "Propagation", "Rule", "Signature", "find_rule"]
 
 _RULES: dict[str, Rule] = {
+    **extremes.RULES,
+    **filling.RULES,
+    **indexing.RULES,
+    **moments.RULES,
+    **ordered.RULES,
+    **pointwise.RULES,
+    **reduction.RULES,
+    **scattering.RULES,
+    **slices.RULES,
+    **softmax.RULES,
     **stacking.RULES,
 }
-"""By the operator's name without its overload; in-place forms share the rule of the others."""
+"""By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
 
 
 def find_rule(call: OpCall) -> Rule | None:
     """The rule of the family that the call's operator belongs to; None when it has none."""
     name = call.facts.name
-    rule = _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
-    if rule is not None:
-        return rule
-    if call.facts.is_pointwise or name in COPIES:
-        return POINTWISE
-    return REDUCTION if is_reduction(call) else None
+    rule = _RULES.get(str(call.op)) or _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
+    if rule is None and call.facts.is_pointwise:
+        return pointwise.POINTWISE
+    return rule
