@@ -131,7 +131,9 @@ def _partial(call: OpCall) -> list[Signature]:
 def _groups(call: OpCall, name: str) -> tuple[tuple[int, ...], ...]:
     """Sets of operands that may be partial together."""
     if name == _WHERE_ZERO:
-        groups: tuple[tuple[int, ...], ...] = ((0,),) if call.argument("value") == 0 else ()
+        value = call.argument("value")
+        is_zero = not isinstance(value, torch.Tensor) and value == 0
+        groups: tuple[tuple[int, ...], ...] = ((0,),) if is_zero else ()
     elif name == "aten.div" and call.argument("rounding_mode") is not None:
         groups = ()
     else:

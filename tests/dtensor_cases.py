@@ -1,0 +1,141 @@
+"""One computation on DTensors that lie in every way, judged by the same computation on plain tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import disttrain
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.redistribute import redistribute_local
+
+
+@dataclass(frozen=True)
+class Case:
+    """`function` of `tensors`; the operands in `fixed` are never partial, as indices are not."""
+
+    name: str
+    function: Callable[..., Any]
+    tensors: Sequence[torch.Tensor]
+    fixed: Sequence[int] = ()
+    grads: bool = False
+    partials: Sequence[str] = ("sum",)
+    replicated: Sequence[int] = field(default=())
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def integers(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int = 14) -> list[str]:
+    """What is wrong with `case` on `mesh`, one line per combination of layouts; at most so many are tried."""
+    expected, expected_grads = run(case, [tensor.clone() for tensor in case.tensors])
+    complaints = []
+    for layouts in _sampled(case, mesh, max_layouts):
+        operands = [part(whole, layout, mesh) for whole, layout in zip(case.tensors, layouts, strict=True)]
+        try:
+            found, grads = run(case, operands)
+            compare(found, expected)
+            compare(grads, expected_grads)
+        except (AssertionError, RuntimeError, TypeError, IndexError, disttrain.errors.DisttrainError) as error:
+            complaints.append(f"{case.name} {mesh.shape} {layouts}: {type(error).__name__} {str(error)[:300]}")
+    return complaints
+
+
+def run(case: Case, operands: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor | None]]:
+    if not case.grads:
+        return case.function(*operands), []
+    leaves = [operand.detach().requires_grad_(operand.is_floating_point()) for operand in operands]
+    results = case.function(*leaves)
+    for result in results if isinstance(results, list | tuple) else [results]:
+        if result.requires_grad:
+            (result * result).sum().backward(retain_graph=True)
+    return results, [leaf.grad for leaf in leaves]
+
+
+def compare(found: Any, expected: Any) -> None:
+    if isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            compare(one, other)
+    elif expected is not None and isinstance(expected, torch.Tensor):
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        if isinstance(found, DTensor):
+            assert tuple(found._local_tensor.shape) == found._spec.local_shape, "the part has another shape"
+            assert found.dtype == expected.dtype == found._local_tensor.dtype
+        torch.testing.assert_close(whole, expected, equal_nan=True)
+    else:
+        assert found == expected
+
+
+def part(whole: torch.Tensor, placements: Sequence[Placement], mesh: disttrain.DeviceMesh) -> DTensor:
+    """`whole` laid out; of what is partial, every rank brings something else."""
+    layout = Layout(mesh, tuple(placements))
+    spec = Spec.of(layout, tuple(whole.shape), whole.dtype)
+    cut = layout.with_placements([Replicate() if place.is_partial() else place for place in placements])
+    local = redistribute_local(whole, spec.with_layout(layout.replicated()), cut).clone()
+    for axis, place in enumerate(placements):
+        if isinstance(place, Partial):
+            position, size = mesh.get_local_rank(axis), mesh.shape[axis]
+            # Above zero on one rank, below on the next; the last one makes up for the others.
+            share = (position + 1) * (-1) ** position
+            total = sum((other + 1) * (-1) ** other for other in range(size - 1))
+            match place.reduce_op:
+                case "sum":
+                    local = torch.full_like(local, share) if position < size - 1 else local - total
+                case "max":
+                    local = local if position == size - 1 else local - abs(share)
+                case "min":
+                    local = local if position == size - 1 else local + abs(share)
+    return DTensor(local, spec)
+
+
+def _sampled(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int) -> list[tuple[tuple[Placement, ...], ...]]:
+    choices = []
+    for place, whole in enumerate(case.tensors):
+        along_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(whole.ndim))]
+        if place not in case.fixed and (whole.is_floating_point() or whole.dtype == torch.int64):
+            along_axis += [Partial(op) for op in case.partials]
+        if place in case.replicated:
+            along_axis = [Replicate()]
+        # Different reductions along two axes depend on their order.
+        choices.append(
+            [
+                layout
+                for layout in itertools.product(along_axis, repeat=mesh.ndim)
+                if len({place for place in layout if place.is_partial()}) < 2
+            ]
+        )
+    everything = list(itertools.product(*choices))
+    if len(everything) <= max_layouts:
+        return everything
+    return random.Random(case.name).sample(everything, max_layouts)
+
+
+MESHES = [(2,), (3,), (4,), (2, 2)]
+
+
+@contextmanager
+def quiet() -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def complaints_of(cases: Sequence[Case], mesh_shape: Sequence[int], max_layouts: int) -> list[str]:
+    """To be run on every rank: what is wrong with any of `cases`."""
+    mesh = disttrain.init_device_mesh("cpu", tuple(mesh_shape))
+    return [line for case in cases for line in check(case, mesh, max_layouts)]
