@@ -54,14 +54,23 @@ def check(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int = 14) -> list
 
 
 def run(case: Case, operands: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor | None]]:
+    """What `case` returns, and the operands' gradients; the results' own ones differ from element to element."""
     if not case.grads:
         return case.function(*operands), []
     leaves = [operand.detach().requires_grad_(operand.is_floating_point()) for operand in operands]
     results = case.function(*leaves)
-    for result in results if isinstance(results, list | tuple) else [results]:
-        if result.requires_grad:
-            (result * result).sum().backward(retain_graph=True)
+    differentiable = [
+        result for result in (results if isinstance(results, list | tuple) else [results]) if result.requires_grad
+    ]
+    torch.autograd.backward(differentiable, [_gradient(result) for result in differentiable])
     return results, [leaf.grad for leaf in leaves]
+
+
+def _gradient(result: torch.Tensor) -> torch.Tensor:
+    whole = normal(*result.shape, seed=17, dtype=result.dtype)
+    if not isinstance(result, DTensor):
+        return whole
+    return part(whole, [Replicate() if place.is_partial() else place for place in result.placements], result.device_mesh)
 
 
 def compare(found: Any, expected: Any) -> None:
@@ -94,6 +103,8 @@ def part(whole: torch.Tensor, placements: Sequence[Placement], mesh: disttrain.D
             match place.reduce_op:
                 case "sum":
                     local = torch.full_like(local, share) if position < size - 1 else local - total
+                case "product":
+                    local = torch.full_like(local, 2) if position < size - 1 else local / 2 ** (size - 1)
                 case "max":
                     local = local if position == size - 1 else local - abs(share)
                 case "min":

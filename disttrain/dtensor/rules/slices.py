@@ -63,12 +63,13 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
     first = min(max(0, piece_size(begin - start, step)), num_entries)
     last = min(max(0, piece_size(begin + size - start, step)), num_entries)
     local_start = start + first * step - begin
+    local_stop = local_start + (last - first - 1) * step + 1
 
     def slice_scatter(local: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if first >= last:
             return local.clone()
         own = source.narrow(dim, first, last - first)
-        return local.slice_scatter(own, dim, local_start, size, step)
+        return local.slice_scatter(own, dim, local_start, local_stop, step)
 
     return slice_scatter
 
