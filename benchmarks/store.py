@@ -5,7 +5,10 @@
 Each server is a process of its own on loopback; torch's is its libuv TCPStore. "floor" is a bare round trip over a TCP
 connection between two processes: what the machine itself takes. torch has no barrier: its twin adds to a counter, and
 the last one sets the key that all wait for. A set of torch's does not wait for an answer; "set and get" compares like
-with like. Writes benchmarks/results/store.json.
+with like. torch's server looks up each peer's name in the DNS, which its connects wait for, and
+for seconds where no DNS answers: see whether `hosts` in nsswitch.conf is `files` only. The crowd's clients are threads
+of two processes; its times are those of the last client, and go with the CPU time that the server took. Writes
+benchmarks/results/store.json.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
+import resource
 import socket
 import statistics
 import subprocess
@@ -36,6 +41,10 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 NUM_KEYS = 64
 NUM_MEMBERS = 8
+NUM_PROCESSES = 2
+NUM_CROWD = 200
+NUM_CONNECTS = 1000
+SETTLE_S = 0.5
 BARRIERS_PER_ROUND = 10
 CALLS_PER_ROUND = 200
 CONNECTS_PER_ROUND = 20
@@ -68,9 +77,29 @@ class Child:
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
+        self.pid = self._process.pid
 
     def close(self) -> None:
         self._process.communicate()
+
+
+def connect(name: str, port: int) -> Any:
+    """A client of the server of that name."""
+    if name == "torch":
+        return torch.distributed.TCPStore(
+            HOST, port, None, False, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
+        )
+    return TCPStore(HOST, port, timeout=TIMEOUT_S)
+
+
+def meet(store: Any, key: str, num_members: int) -> None:
+    """A barrier; torch's users write theirs themselves."""
+    if isinstance(store, TCPStore):
+        store.barrier(key, num_members)
+        return
+    if store.add(key, 1) == num_members:
+        store.set(f"{key}/done", "")
+    store.wait([f"{key}/done"])
 
 
 class Ours:
@@ -78,50 +107,33 @@ class Ours:
 
     def __init__(self, engine: str) -> None:
         self.name = f"disttrain ({engine})"
-        self._server: ServerProcess = spawn_server(HOST, 0, engine=engine)
-        self.store = self.connect()
-        self.members = [self.connect() for _ in range(NUM_MEMBERS)]
-
-    def connect(self) -> TCPStore:
-        return TCPStore(HOST, self._server.port, timeout=TIMEOUT_S)
+        self.server: ServerProcess = spawn_server(HOST, 0, engine=engine)
+        self.store = connect(self.name, self.server.port)
+        self.members = [connect(self.name, self.server.port) for _ in range(NUM_MEMBERS)]
 
     def connect_and_leave(self) -> None:
-        self.connect().close()
-
-    def barrier(self, member: int, number: int) -> None:
-        self.members[member].barrier(f"barrier{number}", NUM_MEMBERS)
+        connect(self.name, self.server.port).close()
 
     def close(self) -> None:
         for store in (self.store, *self.members):
             store.close()
-        self._server.close()
+        self.server.close()
 
 
 class Torchs:
-    """torch's store, and what its users write for a barrier."""
+    """torch's store."""
 
     def __init__(self) -> None:
         self.name = "torch"
-        self._server = Child(TORCH_SERVER)
-        self.store = self.connect()
-        self.members = [self.connect() for _ in range(NUM_MEMBERS)]
-
-    def connect(self) -> Any:
-        return torch.distributed.TCPStore(
-            HOST, self._server.port, None, False, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
-        )
+        self.server = Child(TORCH_SERVER)
+        self.store = connect(self.name, self.server.port)
+        self.members = [connect(self.name, self.server.port) for _ in range(NUM_MEMBERS)]
 
     def connect_and_leave(self) -> None:
-        self.connect()
-
-    def barrier(self, member: int, number: int) -> None:
-        store = self.members[member]
-        if store.add(f"barrier{number}", 1) == NUM_MEMBERS:
-            store.set(f"barrier{number}/done", "")
-        store.wait([f"barrier{number}/done"])
+        connect(self.name, self.server.port)
 
     def close(self) -> None:
-        self._server.close()
+        self.server.close()
 
 
 Side = Ours | Torchs
@@ -157,7 +169,7 @@ def barrier_microseconds(side: Side, first_number: int) -> float:
 
     def run(member: int) -> None:
         for number in range(first_number, first_number + BARRIERS_PER_ROUND):
-            side.barrier(member, number)
+            meet(side.members[member], f"barrier{number}", NUM_MEMBERS)
 
     threads = [threading.Thread(target=run, args=(member,)) for member in range(NUM_MEMBERS)]
     started_s = time.perf_counter()
@@ -183,6 +195,106 @@ def measure(sides: list[Side], num_rounds: int) -> dict[str, dict[str, list[floa
     return taken
 
 
+def run_clients(pipe: Any, ports: dict[str, int], num_clients: int) -> None:
+    """One process of the crowd: for each (server, case, key) that comes, all of its clients, each in a thread."""
+    stores = {name: [connect(name, port) for _ in range(num_clients)] for name, port in ports.items()}
+    pipe.send("connected")
+    while (task := pipe.recv()) is not None:
+        pipe.send(run_once(pipe, stores[task[0]], *task[1:]))
+
+
+def run_once(pipe: Any, stores: list[Any], case: str, key: str) -> float:
+    """When the last of the clients was through."""
+    go = threading.Event()
+
+    def run(store: Any) -> None:
+        if case == "wait":
+            store.wait([key])
+        else:
+            go.wait()
+            meet(store, key, NUM_CROWD)
+
+    threads = [threading.Thread(target=run, args=(store,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    pipe.send("started")
+    if case == "meet":
+        pipe.recv()
+        go.set()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter()
+
+
+def crowd_seconds(side: Side, pipes: list[Any], case: str, number: int) -> float:
+    """From the `set` that all wait for, or the signal to meet, until the last client is through."""
+    key = f"{case}{number}"
+    for pipe in pipes:
+        pipe.send((side.name, case, key))
+    for pipe in pipes:
+        pipe.recv()
+    # Neither store tells how many wait.
+    time.sleep(SETTLE_S)
+    started_s = time.perf_counter()
+    if case == "wait":
+        side.store.set(key, "")
+    else:
+        for pipe in pipes:
+            pipe.send("go")
+    # Linux counts perf_counter from the same moment in all processes.
+    return float(max(pipe.recv() for pipe in pipes)) - started_s
+
+
+def connects_seconds(side: Side) -> float:
+    """From the first to the last of NUM_CONNECTS connections, all of which stay open."""
+    started_s = time.perf_counter()
+    stores = [connect(side.name, side.server.port) for _ in range(NUM_CONNECTS)]
+    taken_s = time.perf_counter() - started_s
+    if side.name != "torch":
+        for store in stores:
+            store.close()
+    return taken_s
+
+
+def cpu_seconds(side: Side) -> float:
+    """CPU time that the server has taken, in all of its threads."""
+    threads = Path(f"/proc/{side.server.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+CROWD: dict[str, Callable[[Side, list[Any], int], float]] = {
+    f"{NUM_CROWD} woken": lambda side, pipes, number: crowd_seconds(side, pipes, "wait", number),
+    f"barrier of {NUM_CROWD}": lambda side, pipes, number: crowd_seconds(side, pipes, "meet", number),
+    f"{NUM_CONNECTS} connects": lambda side, _pipes, _number: connects_seconds(side),
+}
+
+
+def measure_crowd(sides: list[Side], num_rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Microseconds per case, side and round, as `measure`; "server of" a case: the server's CPU time."""
+    context = multiprocessing.get_context("spawn")
+    ports = {side.name: side.server.port for side in sides}
+    pipes, workers = [], []
+    for _ in range(NUM_PROCESSES):
+        pipe, other = context.Pipe()
+        pipes.append(pipe)
+        workers.append(context.Process(target=run_clients, args=(other, ports, NUM_CROWD // NUM_PROCESSES)))
+        workers[-1].start()
+    for pipe in pipes:
+        pipe.recv()
+    cases = [name for case in CROWD for name in (case, f"server of {case}")]
+    taken: dict[str, dict[str, list[float]]] = {case: {side.name: [] for side in sides} for case in cases}
+    for number in range(num_rounds):
+        for case, run in CROWD.items():
+            for side in sides:
+                busy_s = cpu_seconds(side)
+                taken[case][side.name].append(run(side, pipes, number) * 1e6)
+                taken[f"server of {case}"][side.name].append((cpu_seconds(side) - busy_s) * 1e6)
+    for pipe, worker in zip(pipes, workers, strict=True):
+        pipe.send(None)
+        worker.join()
+    return taken
+
+
 def floor_microseconds() -> float:
     """A bare round trip of 30 bytes."""
     echo = Child(ECHO)
@@ -197,7 +309,7 @@ def table(taken: dict[str, dict[str, list[float]]], floor_us: float) -> str:
     """Medians in microseconds, and ours over torch's."""
     names = list(next(iter(taken.values())))
     heads = [head for name in names for head in ([name] if name == "torch" else [name, "ratio"])]
-    rows = [f"{'us, median':<18}" + "".join(f"{head:>20}" for head in heads)]
+    rows = [f"{'us, median':<26}" + "".join(f"{head:>20}" for head in heads)]
     for case, sides in taken.items():
         medians = {name: statistics.median(times) for name, times in sides.items()}
         cells = []
@@ -205,7 +317,7 @@ def table(taken: dict[str, dict[str, list[float]]], floor_us: float) -> str:
             cells.append(f"{median:20.1f}")
             if name != "torch":
                 cells.append(f"{median / medians['torch']:20.2f}")
-        rows.append(f"{case:<18}" + "".join(cells))
+        rows.append(f"{case:<26}" + "".join(cells))
     return "\n".join([*rows, f"floor: {floor_us:.1f} us for a bare loopback round trip"])
 
 
@@ -222,11 +334,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--engines", nargs="+", default=["pyuv", "uvloop"])
     arguments = parser.parse_args()
+    # Children inherit it: torch's server does not ask for more than it is given, and then no longer answers.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     sides: list[Side] = [Torchs(), *(Ours(engine) for engine in arguments.engines)]
     for side in sides:
         side.store.multi_set(KEYS, VALUES)
     floor_us = floor_microseconds()
-    taken = measure(sides, arguments.rounds)
+    taken = measure(sides, arguments.rounds) | measure_crowd(sides, arguments.rounds)
     for side in sides:
         side.close()
     print(table(taken, floor_us))

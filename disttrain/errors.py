@@ -6,7 +6,7 @@
     │   ├── StoreConnectionError         nobody answers, or the connection broke
     │   ├── StoreTimeoutError            a key, or a member of a barrier, did not come in time
     │   ├── StoreAddressError            the server cannot listen where it should
-    │   ├── StoreAuthError               wrong token, or none where one is needed
+    │   ├── StoreAuthError               wrong token or certificate, or none where one is needed
     │   ├── StoreQueueEmptyError         nothing in the queue, and no wish to wait
     │   └── StoreLimitError              a key, value, frame or total over its limit
     ├── RendezvousError              nodes or ranks that don't fit together
@@ -75,7 +75,7 @@ class StoreAddressError(StoreError):
 
 
 class StoreAuthError(StoreError):
-    """The other side could not prove that it knows the job's token."""
+    """The other side could not prove that it knows the job's token, or shows no certificate of the job's authority."""
 
 
 class StoreQueueEmptyError(StoreError):

@@ -60,6 +60,12 @@ def _debug_level(text: str) -> str:
     return text.lower()
 
 
+def _switch(text: str) -> bool:
+    if text not in {"0", "1"}:
+        raise ValueError("it must be 0 or 1")
+    return text == "1"
+
+
 def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -106,6 +112,27 @@ STORE = Setting[str | None](
 TOKEN_FILE = Setting[Path | None](
     "DISTTRAIN_TOKEN_FILE", Path, None, "File (mode 0600) with the job's token; the store lets in only who knows it."
 )
+STORE_TLS_CA = Setting[Path | None](
+    "DISTTRAIN_STORE_TLS_CA",
+    Path,
+    None,
+    "PEM file with the certificate authority of the job; set: the store is used over TLS, and only over TLS.",
+)
+STORE_TLS_CERT = Setting[Path | None](
+    "DISTTRAIN_STORE_TLS_CERT",
+    Path,
+    None,
+    "PEM file with this node's certificate, then those up to the authority; the store's server needs one.",
+)
+STORE_TLS_KEY = Setting[Path | None](
+    "DISTTRAIN_STORE_TLS_KEY", Path, None, "PEM file with the certificate's private key, closed to other users."
+)
+STORE_TLS_ASK_CLIENTS = Setting[bool](
+    "DISTTRAIN_STORE_TLS_ASK_CLIENTS",
+    _switch,
+    False,
+    "1: the store's server takes only clients that show a certificate of the authority, too.",
+)
 STORE_ENGINE = Setting[str | None](
     "DISTTRAIN_STORE_ENGINE",
     str,
@@ -132,6 +159,13 @@ STORE_MAX_KEYS = Setting[int](
 )
 STORE_MAX_CLIENTS = Setting[int](
     "DISTTRAIN_STORE_MAX_CLIENTS", _natural, 100_000, "Connections that a store's server takes."
+)
+STORE_MAX_UNPROVED = Setting[int](
+    "DISTTRAIN_STORE_MAX_UNPROVED",
+    _natural,
+    4096,
+    "Connections that a store's server keeps of peers that have not proved yet that they know the token; "
+    "when there are more, the oldest is dropped.",
 )
 STORE_MAX_TOTAL_BYTES = Setting[int](
     "DISTTRAIN_STORE_MAX_TOTAL_BYTES", _natural, 8 << 30, "Bytes of all keys and values that a store's server takes."

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.authority import Authority
 
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
@@ -29,3 +33,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch sees none")
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The certificate authority of a job."""
+    from tests.authority import Authority  # here, since few tests need it and it loads a library of cryptography
+
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def tls_settings(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every store of the test uses TLS, and its servers ask for the clients' certificates."""
+    certificates = authority.issue()
+    monkeypatch.setenv("DISTTRAIN_STORE_TLS_CA", certificates.ca_file)
+    monkeypatch.setenv("DISTTRAIN_STORE_TLS_CERT", certificates.cert_file)
+    monkeypatch.setenv("DISTTRAIN_STORE_TLS_KEY", certificates.key_file)
+    monkeypatch.setenv("DISTTRAIN_STORE_TLS_ASK_CLIENTS", "1")

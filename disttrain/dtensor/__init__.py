@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from disttrain.dtensor.comm_debug import CommDebugMode
+from disttrain.dtensor.custom_rules import register_sharding
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
+from disttrain.dtensor.implicit import implicit_replication
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.local_map import local_map
+from disttrain.dtensor.modules import distribute_module
+from disttrain.dtensor.picture import visualize_sharding
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.shard_sizes import local_shape_and_offset
 
 __all__ = [
+    "CommDebugMode",
     "DTensor",
     "Layout",
     "Partial",
@@ -17,6 +24,11 @@ __all__ = [
     "Shard",
     "Spec",
     "StridedShard",
+    "distribute_module",
     "distribute_tensor",
+    "implicit_replication",
+    "local_map",
     "local_shape_and_offset",
+    "register_sharding",
+    "visualize_sharding",
 ]

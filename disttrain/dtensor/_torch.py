@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["OpFacts", "OpOverload", "facts_of", "make_wrapper", "no_torch_function", "use_foreach_for"]
+__all__ = [
+    "OpFacts",
+    "OpOverload",
+    "facts_of",
+    "make_wrapper",
+    "no_torch_function",
+    "tree_flatten",
+    "tree_unflatten",
+    "use_foreach_for",
+]
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that only wants to see aten operators."""

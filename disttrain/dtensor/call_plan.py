@@ -34,15 +34,15 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
         for place, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
         if spec is not None and layout is not None and spec.layout is not layout
     ]
-    if not moves and len(specs) == 1 and _leads_with_tensors(call):
+    if not moves and len(specs) == 1 and leads_with_tensors(call):
         if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
             return _inplace(compute, len(call.operands))
         if not call.facts.mutated:
-            return _simple(wrap, compute, len(call.operands), specs[0])
+            return simple(wrap, compute, len(call.operands), specs[0])
     return _general(wrap, call, compute, moves, specs, propagation)
 
 
-def _leads_with_tensors(call: OpCall) -> bool:
+def leads_with_tensors(call: OpCall) -> bool:
     """True when the operands are the first arguments, DTensors all, none of them in a list, and one tensor returns."""
     num_operands = len(call.operands)
     leading = call.arguments[:num_operands]
@@ -54,7 +54,8 @@ def _leads_with_tensors(call: OpCall) -> bool:
     )
 
 
-def _simple(wrap: Wrap, compute: Compute, num_operands: int, spec: Spec) -> Run:
+def simple(wrap: Wrap, compute: Compute, num_operands: int, spec: Spec) -> Run:
+    """For a call whose first arguments are its operands, of which nothing moves: one tensor of `spec` comes out."""
     if num_operands == 1:
 
         def run_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
-from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
+from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of
+from disttrain.dtensor.implicit import replicates_plain
+from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
+from disttrain.dtensor.recipe import Recipe, recipe_for
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 from disttrain.errors import LayoutError
@@ -28,41 +31,31 @@ MAX_PLANS = 4096
 
 facts = cache(facts_of)
 
-_BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
-
-class _Unkeyed(Exception):
-    """An argument that no key can be made of."""
-
-
-def key_of(value: Any) -> Any:
-    """What of an argument a plan depends on: a tensor's spec, other values themselves, but of floats the type alone."""
-    kind = type(value)
-    spec = getattr(value, "_spec", None)
-    if spec is not None:
-        return spec
-    if kind is float or kind is complex:
-        return kind
-    if kind in _BY_VALUE:
-        return kind, value
-    if kind is list or kind is tuple:
-        return tuple([key_of(item) for item in value])
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return kind, value.dtype
-    raise _Unkeyed
+class _Planned(NamedTuple):
+    run: Run
+    rule: Rule
+    recipe: Recipe | None
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors."""
-    spec: Spec | None = getattr(args[0], "_spec", None) if args else None
+    first = args[0] if args else None
+    if type(first) is list and first:
+        if op.name().startswith(("aten::_foreach_", "aten::_fused_")):
+            return foreach.run(wrap, op, facts(op), args, kwargs)
+        first, others = first[0], args
+    else:
+        others = args[1:]
+    spec: Spec | None = getattr(first, "_spec", None)
     if spec is None or spec.is_symbolic:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     try:
         if kwargs:
-            key: Any = (op, *map(key_of, args[1:]), *kwargs, *map(key_of, kwargs.values()))
+            key: Any = (op, *map(key_of, others), *kwargs, *map(key_of, kwargs.values()))
         else:
-            key = (op, *map(key_of, args[1:]))
-    except _Unkeyed:
+            key = (op, *map(key_of, others))
+    except Unkeyed:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     run = spec.plans.get(key)
     if run is not None:
@@ -86,16 +79,39 @@ def _dispatch_once(
         values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    specs = tuple(_spec_of(op_facts, tensor) for tensor in tensors)
+    if any(_has_no_layout(tensor) for tensor in tensors):
+        world = next(spec for tensor in tensors if (spec := getattr(tensor, "_spec", None)) is not None).mesh.world
+        if not replicates_plain(world) or _is_written_to_plain(op_facts, args):
+            raise _plain_beside(op_facts, tensors, world.rank)
+        return dispatch(wrap, op, *_with_plain_replicated(wrap, args, kwargs, tensors))
+    specs: tuple[Spec | None, ...] = tuple([getattr(tensor, "_spec", None) for tensor in tensors])
+    if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
+        planned = _planned(wrap, op, op_facts, args, kwargs, specs)
+        if planned is None:
+            return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+        return planned.run(args, kwargs)
+    form = form_of_call(op, args, kwargs)
+    assert specs[0] is not None
+    recipes: dict[Any, Recipe] = specs[0].layout.plans
+    if form is not None and (recipe := recipes.get(form)) is not None:
+        result, spec = recipe.follow(wrap, op, args, kwargs)
+        if spec is not None:
+            _keep(plans, key, simple(wrap, op, len(specs), spec))
+            return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
         return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
-    run, rule = planned
-    if plans is not None and not any(spec is not None and spec.is_symbolic for spec in specs):
-        if len(plans) >= MAX_PLANS:
-            plans.clear()
-        plans[key] = _by_numbers(wrap, op, args, kwargs, run) if rule.reads_numbers else run
+    if form is not None and planned.recipe is not None:
+        _keep(recipes, form, planned.recipe)
+    run = planned.run
+    _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
     return run(args, kwargs)
+
+
+def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(table) >= MAX_PLANS:
+        table.clear()
+    table[key] = value
 
 
 def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], first: Run) -> Run:
@@ -121,8 +137,8 @@ def _planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
-) -> tuple[Run, Rule] | None:
-    """How to run the call, by which rule; None for an operator without one."""
+) -> _Planned | None:
+    """How to run the call; None for an operator without a rule."""
     if not _can_be_planned(op_facts):
         return None
     # Nothing of the call but its specs may be kept in the closure.
@@ -137,7 +153,8 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
-    return bind(wrap, call, rule, propagate(call, rule)), rule
+    propagation = propagate(call, rule)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
 
 
 def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
@@ -177,13 +194,36 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _spec_of(op_facts: OpFacts, tensor: torch.Tensor) -> Spec | None:
-    """The spec of a DTensor, None for a plain scalar tensor; any other plain tensor has no layout."""
-    spec: Spec | None = getattr(tensor, "_spec", None)
-    if spec is None and tensor.ndim > 0:
-        raise LayoutError(
-            op_facts.name,
-            f"a DTensor meets a plain tensor of shape {tuple(tensor.shape)}, whose layout is unknown.",
-            "Make it a DTensor with distribute_tensor or DTensor.from_local, or use to_local() of the other.",
-        )
-    return spec
+def _has_no_layout(tensor: torch.Tensor) -> bool:
+    """True for a plain tensor that is no scalar."""
+    return tensor.ndim > 0 and _is_plain(tensor)
+
+
+def _is_written_to_plain(op_facts: OpFacts, args: tuple[Any, ...]) -> bool:
+    return any(
+        0 <= position < len(args) and isinstance(args[position], torch.Tensor) and _is_plain(args[position])
+        for position in op_facts.mutated
+    )
+
+
+def _with_plain_replicated(
+    wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    whole = next(tensor._spec for tensor in tensors if not _is_plain(tensor)).layout.replicated()
+    wrapped = [
+        wrap(tensor, Spec(whole, tensor.shape, tensor.stride(), tensor.dtype)) if _has_no_layout(tensor) else tensor
+        for tensor in tensors
+    ]
+    new_args, new_kwargs = replaced(args, kwargs, wrapped)
+    return tuple(new_args), new_kwargs
+
+
+def _plain_beside(op_facts: OpFacts, tensors: Sequence[torch.Tensor], rank: int) -> LayoutError:
+    plain = next(tensor for tensor in tensors if _has_no_layout(tensor))
+    return LayoutError(
+        op_facts.name,
+        f"a DTensor meets a plain tensor of shape {tuple(plain.shape)}, whose layout is unknown.",
+        "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or enter "
+        "implicit_replication().",
+        rank=rank,
+    )

@@ -13,7 +13,12 @@ from weakref import WeakValueDictionary
 import torch
 
 from disttrain.dtensor.placement import Placement, Placements, Replicate
-from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape, local_shape_and_offset
+from disttrain.dtensor.shard_sizes import (
+    contiguous_strides,
+    local_shape,
+    local_shape_and_offset,
+    num_blocks,
+)
 from disttrain.mesh import DeviceMesh
 
 
@@ -77,6 +82,7 @@ class Spec:
 
     __slots__ = (
         "__weakref__",
+        "_form",
         "_local_shape",
         "dtype",
         "is_symbolic",
@@ -98,6 +104,7 @@ class Spec:
     plans: dict[Any, Any]
     """What dispatch does for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
+    _form: tuple[Any, ...] | None
 
     def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
         sizes, strides = tuple(shape), tuple(stride)
@@ -119,12 +126,25 @@ class Spec:
         made.is_symbolic = is_symbolic
         made.plans = {}
         made._local_shape = None
+        made._form = ()
         return made
 
     @classmethod
     def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
         """A spec with contiguous strides."""
         return cls(layout, shape, contiguous_strides(shape), dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
+    def form(self) -> tuple[Any, ...] | None:
+        """What is left of a spec when sizes are forgotten, but for which are one; None where a cut is uneven."""
+        if self._form == ():
+            self._form = self._found_form()
+        return self._form
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -148,6 +168,17 @@ class Spec:
     def with_layout(self, layout: Layout) -> Spec:
         return Spec(layout, self.shape, self.stride, self.dtype)
 
+    def _found_form(self) -> tuple[Any, ...] | None:
+        left = list(self.shape)
+        for num_pieces, placement in zip(self.mesh.shape, self.placements, strict=True):
+            dim = placement.cut_dim
+            if dim is not None:
+                if self.is_symbolic or not left[dim] or left[dim] % (num_pieces * num_blocks(placement)):
+                    return None
+                left[dim] //= num_pieces
+        is_contiguous = self.stride == contiguous_strides(self.shape)
+        return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
+
     def __deepcopy__(self, _: object) -> Spec:
         return self
 
@@ -161,3 +192,11 @@ class Spec:
 # Tables of values that are alive, not state: who holds an equal one gets the same object.
 _LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
 _SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()
+
+
+def forget_plans() -> None:
+    """Plan every call anew: what plans were made by has changed."""
+    for layout in list(_LAYOUTS.values()):
+        layout.plans.clear()
+    for spec in list(_SPECS.values()):
+        spec.plans.clear()

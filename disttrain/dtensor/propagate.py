@@ -9,7 +9,7 @@ from dataclasses import replace
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
-from disttrain.dtensor.shard_sizes import piece_size
+from disttrain.dtensor.shard_sizes import num_blocks, piece_size
 
 
 def propagate(call: OpCall, rule: Rule) -> Propagation:
@@ -59,12 +59,11 @@ def _in_blocks(placement: Placement, present: StridedShard) -> Placement:
 
 
 def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: int) -> bool:
-    for sizes, placement in zip(left, signature.operands, strict=True):
-        if sizes is not None and placement.cut_dim is not None:
-            num_blocks = placement.num_blocks if isinstance(placement, StridedShard) else 1
-            if sizes[placement.cut_dim] % (axis_size * num_blocks):
-                return False
-    return True
+    return not any(
+        sizes[placement.cut_dim] % (axis_size * num_blocks(placement))
+        for sizes, placement in zip(left, signature.operands, strict=True)
+        if sizes is not None and placement.cut_dim is not None
+    )
 
 
 def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, StridedShard
+from disttrain.dtensor.shard_sizes import num_blocks
 
 _SCATTERED = frozenset({"sum", "avg", "min", "max", "product"})
 """Reductions that a backend can reduce-scatter."""
@@ -98,7 +99,7 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
             if (exchange := _exchange(axis, source, target)) is not None:
                 steps.append(exchange)
             else:
-                steps.append(AllGather(axis, dim, _num_blocks(placement)))
+                steps.append(AllGather(axis, dim, num_blocks(placement)))
             current[axis] = steps[-1].result
     for axis, placement in enumerate(current):
         wanted = target[axis]
@@ -113,10 +114,6 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
             steps.append(step)
             current[axis] = step.result
     return tuple(steps)
-
-
-def _num_blocks(placement: Placement) -> int:
-    return placement.num_blocks if isinstance(placement, StridedShard) else 1
 
 
 def _must_gather(axis: int, dim: int, source: Placements, target: Placements) -> bool:
@@ -146,6 +143,6 @@ def _cut(axis: int, placement: Placement, wanted: Placement) -> Step | None:
         return None
     assert isinstance(placement, Replicate)
     if isinstance(wanted, Shard | StridedShard):
-        return Split(axis, wanted.dim, _num_blocks(wanted))
+        return Split(axis, wanted.dim, num_blocks(wanted))
     assert isinstance(wanted, Partial)
     return MakePartial(axis, wanted)

@@ -26,8 +26,13 @@ def piece_size(size: int, num_pieces: int) -> int:
 
 def cut(size: int, placement: Placement, num_pieces: int, position: int) -> int:
     """How much the rank at `position` keeps of a dim of `size` that `placement` cuts."""
-    num_blocks = placement.num_blocks if isinstance(placement, StridedShard) else 1
-    return num_blocks * piece(size // num_blocks, num_pieces, position)[0]
+    blocks = num_blocks(placement)
+    return blocks * piece(size // blocks, num_pieces, position)[0]
+
+
+def num_blocks(placement: Placement) -> int:
+    """How many blocks of a dim a placement cuts, each for itself."""
+    return placement.num_blocks if isinstance(placement, StridedShard) else 1
 
 
 def local_shape(

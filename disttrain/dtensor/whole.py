@@ -10,6 +10,7 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.call_plan import Wrap, replaced
+from disttrain.dtensor.implicit import may_gather
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
@@ -60,6 +61,13 @@ def _check_may_be_whole(call: OpCall, specs: Sequence[Spec]) -> None:
             call.facts.name,
             f"a view of a tensor that lies as {specs[0].layout} has no sharding rule.",
             "Redistribute to Replicate() first, or work on to_local().",
+            rank=specs[0].mesh.world.rank,
+        )
+    if not may_gather(specs[0].mesh.world):
+        raise LayoutError(
+            call.facts.name,
+            "it has no sharding rule, and implicit_replication(False) forbids to gather its operands.",
+            "Redistribute them to Replicate(), register_sharding for it, or leave implicit_replication(False).",
             rank=specs[0].mesh.world.rank,
         )
     if not (call.facts.is_random or call.facts.returns_data):

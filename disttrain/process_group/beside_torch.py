@@ -53,7 +53,8 @@ def open_beside(torch_store: Any, host: str, rank: int, key: str, timeout_s: flo
         return store
     torch_store.wait([key], timedelta(seconds=timeout_s))
     place = json.loads(torch_store.get(key))
-    token = place["token"] or job_token
+    # torch's store believes everybody, so what it says must not take the place of a token that we have.
+    token = job_token or place["token"]
     return TCPStore(place["host"], place["port"], timeout=timeout_s, wait_for_workers=False, token=token)
 
 

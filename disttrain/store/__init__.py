@@ -18,15 +18,18 @@ if TYPE_CHECKING:
     from disttrain.store.auth import write_token as write_token
     from disttrain.store.base import Store as Store
     from disttrain.store.base import Value as Value
+    from disttrain.store.certificates import Certificates as Certificates
     from disttrain.store.client import TCPStore as TCPStore
     from disttrain.store.file import FileStore as FileStore
     from disttrain.store.limits import Limits as Limits
     from disttrain.store.memory import HashStore as HashStore
     from disttrain.store.prefix import PrefixStore as PrefixStore
     from disttrain.store.process import ServerProcess as ServerProcess
+    from disttrain.store.process import certificates_from_settings as certificates_from_settings
     from disttrain.store.process import spawn_server as spawn_server
 
 _MODULE_OF = {
+    "Certificates": "certificates",
     "FileStore": "file",
     "HashStore": "memory",
     "Limits": "limits",
@@ -35,6 +38,7 @@ _MODULE_OF = {
     "Store": "base",
     "TCPStore": "client",
     "Value": "base",
+    "certificates_from_settings": "process",
     "new_token": "auth",
     "read_token": "auth",
     "spawn_server": "process",
@@ -42,6 +46,7 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "Certificates",
     "FileStore",
     "HashStore",
     "Limits",
@@ -50,6 +55,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "Value",
+    "certificates_from_settings",
     "new_token",
     "read_token",
     "spawn_server",

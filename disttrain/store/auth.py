@@ -4,6 +4,9 @@ Challenge and answer with HMAC-SHA256 (RFC 2104). The server sends a fresh nonce
 and a MAC over both; the server answers with another MAC over both. A role in each MAC keeps one side's answer from
 being reflected as the other's, the two nonces keep an answer from being used again on another connection.
 
+Over TLS the MACs cover the server's certificate as well (its SHA-256, in the spirit of RFC 5929, tls-server-end-point).
+So somebody between the two who has a certificate of the same authority, but not the token, cannot pass proofs on.
+
 The token travels to worker processes as a file that only its owner can read, never in arguments or environment.
 """
 
@@ -89,14 +92,14 @@ def new_nonce() -> bytes:
     return os.urandom(NONCE_BYTES)
 
 
-def client_proof(token: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """What a client sends to show that it knows the token."""
-    return _mac(token, _CLIENT, server_nonce, client_nonce)
+def client_proof(token: str, server_nonce: bytes, client_nonce: bytes, certificate: bytes = b"") -> bytes:
+    """What a client sends to show that it knows the token; `certificate`: digest of the server's, b"" without TLS."""
+    return _mac(token, _CLIENT, server_nonce, client_nonce, certificate)
 
 
-def server_proof(token: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+def server_proof(token: str, server_nonce: bytes, client_nonce: bytes, certificate: bytes = b"") -> bytes:
     """What a server sends back to show that it knows the token too."""
-    return _mac(token, _SERVER, server_nonce, client_nonce)
+    return _mac(token, _SERVER, server_nonce, client_nonce, certificate)
 
 
 def same(proof: object, expected: bytes) -> bool:
@@ -109,5 +112,5 @@ def is_nonce(value: object) -> bool:
     return type(value) is bytes and len(value) == NONCE_BYTES
 
 
-def _mac(token: str, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + server_nonce + client_nonce, "sha256")
+def _mac(token: str, role: bytes, server_nonce: bytes, client_nonce: bytes, certificate: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + server_nonce + client_nonce + certificate, "sha256")

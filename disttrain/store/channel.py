@@ -16,7 +16,7 @@ import os
 import socket
 import struct
 import threading
-import time
+from time import monotonic
 from typing import Any, Final
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
@@ -29,10 +29,12 @@ SLACK_S: Final = 2.0
 """How long after a request's timeout the server may still take to say so itself."""
 
 _CANCEL_S: Final = 1.0
-_READ_BYTES: Final = (16 << 10,)
-"""Small: the allocator gives large buffers back to the kernel, which costs more than the whole operation."""
+_READ_BYTES: Final = (448,)
+"""Room for most answers, and with its header still one of Python's own small blocks: malloc would take longer."""
 
-_LARGE_READ_BYTES: Final = (1 << 20,)
+_LARGE_READ_BYTES: Final = (16 << 10,)
+_LARGE_ANSWERS: Final = frozenset((Op.MULTI_GET, Op.LIST_KEYS))
+_MOST_READ_BYTES: Final = 1 << 20
 _TIMER_STEP_S: Final = 1.0
 
 
@@ -52,16 +54,13 @@ os.register_at_fork(after_in_child=_FORKS.count)
 class _Call:
     """A request under way; `link` is the number of the link that it was last sent on, -1: of none.
 
-    `wake` is a held lock once its thread is parked.
+    `wake` is a held lock once its thread is parked. What most calls never change is kept by the class.
     """
 
-    __slots__ = ("answer", "link", "request", "wake")
-
-    def __init__(self, request: tuple[Any, ...]) -> None:
-        self.request = request
-        self.link = -1
-        self.answer: Answer | None = None
-        self.wake: threading.Lock | None = None
+    request: tuple[Any, ...]
+    link = -1
+    answer: Answer | None = None
+    wake: threading.Lock | None = None
 
 
 class Channel:
@@ -104,8 +103,9 @@ class Channel:
         if len(frame) > self._frame_bytes:
             raise self._too_large(op, len(frame))
         timeout_s = wait_s + SLACK_S
-        deadline_s = time.monotonic() + timeout_s
-        call = _Call(request)
+        deadline_s = monotonic() + timeout_s
+        call = _Call()
+        call.request = request
         try:
             with self._mutex:
                 if self._broken:
@@ -142,12 +142,13 @@ class Channel:
 
     def _send(self, op: Op, call: _Call, frame: bytes, timeout_s: float) -> None:
         """Send `frame`, unless there is no link: then whoever leads makes one, and sends what has not been answered."""
-        if not self._send_lock.acquire(timeout=timeout_s):
+        # Nearly always it is free, and asking for a timeout takes as long as all the rest.
+        if not self._send_lock.acquire(False) and not self._send_lock.acquire(timeout=timeout_s):
             raise self._frozen(op, timeout_s)
         try:
             if self._is_up and call.link != self._link:
                 call.link = self._link
-                if not timeout_s <= self._send_timer_s <= timeout_s + _TIMER_STEP_S:
+                if timeout_s != self._send_timer_s:
                     self._set_timer(socket.SO_SNDTIMEO, timeout_s)
                     self._send_timer_s = timeout_s
                 self._socket.sendall(frame)
@@ -174,7 +175,7 @@ class Channel:
                 self._leader = self._leader or call
             if wake is None:
                 return self._lead(op, call, deadline_s)
-            if not wake.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            if not wake.acquire(timeout=max(0.0, deadline_s - monotonic())):
                 raise self._frozen(op, SLACK_S)
 
     def _park(self, call: _Call) -> threading.Lock:
@@ -187,14 +188,26 @@ class Channel:
     def _lead(self, op: Op, own: _Call, deadline_s: float) -> Answer:
         """Read until our own answer has come."""
         inbox = self._inbox
+        usual_size = size = _LARGE_READ_BYTES if op in _LARGE_ANSWERS else _READ_BYTES
         while own.answer is None:
-            if not inbox and not self._read(op, deadline_s):
-                continue
+            if not inbox:
+                remaining_s = deadline_s - monotonic()
+                if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
+                    self._set_read_timer(op, remaining_s)
+                try:
+                    # One call into C from the socket to the inbox: a signal handler that raises finds no gap in which
+                    # the bytes were read and nobody has them; the next leader goes on with them.
+                    inbox.extend(map(self._socket.recv, size))
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    inbox.append(b"")
             if not inbox[-1]:
                 self._reconnect(op, deadline_s)
                 continue
             try:
                 messages = self._decoder.feed(inbox.pop())
+                size = usual_size if messages else (min(self._decoder.num_missing_bytes, _MOST_READ_BYTES),)
                 with self._mutex:
                     for request_id, status, value in messages:
                         call = self._calls.pop(request_id, None)
@@ -214,25 +227,12 @@ class Channel:
                 raise self._gone(op) from None
         return own.answer
 
-    def _read(self, op: Op, deadline_s: float) -> bool:
-        """Put what comes next into the inbox, b"" for the link's end; False when the kernel's timer fires."""
-        remaining_s = deadline_s - time.monotonic()
-        if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
-            if remaining_s <= 0:
-                raise self._frozen(op, SLACK_S)
-            # A little late, so that requests with the same timeout that follow need not set it again.
-            self._read_timer_s = remaining_s + _TIMER_STEP_S / 2
-            self._set_timer(socket.SO_RCVTIMEO, self._read_timer_s)
-        try:
-            # One call into C from the socket to the inbox: a signal handler that raises finds no gap in which the
-            # bytes were read and nobody has them; the next leader goes on with them.
-            size = _LARGE_READ_BYTES if self._decoder.num_unread_bytes else _READ_BYTES
-            self._inbox.extend(map(self._socket.recv, size))
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._inbox.append(b"")
-        return True
+    def _set_read_timer(self, op: Op, remaining_s: float) -> None:
+        if remaining_s <= 0:
+            raise self._frozen(op, SLACK_S)
+        # A little late, so that requests with the same timeout that follow need not set it again.
+        self._read_timer_s = remaining_s + _TIMER_STEP_S / 2
+        self._set_timer(socket.SO_RCVTIMEO, self._read_timer_s)
 
     def _hand_out(self, request_id: object, call: _Call | None, answer: Answer) -> None:
         """Give another thread's call its answer."""
@@ -246,7 +246,7 @@ class Channel:
 
     def _reconnect(self, op: Op, deadline_s: float) -> None:
         """The link is gone: make another one, and send on it what has no answer yet."""
-        if not self._send_lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+        if not self._send_lock.acquire(timeout=max(0.0, deadline_s - monotonic())):
             raise self._frozen(op, SLACK_S)
         try:
             self._is_up = False
@@ -268,7 +268,7 @@ class Channel:
                 self._send_timer_s = self._read_timer_s = 0.0
                 self._is_up = True
                 calls = list(self._calls.values())
-            self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - time.monotonic()))
+            self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - monotonic()))
             for call in calls:
                 request_id, asked, *arguments = call.request
                 call.link, was_sent = self._link, call.link >= 0

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.auth import read_token
+from disttrain.store.certificates import Certificates
 from disttrain.store.channel import Channel
 from disttrain.store.dial import Dialer
 from disttrain.store.methods import StoreMethods
-from disttrain.store.process import ServerProcess, spawn_server
+from disttrain.store.process import ServerProcess, certificates_from_settings, spawn_server
 from disttrain.store.server import is_loopback
 from disttrain.store.wire import Answer, Op
+
+if TYPE_CHECKING:
+    from disttrain.store.tls_socket import ClientTls
 
 _JOINED: Final = "disttrain/workers/joined"
 _COMPLETE: Final = "disttrain/workers/complete"
@@ -32,9 +36,10 @@ class TCPStore(StoreMethods):
             wait_for_workers  with a world_size, the master waits here until so many clients have come;
             multi_tenant  a master that finds the port taken joins the store that is there;
             master_listen_fd, use_libuv  as torch has them; only None and True are possible;
-            token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set.
+            token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set;
+            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS.
     Raises: StoreConnectionError, StoreAuthError; StoreError when the server cannot start; StoreTimeoutError when the
-            workers don't come.
+            workers don't come; SettingError for certificates that cannot be used.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class TCPStore(StoreMethods):
         use_libuv: bool = True,
         *,
         token: str | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         super().__init__("TCPStore", timeout, f"{host_name}:{port}")
         if master_listen_fd is not None:
@@ -63,12 +69,14 @@ class TCPStore(StoreMethods):
         if token is None and (token_file := TOKEN_FILE.read()) is not None:
             token = read_token(token_file)
         self._token = token
+        certificates = certificates or certificates_from_settings()
+        self._tls = None if certificates is None else _client_tls(certificates)
         self.host = host_name
         self.port = _checked_port(port, is_master)
         if is_master:
-            self._start_server(multi_tenant)
+            self._start_server(multi_tenant, certificates)
         try:
-            self._channel = Channel(Dialer(self.host, self.port, token), self._timeout_s)
+            self._channel = self._connected()
             if wait_for_workers and world_size is not None:
                 self._join(world_size, is_master)
         except BaseException:
@@ -79,7 +87,7 @@ class TCPStore(StoreMethods):
         """The same store over a connection of its own, to be closed on its own."""
         other = copy.copy(self)
         other._server = None
-        other._channel = Channel(Dialer(self.host, self.port, self._token), self._timeout_s)
+        other._channel = self._connected()
         return other
 
     def close(self) -> None:
@@ -89,15 +97,20 @@ class TCPStore(StoreMethods):
         if self._server is not None:
             self._server.close()
 
+    def _connected(self) -> Channel:
+        return Channel(Dialer(self.host, self.port, self._token, self._tls), self._timeout_s)
+
     def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         assert self._channel is not None
         return self._channel.request(op, arguments, wait_s)
 
-    def _start_server(self, multi_tenant: bool) -> None:
+    def _start_server(self, multi_tenant: bool, certificates: Certificates | None) -> None:
         # A name may resolve to an address of ours that others cannot reach; with a token, every address is safe.
         on_loopback = self._token is None or self.host == "localhost" or is_loopback(self.host)
         try:
-            self._server = spawn_server(self.host if on_loopback else "", self.port, self._token)
+            self._server = spawn_server(
+                self.host if on_loopback else "", self.port, self._token, certificates=certificates
+            )
             self.port = self._server.port
             self._where = f"{self.host}:{self.port}"
         except StoreAddressError:
@@ -118,6 +131,13 @@ class TCPStore(StoreMethods):
             raise StoreTimeoutError("TCPStore", problem, remedy, where=error.where) from None
         self.delete_key(_JOINED)
         self.delete_key(_COMPLETE)
+
+
+def _client_tls(certificates: Certificates) -> ClientTls:
+    # It loads OpenSSL, which a client without certificates does not wait for.
+    from disttrain.store.tls_socket import ClientTls
+
+    return ClientTls(certificates)
 
 
 def _checked_port(port: int, is_master: bool) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
+
+if TYPE_CHECKING:
+    from disttrain.store.tls_socket import ClientTls, TlsSocket
 
 ATTEMPT_S: Final = 15.0
 """Longest time that one attempt may take before the next begins."""
@@ -23,18 +26,22 @@ _CALM_S: Final = 5.0
 class Link(NamedTuple):
     """A connected, authenticated, blocking socket, and what comes with it."""
 
-    socket: socket.socket
+    socket: socket.socket | TlsSocket
     decoder: Decoder
     frame_bytes: int
 
 
 class Dialer:
-    """Makes the links of one client, one after the other, to the server at `host`:`port`."""
+    """Makes the links of one client, one after the other, to the server at `host`:`port`.
 
-    def __init__(self, host: str, port: int, token: str | None) -> None:
+    `tls`: how to put them into TLS; None: they go without.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None, tls: ClientTls | None = None) -> None:
         self.where = f"{host}:{port}"
         self._address = (host, port)
         self._token = token
+        self._tls = tls
         self._session = b""
         # Set: nobody wants a link any more.
         self._is_over = threading.Event()
@@ -44,7 +51,8 @@ class Dialer:
     def dial(self, timeout_s: float) -> Link:
         """The first link.
 
-        Raises StoreConnectionError when the timeout is over; at once StoreAuthError when the tokens don't match,
+        Raises StoreConnectionError when the timeout is over; at once StoreAuthError when tokens or certificates
+        don't match,
         StoreLimitError when the server has too many clients, and SettingError for what cannot be a host name.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -94,25 +102,39 @@ class Dialer:
         connection = socket.create_connection(self._address, timeout=_remaining(deadline_s))
         try:
             set_options(connection)
-            decoder = Decoder(HANDSHAKE_FRAME_BYTES)
-            handshake = ClientHandshake(self._token, self.where, self._session)
-            answer = handshake.answer(_receive(connection, decoder, deadline_s))
-            connection.sendall(encode(answer))
-            frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
-            self._session = handshake.session
-            decoder.max_frame_bytes = frame_bytes
-            # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
-            connection.settimeout(None)
-            return Link(connection, decoder, frame_bytes)
-        except BaseException:
+            if self._tls is None:
+                return self._shake_hands(connection, b"", deadline_s)
+            return self._shake_hands(*self._tls.secure(connection, deadline_s, self.where), deadline_s)
+        except BaseException as error:
             connection.close()
+            refusal = None if self._tls is None else self._tls.refusal(error, self.where)
+            if refusal is not None:
+                raise refusal from None
             raise
 
+    def _shake_hands(self, connection: socket.socket | TlsSocket, certificate: bytes, deadline_s: float) -> Link:
+        decoder = Decoder(HANDSHAKE_FRAME_BYTES)
+        handshake = ClientHandshake(self._token, self.where, self._session, certificate)
+        answer = handshake.answer(_receive(connection, decoder, deadline_s))
+        connection.sendall(encode(answer))
+        frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
+        self._session = handshake.session
+        decoder.max_frame_bytes = frame_bytes
+        # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
+        connection.settimeout(None)
+        return Link(connection, decoder, frame_bytes)
 
-def _receive(connection: socket.socket, decoder: Decoder, deadline_s: float) -> Message:
+
+def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s: float) -> Message:
     while True:
         connection.settimeout(_remaining(deadline_s))
-        data = connection.recv(HANDSHAKE_FRAME_BYTES)
+        try:
+            data = connection.recv(HANDSHAKE_FRAME_BYTES)
+        except BlockingIOError:
+            # Not a whole record of TLS yet; there may be no end of those that hold nothing.
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError("the handshake takes too long") from None
+            continue
         if not data:
             raise ConnectionResetError("it hung up during the handshake")
         if messages := decoder.feed(data):

@@ -1,6 +1,7 @@
 """How a connection begins, seen from each side: hello, answer, verdict. Messages in, messages out; no sockets.
 
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
+                                                    TLS_ONLY in its place: you should have begun with TLS
     client: [version, client_nonce, client_proof, session]      an empty session: a new client
     server: [OK, server_proof, frame_bytes, session]            or [another status, sentence], and the connection ends
 
@@ -18,6 +19,7 @@ from disttrain.store.wire import PROTOCOL_VERSION, Message, Status
 
 MAGIC: Final = "disttrain store"
 SESSION_BYTES: Final = 16
+TLS_ONLY: Final = "TLS"
 
 
 class SessionGoneError(StoreError):
@@ -25,10 +27,11 @@ class SessionGoneError(StoreError):
 
 
 class ServerHandshake:
-    """The server's side of one connection."""
+    """The server's side of one connection; `certificate` is the digest of the server's own, b"" without TLS."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, certificate: bytes = b"") -> None:
         self._token = token
+        self._certificate = certificate
         self._nonce = b"" if token is None else new_nonce()
         self.session = b""
         """The name of the client's session, once there is a verdict; `resumes`: it had one already."""
@@ -51,16 +54,21 @@ class ServerHandshake:
         self.session = session or os.urandom(SESSION_BYTES)
         if self._token is None:
             return [int(Status.OK), b"", frame_bytes, self.session]
-        if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce)):
+        if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce, self._certificate)):
             return [int(Status.REFUSED), "The client's token is not the server's."]
-        return [int(Status.OK), server_proof(self._token, self._nonce, nonce), frame_bytes, self.session]
+        own_proof = server_proof(self._token, self._nonce, nonce, self._certificate)
+        return [int(Status.OK), own_proof, frame_bytes, self.session]
 
 
 class ClientHandshake:
-    """The client's side of one connection to the store at `where`; `session` is what the last one was given."""
+    """The client's side of one connection to the store at `where`; `session` is what the last one was given.
 
-    def __init__(self, token: str | None, where: str, session: bytes = b"") -> None:
+    `certificate` is the digest of the one that the server has shown, b"" without TLS.
+    """
+
+    def __init__(self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"") -> None:
         self.session = session
+        self._certificate = certificate
         self._token = token
         self._where = where
         self._client_nonce = b""
@@ -74,6 +82,13 @@ class ClientHandshake:
         if version != PROTOCOL_VERSION:
             problem = f"the server speaks version {version!r} of the store's protocol, we speak {PROTOCOL_VERSION}."
             raise StoreAuthError("connect", problem, "Use the same disttrain on all nodes.", where=self._where)
+        if nonce == TLS_ONLY:
+            raise StoreAuthError(
+                "connect",
+                "the server speaks TLS only, and we were told of no certificate authority.",
+                "Set DISTTRAIN_STORE_TLS_CA to the file with the job's authority.",
+                where=self._where,
+            )
         if self._token is None:
             if nonce != b"":
                 raise StoreAuthError(
@@ -91,7 +106,7 @@ class ClientHandshake:
                 where=self._where,
             )
         self._server_nonce, self._client_nonce = nonce, new_nonce()
-        proof = client_proof(self._token, nonce, self._client_nonce)
+        proof = client_proof(self._token, nonce, self._client_nonce, self._certificate)
         return [PROTOCOL_VERSION, self._client_nonce, proof, self.session]
 
     def conclude(self, verdict: Message) -> int:
@@ -112,7 +127,7 @@ class ClientHandshake:
         if len(verdict) != 4 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
             raise self._stranger()
         if self._token is not None:
-            expected = server_proof(self._token, self._server_nonce, self._client_nonce)
+            expected = server_proof(self._token, self._server_nonce, self._client_nonce, self._certificate)
             if not same(verdict[1], expected):
                 problem = "the server could not prove that it knows the job's token."
                 raise StoreAuthError("connect", problem, "See who listens at this address.", where=self._where)

@@ -5,22 +5,35 @@ The libuv shells only move bytes and timers: they tell the hub what happened, an
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from typing import Final
 
 from disttrain.store.handshake import ServerHandshake
 from disttrain.store.limits import Limits, over_limit
 from disttrain.store.sessions import SESSION_S, Session, Sessions
 from disttrain.store.state import StoreState
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, READING, Decoder, Encoder, Message, Op, Status, WireError
+from disttrain.store.wire import (
+    HANDSHAKE_FRAME_BYTES,
+    HEADER_BYTES,
+    READING,
+    Decoder,
+    Encoder,
+    Message,
+    Op,
+    Status,
+    WireError,
+)
 
 HANDSHAKE_S: Final = 5.0
 """Seconds that a peer has to prove that it knows the token."""
 
+_LATE_S: Final = 0.5
+
 NOT_A_REQUEST: Final = -1
 """The request_id of a server's last words to a client that breaks the protocol."""
 
-_FIRST_SPECIAL: Final = int(Op.CANCEL)
+_CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
+"""Which operations change something; those that concern the session are missing."""
 
 Action = tuple[int, bytes, str]
 """(connection, bytes to write, why to hang up afterwards or "")."""
@@ -29,85 +42,104 @@ Action = tuple[int, bytes, str]
 class _Connection:
     """One connection; it has a session once the handshake is over."""
 
-    __slots__ = ("decoder", "handshake", "session")
+    __slots__ = ("decoder", "handshake", "num_bytes", "session")
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, certificate: bytes) -> None:
         self.decoder = Decoder(HANDSHAKE_FRAME_BYTES)
-        self.handshake: ServerHandshake | None = ServerHandshake(token)
+        self.handshake: ServerHandshake | None = ServerHandshake(token, certificate)
         self.session: Session | None = None
+        self.num_bytes = 0
+        """That came during the handshake."""
 
 
 class Hub:
-    """The server, but for its sockets and its clock. Connections are numbered by who calls."""
+    """The server, but for its sockets and its clock. Connections are numbered by who calls.
 
-    def __init__(self, token: str | None = None, limits: Limits | None = None) -> None:
+    `certificate` is the digest of the one that the server shows, b"" without TLS.
+    """
+
+    def __init__(self, token: str | None = None, limits: Limits | None = None, certificate: bytes = b"") -> None:
         self.limits = limits or Limits()
         self.state = StoreState(self.limits)
         self.num_clients = 0
         self.has_new_deadline = False
         """Something may have to be done earlier than `next_deadline_s` said; who sets the timer clears it."""
         self._token = token
+        self._certificate = certificate
         self._encode = Encoder().encode
         self._connections: dict[int, _Connection] = {}
         self._sessions = Sessions()
-        self._unproved: deque[tuple[float, int]] = deque()
+        # Until when each may take, in the order in which they came. (A dict would find its first slower and slower.)
+        self._unproved: OrderedDict[int, float] = OrderedDict()
 
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
-        unproved = self._unproved[0][0] if self._unproved else None
+        unproved = next(iter(self._unproved.values()), None)
         deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def connected(self, connection: int, now_s: float) -> list[Action]:
         """Somebody connected; the number must be new."""
-        peer = self._connections[connection] = _Connection(self._token)
+        peer = self._connections[connection] = _Connection(self._token, self._certificate)
         assert peer.handshake is not None
-        self._unproved.append((now_s + HANDSHAKE_S, connection))
+        self._unproved[connection] = now_s + HANDSHAKE_S
         self.has_new_deadline = True
-        return [(connection, self._encode(peer.handshake.hello()), "")]
+        actions: list[Action] = [(connection, self._encode(peer.handshake.hello()), "")]
+        if len(self._unproved) > max(1, self.limits.num_unproved):
+            # The oldest: a client needs a moment only, a peer that means to stay for its five seconds is overtaken.
+            oldest = next(iter(self._unproved))
+            reason = f"{self.limits.num_unproved} later peers have not proved either that they know the token"
+            actions += self._hang_up(oldest, reason, now_s)
+        return actions
+
+    def is_proved(self, connection: int) -> bool:
+        """Whether this is a client; False for a peer that may still have to prove that it knows the token."""
+        peer = self._connections.get(connection)
+        return peer is not None and peer.session is not None
 
     def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
         """Bytes came. Those of a connection that was told to hang up are ignored."""
         peer = self._connections.get(connection)
         if peer is None:
             return []
+        session = peer.session
+        if session is None:
+            return self._greet(connection, peer, data, now_s)
         try:
             messages = peer.decoder.feed(data)
         except WireError as error:
             return self._hang_up(connection, error.problem, now_s)
-        session = peer.session
-        if session is None:
-            return self._greet(connection, peer, messages, now_s) if messages else []
         own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
-            op = message[1] if len(message) > 1 and type(message[1]) is int else 0
-            if not 0 < op < _FIRST_SPECIAL:
-                told = self._special(session, op, message)
+            changes = _changes(message)
+            if changes is None:
+                told = self._special(session, message)
                 if told is not None:
                     own.append(self._encode(told))
                     continue
-                op = abs(op)
+                changes = message[1] not in READING
             replies = self.state.handle(connection, message, now_s)
             if not replies:
                 self.has_new_deadline = True
-                if op not in READING:
+                if changes:
                     session.waiting.add(message[0])
                 continue
             reply = replies[0][1]
-            if op not in READING:
+            if changes:
                 session.keep(reply)
             own.append(self._encode(reply))
             if len(replies) > 1:
                 actions += map(self._woken, replies[1:])
         if own:
-            actions.append((connection, b"".join(own), ""))
+            actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
         return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""
         peer = self._connections.pop(connection, None)
+        self._unproved.pop(connection, None)
         if peer is not None and peer.session is not None:
             self.num_clients -= 1
             self.state.disconnect(connection)
@@ -117,24 +149,36 @@ class Hub:
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
         actions: list[Action] = [self._woken(outgoing) for outgoing in self.state.expire(now_s)]
-        while self._unproved and self._unproved[0][0] <= now_s:
-            connection = self._unproved.popleft()[1]
-            peer = self._connections.get(connection)
-            if peer is not None and peer.session is None:
-                actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
+        actions += self._hang_up_on_silent(now_s)
         self._sessions.tick(now_s)
         return actions
 
-    def _special(self, session: Session, op: int, message: Message) -> Message | None:
+    def _hang_up_on_silent(self, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        late_s = now_s - next(iter(self._unproved.values()), now_s)
+        if late_s > _LATE_S:
+            # It was us who were busy or frozen, and proofs may have come that we have not read: that time does not
+            # count, and there is as much again for reading them.
+            peers = self._unproved.items()
+            self._unproved = OrderedDict((connection, deadline_s + 2 * late_s) for connection, deadline_s in peers)
+        while self._unproved:
+            connection, deadline_s = next(iter(self._unproved.items()))
+            if deadline_s > now_s:
+                break
+            actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
+        return actions
+
+    def _special(self, session: Session, message: Message) -> Message | None:
         """What concerns the session; a reply if that is all, None where the state must be asked."""
-        if not message or type(message[0]) is not int:
+        request_id, op = message[:2]
+        if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
             message[1] = -op
-            return None if -op in READING else session.told(message[0])
+            return None if -op in READING else session.told(request_id)
         if op == Op.LEAVE:
             self._sessions.end(session)
-            return [message[0], int(Status.OK), None]
+            return [request_id, int(Status.OK), None]
         if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int:
             session.waiting.discard(message[2])
         return None
@@ -149,12 +193,24 @@ class Hub:
             session.keep(reply)
         return connection, self._encode(reply), ""
 
-    def _greet(self, connection: int, peer: _Connection, messages: list[Message], now_s: float) -> list[Action]:
-        assert peer.handshake is not None
+    def _greet(self, connection: int, peer: _Connection, data: bytes, now_s: float) -> list[Action]:
+        """A peer that has proved nothing yet sent `data`: no more than one small frame is even decoded."""
+        peer.num_bytes += len(data)
+        if peer.num_bytes > HEADER_BYTES + HANDSHAKE_FRAME_BYTES:
+            return self._hang_up(connection, "more than one small frame before authentication", now_s)
+        try:
+            messages = peer.decoder.feed(data)
+        except WireError as error:
+            return self._hang_up(connection, error.problem, now_s)
         if len(messages) > 1:
             return self._hang_up(connection, "more than one frame before authentication", now_s)
+        return self._admit(connection, peer, messages[0], now_s) if messages else []
+
+    def _admit(self, connection: int, peer: _Connection, answer: Message, now_s: float) -> list[Action]:
+        """A peer answers our hello: let it in, as a new client or one that comes back, or say why not."""
+        assert peer.handshake is not None
         handshake = peer.handshake
-        verdict = handshake.verdict(messages[0], self.limits.frame_bytes)
+        verdict = handshake.verdict(answer, self.limits.frame_bytes)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
         if verdict[0] == Status.OK and handshake.resumes and session is None:
             verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
@@ -174,6 +230,7 @@ class Hub:
         session.connection = connection
         peer.session = session
         peer.handshake = None
+        del self._unproved[connection]
         peer.decoder.max_frame_bytes = self.limits.frame_bytes
         self.num_clients += 1
         return [*actions, (connection, self._encode(verdict), "")]
@@ -187,3 +244,11 @@ class Hub:
             last_words = self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
         self.disconnected(connection, now_s)
         return [(connection, last_words, reason)]
+
+
+def _changes(message: Message) -> bool | None:
+    """Whether the request may change something; None: it concerns the session, or is no operation."""
+    try:
+        return _CHANGES.get(message[1])
+    except (IndexError, TypeError):
+        return True

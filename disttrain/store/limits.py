@@ -8,7 +8,8 @@ from typing import NamedTuple
 class Limits(NamedTuple):
     """Bytes of one key, one value, one frame, and of the replies that a client has not read yet; then totals.
 
-    `num_keys` counts the values of queues too, `total_bytes` is that of all keys and values together.
+    `num_keys` counts the values of queues too, `total_bytes` is that of all keys and values together. `num_unproved` is
+    of connections that have not proved yet that they know the token, `num_clients` of those that have.
 
     A NamedTuple, not a dataclass: `dataclasses` alone would be a tenth of the server's start-up time.
     """
@@ -20,6 +21,7 @@ class Limits(NamedTuple):
     num_keys: int = 10_000_000
     num_clients: int = 100_000
     total_bytes: int = 8 << 30
+    num_unproved: int = 4096
 
 
 SETTING_OF = {
@@ -30,6 +32,7 @@ SETTING_OF = {
     "num_keys": "DISTTRAIN_STORE_MAX_KEYS",
     "num_clients": "DISTTRAIN_STORE_MAX_CLIENTS",
     "total_bytes": "DISTTRAIN_STORE_MAX_TOTAL_BYTES",
+    "num_unproved": "DISTTRAIN_STORE_MAX_UNPROVED",
 }
 
 

@@ -14,6 +14,10 @@ from disttrain.store.wire import Answer, Op
 LONGEST_S: Final = 1e9
 """Thirty years stand for every longer timeout, infinity too: the clocks underneath overflow."""
 
+# Python 3.11 takes as long to look up a member of an enum as msgpack to pack the whole request.
+_SET, _GET, _ADD, _CHECK, _WAIT = Op.SET, Op.GET, Op.ADD, Op.CHECK, Op.WAIT
+_MULTI_GET, _MULTI_SET, _BARRIER = Op.MULTI_GET, Op.MULTI_SET, Op.BARRIER
+
 
 class StoreMethods(ABC):
     """`Store`, but for how a request gets its answer; see `disttrain.store.base` for what each method promises."""
@@ -54,16 +58,16 @@ class StoreMethods(ABC):
 
     def set(self, key: str, value: Value) -> None:
         """Store `value`, waking whoever waits for `key`."""
-        self._ask(Op.SET, self._timeout_s, key, to_bytes(value))
+        self._ask(_SET, self._timeout_s, key, to_bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value of `key`; waits for it where it does not exist yet."""
-        value: bytes = self._ask(Op.GET, self._timeout_s, key, self._timeout_s)
+        value: bytes = self._ask(_GET, self._timeout_s, key, self._timeout_s)
         return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to the counter at `key` (0 where absent) and return the sum."""
-        total: int = self._ask(Op.ADD, self._timeout_s, key, amount)
+        total: int = self._ask(_ADD, self._timeout_s, key, amount)
         return total
 
     def append(self, key: str, value: Value) -> None:
@@ -77,13 +81,13 @@ class StoreMethods(ABC):
 
     def check(self, keys: Sequence[str]) -> bool:
         """True when all keys exist; never waits."""
-        exist: bool = self._ask(Op.CHECK, self._timeout_s, to_keys("check", keys))
+        exist: bool = self._ask(_CHECK, self._timeout_s, to_keys("check", keys))
         return exist
 
     def wait(self, keys: Sequence[str], timeout: Duration | None = None) -> None:
         """Return once all keys exist."""
         wait_s = self._wait_s("wait", timeout)
-        self._ask(Op.WAIT, wait_s, to_keys("wait", keys), wait_s)
+        self._ask(_WAIT, wait_s, to_keys("wait", keys), wait_s)
 
     def watch(self, key: str, seen: Value | None, timeout: Duration | None = None) -> bytes | None:
         """The value of `key` (None: it has none) as soon as it is not `seen`."""
@@ -108,12 +112,12 @@ class StoreMethods(ABC):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all keys, waiting for those that don't exist yet, in one round trip."""
-        values: list[bytes] = self._ask(Op.MULTI_GET, self._timeout_s, to_keys("multi_get", keys), self._timeout_s)
+        values: list[bytes] = self._ask(_MULTI_GET, self._timeout_s, to_keys("multi_get", keys), self._timeout_s)
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store several values in one round trip."""
-        self._ask(Op.MULTI_SET, self._timeout_s, *checked_pairs(keys, values))
+        self._ask(_MULTI_SET, self._timeout_s, *checked_pairs(keys, values))
 
     def queue_push(self, key: str, value: Value, capacity: int | None = None, timeout: Duration | None = None) -> None:
         """Put `value` at the end of the queue `key`; waits while it holds `capacity` values (None: any number)."""
@@ -134,7 +138,7 @@ class StoreMethods(ABC):
     def barrier(self, name: str, num_members: int, timeout: Duration | None = None) -> None:
         """Return once `num_members` callers have called with this `name`; one round trip each."""
         wait_s = self._wait_s("barrier", timeout)
-        self._ask(Op.BARRIER, wait_s, name, num_members, wait_s)
+        self._ask(_BARRIER, wait_s, name, num_members, wait_s)
 
 
 def _bounded_s(operation: str, timeout: Duration) -> float:

@@ -26,9 +26,15 @@ from disttrain.settings import (
     STORE_MAX_KEY_BYTES,
     STORE_MAX_KEYS,
     STORE_MAX_TOTAL_BYTES,
+    STORE_MAX_UNPROVED,
     STORE_MAX_UNREAD_BYTES,
     STORE_MAX_VALUE_BYTES,
+    STORE_TLS_ASK_CLIENTS,
+    STORE_TLS_CA,
+    STORE_TLS_CERT,
+    STORE_TLS_KEY,
 )
+from disttrain.store.certificates import Certificates
 from disttrain.store.limits import Limits
 from disttrain.store.server import ENGINES, READY, ServerConfig
 from disttrain.store.wire import Decoder, Message, WireError, encode
@@ -80,6 +86,7 @@ def limits_from_settings() -> Limits:
         STORE_MAX_KEYS.read(),
         STORE_MAX_CLIENTS.read(),
         STORE_MAX_TOTAL_BYTES.read(),
+        STORE_MAX_UNPROVED.read(),
     )
     least = limits.key_bytes + limits.value_bytes + 64
     if limits.frame_bytes < least:
@@ -91,6 +98,32 @@ def limits_from_settings() -> Limits:
     return limits
 
 
+def certificates_from_settings() -> Certificates | None:
+    """What the environment's settings name; None: no TLS. Raises SettingError for a part without the others."""
+    ca_file, cert_file, key_file = STORE_TLS_CA.read(), STORE_TLS_CERT.read(), STORE_TLS_KEY.read()
+    asks_clients = STORE_TLS_ASK_CLIENTS.read()
+    if ca_file is None:
+        for setting in (STORE_TLS_CERT, STORE_TLS_KEY, STORE_TLS_ASK_CLIENTS):
+            if setting.read():
+                raise _incomplete(setting.name, STORE_TLS_CA.name, "the store would go without TLS")
+        return None
+    if (cert_file is None) != (key_file is None):
+        given, missing = (STORE_TLS_CERT, STORE_TLS_KEY) if key_file is None else (STORE_TLS_KEY, STORE_TLS_CERT)
+        raise _incomplete(given.name, missing.name, "one is of no use without the other")
+    if cert_file is None or key_file is None:
+        return Certificates(_absolute(ca_file))
+    return Certificates(_absolute(ca_file), _absolute(cert_file), _absolute(key_file), asks_clients)
+
+
+def _absolute(path: Path) -> str:
+    # The server's process has another working directory.
+    return str(path.absolute())
+
+
+def _incomplete(given: str, missing: str, reason: str) -> SettingError:
+    return SettingError("settings", f"{given} is set and {missing} is not; {reason}.", f"Set {missing} too.")
+
+
 def spawn_server(
     host: str,
     port: int,
@@ -99,21 +132,27 @@ def spawn_server(
     engine: str | None = None,
     linger_s: float = 5.0,
     limits: Limits | None = None,
+    certificates: Certificates | None = None,
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
     Args:   token  the job's token; None: whoever reaches it may use it, so `host` must be loopback;
             engine  "pyuv" or "uvloop", None: DISTTRAIN_STORE_ENGINE or the first that imports;
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
-            limits  None: those of the environment's settings.
+            limits  None: those of the environment's settings;
+            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
-            StoreError when the server does not start; SettingError for an unknown engine and for what cannot be a
-            host name.
+            StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
+            name, and for certificates that cannot be used.
     """
     engine = engine or STORE_ENGINE.read()
     if engine is not None and engine not in ENGINES:
         raise SettingError("spawn_server", f"there is no engine {engine!r}.", f"Use one of {', '.join(ENGINES)}.")
-    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings())
+    certificates = certificates or certificates_from_settings()
+    if certificates is not None and not certificates.cert_file:
+        problem = "the store shall be used over TLS, and there is no certificate for its server."
+        raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
+    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings(), certificates)
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
     try:

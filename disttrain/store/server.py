@@ -19,10 +19,11 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
+from disttrain.store.certificates import Certificates
 from disttrain.store.hub import Hub
 from disttrain.store.keepalive import set_options
 from disttrain.store.limits import Limits
-from disttrain.store.shell import Shell
+from disttrain.store.shell import AnyHub, Shell
 from disttrain.store.wire import Decoder, Message, encode
 
 ENGINES: Final = ("pyuv", "uvloop")
@@ -42,14 +43,16 @@ class ServerConfig(NamedTuple):
     engine: str | None
     linger_s: float
     limits: Limits
+    certificates: Certificates | None
 
     def to_message(self) -> Message:
-        return [*self[:-1], list(self.limits)]
+        certificates = self.certificates and list(self.certificates)
+        return [*self[:-2], list(self.limits), certificates]
 
     @classmethod
     def from_message(cls, message: Message) -> ServerConfig:
-        host, port, token, engine, linger_s, limits = message
-        return cls(host, port, token, engine, linger_s, Limits(*limits))
+        host, port, token, engine, linger_s, limits, certificates = message
+        return cls(host, port, token, engine, linger_s, Limits(*limits), certificates and Certificates(*certificates))
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
@@ -111,7 +114,7 @@ def _remedy(error: OSError) -> str:
     return "Check host and port."
 
 
-def make_shell(engine: str | None, hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
+def make_shell(engine: str | None, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell of `engine`; None: the first that imports. Raises StoreError when none does."""
     reasons = []
     for name in ENGINES if engine is None else (engine,):
@@ -134,9 +137,23 @@ def _read_config(descriptor: int) -> ServerConfig:
     raise StoreError("store server", "stdin ended before the configuration came.", "Start it with `spawn_server`.")
 
 
-def _allow_many_connections() -> None:
+def make_hub(token: str | None, limits: Limits, certificates: Certificates | None) -> AnyHub:
+    """The hub, behind TLS if there are certificates. Raises SettingError for files that cannot be used."""
+    if certificates is None:
+        return Hub(token, limits)
+    # It loads OpenSSL, which a store without certificates does not wait for.
+    from disttrain.store.tls_hub import TlsHub
+
+    return TlsHub(token, limits, certificates)
+
+
+def _allow_many_connections(limits: Limits) -> Limits:
+    """Raise our limit of descriptors as far as we may; no more than half of them are for who has proved nothing."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most == resource.RLIM_INFINITY:
+        return limits
+    return limits._replace(num_unproved=min(limits.num_unproved, most // 2))
 
 
 def main() -> int:
@@ -145,8 +162,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         config = _read_config(sys.stdin.fileno())
-        _allow_many_connections()
-        shell = make_shell(config.engine, Hub(config.token, config.limits), config.linger_s, _released)
+        hub = make_hub(config.token, _allow_many_connections(config.limits), config.certificates)
+        shell = make_shell(config.engine, hub, config.linger_s, _released)
         listener = listen(config.host, config.port, config.token)
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)

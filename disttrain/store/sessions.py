@@ -47,9 +47,8 @@ class Session:
         if replies is None:
             replies = self._replies = deque()
         replies.append(reply)
-        value = reply[2]
-        if type(value) is bytes:
-            self._num_bytes += len(value)
+        if type(reply[2]) is bytes:
+            self._num_bytes += len(reply[2])
         if len(replies) > MAX_REPLIES or self._num_bytes > MAX_REPLY_BYTES:
             self._forget()
 

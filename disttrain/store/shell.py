@@ -6,18 +6,39 @@ connection.
 
 from __future__ import annotations
 
-import os
-import select
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from disttrain.store.hub import Action, Hub
+from disttrain.store.hub import Action
+from disttrain.store.limits import Limits
+from disttrain.store.log import Log
 
 LONGEST_TIMER_S: Final = 3600.0
 """libuv counts milliseconds in 64 bits, which a client's timeout may pass; a timer that fires early does no harm."""
+
+
+class AnyHub(Protocol):
+    """What a shell asks of a hub: `Hub`, or one behind TLS."""
+
+    limits: Limits
+    has_new_deadline: bool
+
+    @property
+    def num_clients(self) -> int: ...
+
+    @property
+    def next_deadline_s(self) -> float | None: ...
+
+    def connected(self, connection: int, now_s: float) -> list[Action]: ...
+
+    def received(self, connection: int, data: bytes, now_s: float) -> list[Action]: ...
+
+    def disconnected(self, connection: int, now_s: float) -> None: ...
+
+    def tick(self, now_s: float) -> list[Action]: ...
 
 
 class Peer(Protocol):
@@ -42,7 +63,7 @@ class Peer(Protocol):
 class Shell(ABC):
     """Moves bytes and timers between sockets and a hub, until its parent and then its clients are gone."""
 
-    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+    def __init__(self, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> None:
         """`released` is called once nobody listens at the address any more."""
         self._hub = hub
         self._released = released
@@ -51,6 +72,7 @@ class Shell(ABC):
         self._num_connected = 0
         self._timer_s = float("inf")
         self._ends_s: float | None = None
+        self._log = Log()
 
     @abstractmethod
     def run(self, listener: socket.socket, parent: int) -> None:
@@ -130,7 +152,7 @@ class Shell(ABC):
             self._set_timer(now_s)
 
     def _drop(self, connection: int, reason: str, now_s: float) -> None:
-        _log(f"disttrain store: hung up on {self._peers[connection].name}: {reason}\n")
+        self._log.say(f"disttrain store: hung up on {self._peers[connection].name}: {reason}", now_s)
         self._hub.disconnected(connection, now_s)
         self._stop_when_alone()
 
@@ -149,16 +171,3 @@ def shown_address(address: object) -> str:
     """A socket's address for the log."""
     host, port = address[:2] if isinstance(address, tuple) else ("somebody who has gone", 0)
     return f"{host.removeprefix('::ffff:')}:{port}" if port else str(host)
-
-
-def _log(text: str) -> None:
-    """To stderr, if somebody takes it now: a reader that does not read, or has gone, must not hold the server."""
-    stderr = 2
-    writable = select.poll()
-    writable.register(stderr, select.POLLOUT)
-    try:
-        if writable.poll(0):
-            os.write(stderr, text.encode(errors="replace")[: select.PIPE_BUF])
-    except OSError:
-        # Nobody reads any more.
-        return

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import pyuv
 
-from disttrain.store.hub import Hub
-from disttrain.store.shell import Shell, shown_address
+from disttrain.store.shell import AnyHub, Shell, shown_address
 
 BACKLOG = 4096
 
 
 class _Peer:
-    __slots__ = ("_closed", "_handle", "_shell", "connection", "name")
+    __slots__ = ("_closed", "_descriptor", "_handle", "_has_queue", "_shell", "connection", "name")
 
     def __init__(self, shell: PyuvShell, handle: Any) -> None:
         self._shell = shell
         self._handle = handle
+        self._descriptor: int = handle.fileno()
+        self._has_queue = False
         self._closed = False
         self.name = shown_address(handle.getpeername())
         self.connection = -1
@@ -27,15 +29,19 @@ class _Peer:
     def write(self, data: bytes) -> int:
         if self._closed:
             return 0
-        try:
-            written: int = self._handle.try_write(data)
-            if written == len(data):
-                return 0
-            data = data[written:]
-        except pyuv.error.UVError as error:
-            if error.args[0] != pyuv.errno.UV_EAGAIN:
+        if not self._has_queue or not self._handle.write_queue_size:
+            try:
+                # Not the handle's try_write: libuv would tell epoll about this socket after each reply.
+                num_written = os.write(self._descriptor, data)
+            except BlockingIOError:
+                num_written = 0
+            except OSError:
                 self.abort()
                 return 0
+            self._has_queue = num_written < len(data)
+            if not self._has_queue:
+                return 0
+            data = data[num_written:]
         self._handle.write(data)
         num_unread_bytes: int = self._handle.write_queue_size
         return num_unread_bytes
@@ -64,7 +70,7 @@ class _Peer:
 class PyuvShell(Shell):
     """See `Shell`."""
 
-    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+    def __init__(self, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> None:
         super().__init__(hub, linger_s, released)
         self._loop = pyuv.Loop()
         self._server = pyuv.TCP(self._loop)
@@ -102,6 +108,6 @@ class PyuvShell(Shell):
         handle.start_read(peer.read)
 
 
-def make(hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
+def make(hub: AnyHub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell; both engines' modules have this function."""
     return PyuvShell(hub, linger_s, released)

@@ -10,8 +10,7 @@ from typing import cast
 
 import uvloop
 
-from disttrain.store.hub import Hub
-from disttrain.store.shell import Shell, shown_address
+from disttrain.store.shell import AnyHub, Shell, shown_address
 
 BACKLOG = 4096
 
@@ -53,7 +52,7 @@ class _Peer(asyncio.Protocol):
 class UvloopShell(Shell):
     """See `Shell`."""
 
-    def __init__(self, hub: Hub, linger_s: float, released: Callable[[], None]) -> None:
+    def __init__(self, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> None:
         super().__init__(hub, linger_s, released)
         self._loop = uvloop.new_event_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -84,6 +83,6 @@ class UvloopShell(Shell):
             self.parent_gone()
 
 
-def make(hub: Hub, linger_s: float, released: Callable[[], None]) -> Shell:
+def make(hub: AnyHub, linger_s: float, released: Callable[[], None]) -> Shell:
     """The shell; both engines' modules have this function."""
     return UvloopShell(hub, linger_s, released)

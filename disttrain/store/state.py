@@ -79,15 +79,16 @@ class StoreState:
         try:
             if request_id < 0 or len(request) < 2:
                 refuse("a request is [request_id, op, *arguments] with a request_id >= 0.")
-            op = request[1]
-            if not isinstance(op, int) or op not in self._handlers:
+            _, op, *arguments = request
+            found = self._handlers.get(op) if isinstance(op, int) else None
+            if found is None:
                 if op == Op.CANCEL:
-                    return self._cancel(connection, request_id, request[2:])
+                    return self._cancel(connection, request_id, arguments)
                 refuse(f"there is no operation {shown(op)}.")
-            handler, num_arguments = self._handlers[op]
-            if len(request) - 2 != num_arguments:
-                refuse(f"{Op(op).name.lower()} takes {num_arguments} arguments, not {len(request) - 2}.")
-            result = handler(*request[2:])
+            handler, num_arguments = found
+            if len(arguments) != num_arguments:
+                refuse(f"{Op(op).name.lower()} takes {num_arguments} arguments, not {len(arguments)}.")
+            result = handler(*arguments)
         except Refusal as refusal:
             return [(connection, [request_id, int(refusal.status), refusal.text])]
         if type(result) is Parked:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum, unique
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgpack
 
@@ -24,6 +24,7 @@ HANDSHAKE_FRAME_BYTES: Final = 512
 
 _LARGE_BYTES: Final = 1 << 20
 _SIZE: Final = struct.Struct(">I").unpack_from
+_SMALL_HEADERS: Final = tuple(size.to_bytes(HEADER_BYTES, "big") for size in range(256))
 
 Message = list[Any]
 Answer = tuple[int, Any]
@@ -91,12 +92,15 @@ class Encoder:
             body: bytes = self._pack(message)
         except (ValueError, OverflowError, TypeError) as error:
             raise WireError("store", f"a message cannot be encoded: {_reason(error)}.") from None
-        if len(body) > _LARGE_BYTES:
+        size = len(body)
+        if size < 256:
+            return _SMALL_HEADERS[size] + body
+        if size > _LARGE_BYTES:
             # The packer would keep a buffer of this size for good.
             self._pack = msgpack.Packer().pack
-            if len(body) >> 32:
-                raise WireError("store", f"a message has {len(body)} bytes; a frame's length has 32 bits.")
-        return len(body).to_bytes(4, "big") + body
+            if size >> 32:
+                raise WireError("store", f"a message has {size} bytes; a frame's length has 32 bits.")
+        return size.to_bytes(HEADER_BYTES, "big") + body
 
 
 def encode(message: Message | tuple[Any, ...]) -> bytes:
@@ -109,24 +113,25 @@ class Decoder:
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
+        self.num_missing_bytes = 0
+        """How many bytes, at least, the frame that has begun still needs; 0: none has begun."""
         self._rest = bytearray()
         self._wanted_bytes = HEADER_BYTES
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """Bytes of a frame that has begun and not ended."""
-        return len(self._rest)
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises WireError; afterwards the stream is of no further use."""
         # Nearly always exactly one whole frame arrives: it needs no buffer.
         size = len(data) - 4
-        if not self._rest and 0 < size <= self.max_frame_bytes and _SIZE(data)[0] == size:
-            return [_message(data[4:])]
+        if 0 < size <= self.max_frame_bytes and not self._rest and _SIZE(data)[0] == size:
+            try:
+                message = msgpack.unpackb(data[4:], ext_hook=_refuse_extension)
+            except (ValueError, TypeError) as error:
+                raise _not_msgpack(size, error) from None
+            return [message if type(message) is list else _refuse(message)]
         self._rest += data
-        if len(self._rest) < self._wanted_bytes:
-            return []
-        return self._split()
+        messages = self._split() if len(self._rest) >= self._wanted_bytes else []
+        self.num_missing_bytes = self._wanted_bytes - len(self._rest) if self._rest else 0
+        return messages
 
     def _split(self) -> list[Message]:
         messages = []
@@ -155,14 +160,20 @@ class Decoder:
         return size
 
 
-def _message(body: bytes | memoryview) -> Message:
+def _message(body: memoryview) -> Message:
     try:
         message = msgpack.unpackb(body, ext_hook=_refuse_extension)
     except (ValueError, TypeError) as error:
-        raise WireError("store", f"a frame of {len(body)} bytes is not msgpack: {_reason(error)}.") from None
-    if type(message) is not list:
-        raise WireError("store", f"a frame holds a {type(message).__name__}; it must be an array.")
-    return message
+        raise _not_msgpack(len(body), error) from None
+    return message if type(message) is list else _refuse(message)
+
+
+def _not_msgpack(num_bytes: int, error: Exception) -> WireError:
+    return WireError("store", f"a frame of {num_bytes} bytes is not msgpack: {_reason(error)}.")
+
+
+def _refuse(message: object) -> NoReturn:
+    raise WireError("store", f"a frame holds a {type(message).__name__}; it must be an array.")
 
 
 def _refuse_extension(code: int, data: bytes) -> None:

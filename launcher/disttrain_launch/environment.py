@@ -58,4 +58,8 @@ def worker_environment(
     environ.pop(settings.TOKEN_FILE.name, None)
     if meeting.token_file is not None:
         environ[settings.TOKEN_FILE.name] = str(meeting.token_file.absolute())
+    # A worker may go to another directory before it opens them.
+    for setting in (settings.STORE_TLS_CA, settings.STORE_TLS_CERT, settings.STORE_TLS_KEY):
+        if (path := setting.read(inherited)) is not None:
+            environ[setting.name] = str(path.absolute())
     return environ

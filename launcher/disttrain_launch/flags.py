@@ -32,6 +32,7 @@ two nodes:    disttrain-launch --new-token job.token     (once; copy the file to
               disttrain-launch --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 \\
                   --token-file job.token --nproc-per-node 8 train.py
               and the same with --node-rank 1 on the other
+TLS:          set DISTTRAIN_STORE_TLS_CA on all nodes, DISTTRAIN_STORE_TLS_CERT and DISTTRAIN_STORE_TLS_KEY on node 0
 exit code:    that of the first worker that failed, 128 + signal number where a signal ended it or the launcher;
               2 when the job was not started as asked
 """

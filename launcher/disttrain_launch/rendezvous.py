@@ -58,7 +58,7 @@ def connect(spec: JobSpec, host: str, port: int, token: str | None, say: Say) ->
             return TCPStore(host, port, is_master=False, timeout=attempt_s, token=token)
         except StoreAuthError as error:
             problem = f"node 0's store at {where} and this node don't fit together: {error.problem}"
-            remedy = "Every node needs the same --token-file and the same disttrain."
+            remedy = "Every node needs the same --token-file, certificate authority and disttrain."
             raise RendezvousError(OPERATION, problem, remedy) from None
         except (StoreConnectionError, StoreTimeoutError) as error:
             left_s = until_s - time.monotonic()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,15 +31,21 @@ def test_no_torch_is_loaded_by(module: str) -> None:
     assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, "False", "")
 
 
+def _children_s() -> float:
+    """Processor time of the processes that this one has waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 @pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight"])
 def test_help_comes_at_once(command: str) -> None:
-    """The best of five, since other tests share the cores."""
+    """By the processor's time, of which a quiet machine's clock shows little more: other tests share the cores."""
     program = Path(sys.executable).with_name(command)
     times_s = []
-    for _ in range(5 if program.exists() else 0):
-        start = time.perf_counter()
+    for _ in range(3 if program.exists() else 0):
+        start_s = _children_s()
         answer = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
-        times_s.append(time.perf_counter() - start)
+        times_s.append(_children_s() - start_s)
         assert (answer.returncode, answer.stderr) == (0, "")
         assert "usage: " + command in answer.stdout
     assert min(times_s, default=0.0) < HELP_LIMIT_S

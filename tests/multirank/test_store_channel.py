@@ -24,9 +24,12 @@ class Interruption(BaseException):
     """Thrown into a thread that waits, as a signal handler would."""
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, f"{ENGINES[0]}-tls"])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
-    monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", request.param)
+    engine, _, is_tls = request.param.partition("-")
+    monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", engine)
+    if is_tls:
+        request.getfixturevalue("tls_settings")
     running = TCPStore("127.0.0.1", 0, is_master=True, timeout=60.0)
     yield running
     running.close()

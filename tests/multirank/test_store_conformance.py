@@ -23,7 +23,7 @@ from disttrain.errors import (
 from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
-KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "file", "hash"]
+KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "tls", "file", "hash"]
 SOON_S = 0.05
 LONG_S = 30.0
 
@@ -37,7 +37,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     elif kind == "hash":
         inner = HashStore(LONG_S)
     else:
-        monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", kind.removeprefix("tcp-"))
+        if kind == "tls":
+            request.getfixturevalue("tls_settings")
+        else:
+            monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", kind.removeprefix("tcp-"))
         inner = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG_S, token=new_token())
     yield PrefixStore("inside", inner) if request.param.startswith("prefix-") else inner
     inner.close()

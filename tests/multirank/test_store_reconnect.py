@@ -93,9 +93,12 @@ def _shut(end: socket.socket) -> None:
         pass
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, f"{ENGINES[0]}-tls"])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    running = spawn_server("127.0.0.1", 0, engine=request.param)
+    engine, _, is_tls = request.param.partition("-")
+    if is_tls:
+        request.getfixturevalue("tls_settings")
+    running = spawn_server("127.0.0.1", 0, engine=engine)
     yield running
     running.close()
 
@@ -256,8 +259,8 @@ def test_limits_in_all_are_named_and_the_connection_lives_on() -> None:
     server.close()
 
 
-def test_both_ends_ask_the_kernel_to_watch_the_link(server: ServerProcess) -> None:
-    store = TCPStore("127.0.0.1", server.port, timeout=30.0)
+def test_both_ends_ask_the_kernel_to_watch_the_link() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=30.0)
     channel = store._channel
     assert channel is not None
     options = (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT, socket.TCP_NODELAY)
@@ -267,6 +270,7 @@ def test_both_ends_ask_the_kernel_to_watch_the_link(server: ServerProcess) -> No
         set_options(listener)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
             values = [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    assert isinstance(channel._socket, socket.socket)
     assert values == [channel._socket.getsockopt(socket.IPPROTO_TCP, option) for option in options]
     assert values == [15, 30_000, 1]
     store.close()

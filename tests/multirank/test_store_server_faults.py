@@ -7,16 +7,20 @@ import os
 import resource
 import select
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from disttrain.errors import StoreConnectionError, StoreTimeoutError
-from disttrain.store import ServerProcess, TCPStore, new_token, spawn_server
+from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.dial import Dialer, Link
 from disttrain.store.wire import Op, encode
+from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 GONE_S = 10.0
@@ -147,3 +151,33 @@ def test_ten_thousand_connections() -> None:
             link.socket.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         server.close()
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_silent_strangers_keep_nobody_out(engine: str, authority: Authority, is_tls: bool) -> None:
+    certificates = authority.issue() if is_tls else None
+    limits = Limits(num_unproved=20)
+    server = spawn_server("127.0.0.1", 0, TOKEN, engine=engine, limits=limits, certificates=certificates)
+    strangers: list[socket.socket] = []
+    is_over = threading.Event()
+
+    def come() -> None:
+        while not is_over.is_set() and len(strangers) < 3000:
+            strangers.append(socket.create_connection((server.host, server.port), timeout=GONE_S))
+            if len(strangers) > 100:
+                strangers[-100].close()
+
+    with ThreadPoolExecutor(2) as pool:
+        coming = [pool.submit(come) for _ in range(2)]
+        for number in range(5):
+            store = TCPStore(server.host, server.port, timeout=60.0, token=TOKEN, certificates=certificates)
+            assert store.add("came", 1) == number + 1
+            store.close()
+        num_descriptors = psutil.Process(server.pid).num_fds()
+        is_over.set()
+        for one in coming:
+            one.result()
+    assert num_descriptors < 100
+    for stranger in strangers:
+        stranger.close()
+    server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.rules import (
     extremes,
     filling,
@@ -15,9 +16,9 @@ from disttrain.dtensor.rules import (
     softmax,
     stacking,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 
-__all__ = ["Compute", "OpCall", "Propagation", "Rule", "Signature", "find_rule"]
+__all__ = ["CUSTOM", "Compute", "OpCall", "Propagation", "Rule", "Signature", "all_replicated", "find_rule"]
 
 _RULES: dict[str, Rule] = {
     **extremes.RULES,
@@ -34,9 +35,14 @@ _RULES: dict[str, Rule] = {
 }
 """By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
 
+CUSTOM: dict[OpOverload, Rule] = {}
+"""The rules that users register, for one overload each; a registry, as torch's own of operators is."""
+
 
 def find_rule(call: OpCall) -> Rule | None:
     """The rule of the family that the call's operator belongs to; None when it has none."""
+    if call.op in CUSTOM:
+        return CUSTOM[call.op]
     name = call.facts.name
     rule = _RULES.get(str(call.op)) or _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
     if rule is None and call.facts.is_pointwise:

@@ -91,6 +91,8 @@ class Rule:
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
+    sizes only through which of them are one, as long as cuts are even.
     """
 
     signatures: Callable[[OpCall], Sequence[Signature]]
@@ -98,6 +100,7 @@ class Rule:
     shards_unevenly: bool = True
     takes_blocks: bool = True
     reads_numbers: bool = False
+    goes_by_layout: bool = False
 
 
 def all_replicated(call: OpCall) -> Signature:

@@ -88,6 +88,6 @@ def _best(values: torch.Tensor, places: torch.Tensor, *, is_max: bool) -> tuple[
     return best, places.masked_fill(~has_it, _NOWHERE).amin(0)
 
 
-_RULE = Rule(extreme, localize, takes_blocks=False)
+_RULE = Rule(extreme, localize, takes_blocks=False, goes_by_layout=True)
 
 RULES = dict.fromkeys(("aten.argmax", "aten.argmin", "aten.max.dim", "aten.min.dim"), _RULE)

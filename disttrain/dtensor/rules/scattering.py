@@ -216,8 +216,9 @@ def put(call: OpCall) -> Sequence[Signature]:
         return signatures + _copied(call)
     signatures.append(Signature.of((_SUM, _WHOLE, _SUM), _SUM))
     index, source = call.operands[1], call.operands[2]
-    if index is not None and source is not None and index.shape == source.shape:
-        signatures += [Signature.of((_SUM, Shard(dim), Shard(dim)), _SUM) for dim in range(len(index.shape))]
+    # There are as many places as values, but they may be shaped differently.
+    if index is not None and source is not None and len(index.shape) == len(source.shape) == 1:
+        signatures.append(Signature.of((_SUM, Shard(0), Shard(0)), _SUM))
     return signatures
 
 

@@ -116,8 +116,8 @@ def _dim(call: OpCall) -> int:
     return int(call.argument("dim", 0)) % max(1, len(call.output_shape))
 
 
-_FORWARD = Rule(same_shape, softmax)
-_BACKWARD = Rule(same_shape, softmax_backward)
+_FORWARD = Rule(same_shape, softmax, goes_by_layout=True)
+_BACKWARD = Rule(same_shape, softmax_backward, goes_by_layout=True)
 
 RULES: dict[str, Rule] = {
     "aten._log_softmax": _FORWARD,
@@ -125,5 +125,5 @@ RULES: dict[str, Rule] = {
     "aten._safe_softmax": _FORWARD,
     "aten._softmax": _FORWARD,
     "aten._softmax_backward_data": _BACKWARD,
-    "aten.logsumexp": Rule(logsumexp, localize_logsumexp),
+    "aten.logsumexp": Rule(logsumexp, localize_logsumexp, goes_by_layout=True),
 }

@@ -7,9 +7,13 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from disttrain.store import Certificates
+from tests.authority import Authority
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
@@ -51,6 +55,50 @@ def test_two_nodes_are_one_job(launches: Launches, port: int) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert sorted(first.lines) == ["[rank 0] 0 0 0 4 2 2", "[rank 1] 0 1 1 4 2 2"]
     assert sorted(second.lines) == ["[rank 2] 1 2 0 4 2 2", "[rank 3] 1 3 1 4 2 2"]
+
+
+def tls(certificates: Certificates, folder: Path, *kinds: str) -> dict[str, str]:
+    """The settings that name these files, by paths that hold in `folder` only."""
+    files = {"CA": certificates.ca_file, "CERT": certificates.cert_file, "KEY": certificates.key_file}
+    return {f"DISTTRAIN_STORE_TLS_{kind}": os.path.relpath(files[kind], folder) for kind in kinds}
+
+
+def test_nodes_and_workers_meet_over_tls(launches: Launches, port: int, authority: Authority) -> None:
+    script = launches.script("""
+        import os
+        from disttrain.store import TCPStore
+        host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+        os.chdir("/")
+        store = TCPStore(host, int(port), timeout=20)
+        store.barrier("all here", 2)
+        print(type(store._channel._socket).__name__)
+        store.close()
+    """)
+    launches.run("--new-token", "token")
+    node = ["--nnodes", "2", "--master-port", str(port), "--token-file", "token"]
+    served = tls(authority.issue(), launches.folder, "CA", "CERT", "KEY")
+    first = launches.start(*node, "--node-rank", "0", script, **served)
+    second = launches.start(*node, "--node-rank", "1", script, **tls(authority.issue(), launches.folder, "CA"))
+    for rank, ended in enumerate((launches.end(first), launches.end(second))):
+        assert (ended.exit_code, ended.lines) == (0, [f"[rank {rank}] TlsSocket"]), ended.stderr
+
+
+def test_a_node_of_another_authority_is_told_why(
+    launches: Launches, port: int, authority: Authority, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    other = Authority(tmp_path / "other")
+    launches.run("--new-token", "token")
+    script = launches.script(WAITING)
+    node = ["--nnodes", "2", "--master-port", str(port), "--token-file", "token"]
+    served = tls(authority.issue(), launches.folder, "CA", "CERT", "KEY")
+    first = launches.start(*node, "--node-rank", "0", "--join-timeout", "20", script, **served)
+    stranger = launches.run(*node, "--node-rank", "1", script, **tls(other.issue(), launches.folder, "CA"))
+    assert stranger.exit_code == 2
+    assert "the server's certificate is not one of the job's" in stranger.stderr
+    assert "Every node needs the same --token-file, certificate authority" in stranger.stderr
+    first.terminate()
+    launches.end(first)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +177,7 @@ def test_a_wrong_token_is_refused_at_once(launches: Launches, port: int) -> None
     assert second.exit_code == 2
     assert second.stderr == (
         f"disttrain-launch: node 0's store at 127.0.0.1:{port} and this node don't fit together: The client's token is "
-        "not the server's. Every node needs the same --token-file and the same disttrain.\n"
+        "not the server's. Every node needs the same --token-file, certificate authority and disttrain.\n"
     )
     first.send_signal(signal.SIGINT)
     assert launches.end(first).exit_code == 130

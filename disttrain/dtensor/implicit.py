@@ -1,0 +1,42 @@
+"""implicit_replication: what happens to plain tensors beside DTensors, and to operators without a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from disttrain.process_group import World, current_world
+
+# By world, not by thread: a backward pass runs in threads of its own, and meets the same plain tensors.
+_MODES: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
+
+
+@contextmanager
+def implicit_replication(enabled: bool = True) -> Iterator[None]:
+    """Within it, plain tensors beside DTensors are taken as replicated: every rank must hold the same values.
+
+    With `enabled=False` nothing is replicated that nobody has asked for: an operator without a sharding rule raises
+    LayoutError, where it would else gather its operands. Outside of both, plain tensors are refused; gathering warns.
+    """
+    world = current_world("implicit_replication")
+    before = _MODES.get(world)
+    _MODES[world] = enabled
+    try:
+        yield
+    finally:
+        if before is None:
+            del _MODES[world]
+        else:
+            _MODES[world] = before
+
+
+def replicates_plain(world: World) -> bool:
+    """True within `implicit_replication()`."""
+    return _MODES.get(world) is True
+
+
+def may_gather(world: World) -> bool:
+    """False within `implicit_replication(False)`."""
+    return _MODES.get(world) is not False

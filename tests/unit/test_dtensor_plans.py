@@ -1,0 +1,177 @@
+"""What is planned once and looked up afterwards, and strided cuts; on ranks that are threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import disttrain
+from disttrain.dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    dispatch,
+    distribute_tensor,
+)
+from disttrain.testing import run_threads
+
+MESH_SHAPES = [(2,), (3,), (2, 2), (2, 3)]
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+
+
+def count_planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that are planned from now on."""
+    planned: list[str] = []
+    bind = dispatch.bind
+
+    def counted(wrap: object, call: object, *rest: object) -> object:
+        planned.append(call.facts.name)  # type: ignore[attr-defined]
+        return bind(wrap, call, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dispatch, "bind", counted)
+    return planned
+
+
+def test_equal_specs_are_one_object() -> None:
+    def body() -> None:
+        first, second = disttrain.init_device_mesh("cpu", (1,)), disttrain.init_device_mesh("cpu", (1,))
+        assert Layout(first, [Shard(0)]) is Layout(second, (Shard(0),))
+        assert Layout(first, [Shard(0)]) is not Layout(first, [Shard(1)])
+        layout = Layout(first, [Shard(0)])
+        assert Spec.of(layout, (2, 3), torch.float32) is Spec(layout, torch.Size((2, 3)), (3, 1), torch.float32)
+        assert Spec.of(layout, (2, 3), torch.float32) is not Spec.of(layout, (3, 2), torch.float32)
+
+    run_threads(1, body)
+
+
+def test_a_call_is_planned_once_and_not_again_for_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = count_planned(monkeypatch)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        for num_rows in (4, 4, 6, 8):
+            x = distribute_tensor(numbers(num_rows, 3), mesh, [Shard(0)], src_data_rank=None)
+            for _ in range(2):
+                y = x * x
+                assert y.shape == (num_rows, 3)
+                assert torch.equal(y.to_local(), x.to_local() ** 2)
+                assert torch.equal((x * 2.0).to_local(), x.to_local() * 2)
+                assert torch.equal((x * 3.0).to_local(), x.to_local() * 3)
+        # An uneven size is planned for itself, and so is one of 1, which may be broadcast.
+        for num_rows in (5, 1):
+            x = distribute_tensor(numbers(num_rows, 3), mesh, [Shard(0)], src_data_rank=None)
+            assert (x * x).shape == (num_rows, 3)
+            assert torch.equal((x * x).full_tensor(), numbers(num_rows, 3) ** 2)
+
+    run_threads(2, body)
+    # On both ranks.
+    assert planned.count("aten.mul") == 2 * (1 + 1 + 2)
+
+
+def test_a_plan_for_one_order_is_not_taken_for_another() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        x = distribute_tensor(numbers(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        for order in (2.0, 3.0, float("inf"), 2.0):
+            expected = torch.linalg.vector_norm(numbers(4, 3), order)
+            torch.testing.assert_close(torch.linalg.vector_norm(x, order).full_tensor(), expected)
+        whole = distribute_tensor(torch.arange(6), mesh, [Shard(0)], src_data_rank=None)
+        for number in (1, 1.0, True):
+            assert torch.equal((whole + number).full_tensor(), torch.arange(6) + number)
+            assert (whole + number).dtype == (torch.arange(6) + number).dtype
+
+    run_threads(2, body)
+
+
+def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 8)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        x = distribute_tensor(numbers(4), mesh, [Shard(0)], src_data_rank=None)
+        for number in range(100):
+            assert torch.equal((x + number).to_local(), numbers(4) + number)
+            assert len(x._spec.plans) <= 8
+
+    run_threads(1, body)
+
+
+def leaves_whole_blocks(step: tuple[Placement, ...]) -> bool:
+    strided = [axis for axis, placement in enumerate(step) if isinstance(placement, StridedShard)]
+    return not strided or (len(strided) == 1 and Shard(0) not in step[: strided[0]])
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_strided_cuts_come_and_go_like_others(data: st.DataObject) -> None:
+    mesh_shape = data.draw(st.sampled_from(MESH_SHAPES))
+    num_blocks = data.draw(st.sampled_from([2, 3]))
+    rows = num_blocks * 6 * data.draw(st.integers(0, 2))
+    kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), StridedShard(0, num_blocks)]
+    path = data.draw(st.lists(st.tuples(*[st.sampled_from(kinds) for _ in mesh_shape]), min_size=1, max_size=4))
+    # A later axis finds whole blocks only where an earlier one has left some.
+    path = [step for step in path if leaves_whole_blocks(step)]
+    whole = numbers(rows, 5)
+
+    def body() -> list[torch.Tensor]:
+        mesh = disttrain.init_device_mesh("cpu", mesh_shape)
+        tensor = distribute_tensor(whole, mesh, src_data_rank=None)
+        found = []
+        for step in path:
+            tensor = tensor.redistribute(placements=step)
+            assert tensor.to_local().shape == tensor._spec.local_shape
+            found += [(tensor * 2 + tensor).full_tensor(), tensor.sum(0).full_tensor(), tensor.sum(1).full_tensor()]
+        return found
+
+    for found in run_threads(torch.Size(mesh_shape).numel(), body):
+        for place, tensor in enumerate(found):
+            expected = (3 * whole, whole.sum(0), whole.sum(1))[place % 3]
+            torch.testing.assert_close(tensor, expected)
+
+
+def test_a_strided_cut_is_a_piece_of_every_block() -> None:
+    def body() -> list[list[float]]:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(numbers(12), mesh, [StridedShard(0, 3)], src_data_rank=None)
+        assert (tensor + tensor).placements == (StridedShard(0, 3),)
+        assert tensor.sum().placements == (Partial("sum"),)
+        return [tensor.to_local().tolist(), tensor.full_tensor().tolist()]
+
+    first, second = run_threads(2, body)
+    assert first[0] == [0, 1, 4, 5, 8, 9]
+    assert second[0] == [2, 3, 6, 7, 10, 11]
+    assert first[1] == second[1] == list(range(12))
+
+
+def test_from_one_cut_dim_to_another_is_one_exchange() -> None:
+    def body() -> list[str]:
+        mesh = disttrain.init_device_mesh("cpu", (3,))
+        seen: list[str] = []
+
+        class Watcher:
+            def enqueued(self, call: object) -> None:
+                seen.append(call.operation)  # type: ignore[attr-defined]
+
+            def completed(self, call: object, error: object) -> None:
+                pass
+
+        tensor = distribute_tensor(numbers(5, 4), mesh, [Shard(0)], src_data_rank=None)
+        disttrain.current_world().add_observer(Watcher())
+        moved = tensor.redistribute(placements=[Shard(1)])
+        assert isinstance(moved, DTensor)
+        assert moved.to_local().shape == (5, (2, 2, 0)[disttrain.get_rank()])
+        operations = list(seen)
+        assert torch.equal(moved.full_tensor(), numbers(5, 4))
+        return operations
+
+    assert run_threads(3, body) == [["all_to_all"]] * 3
