@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.testing import run_threads
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,6 @@ class Case:
     fixed: Sequence[int] = ()
     grads: bool = False
     partials: Sequence[str] = ("sum",)
-    replicated: Sequence[int] = field(default=())
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -38,19 +39,19 @@ def integers(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int = 14) -> list[str]:
-    """What is wrong with `case` on `mesh`, one line per combination of layouts; at most so many are tried."""
+def check(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int) -> None:
+    """Compare `case` on `mesh` with the plain computation, for at most so many combinations of layouts."""
     expected, expected_grads = run(case, [tensor.clone() for tensor in case.tensors])
-    complaints = []
     for layouts in _sampled(case, mesh, max_layouts):
-        operands = [part(whole, layout, mesh) for whole, layout in zip(case.tensors, layouts, strict=True)]
         try:
-            found, grads = run(case, operands)
+            found, grads = run(
+                case, [part(whole, layout, mesh) for whole, layout in zip(case.tensors, layouts, strict=True)]
+            )
             compare(found, expected)
             compare(grads, expected_grads)
-        except (AssertionError, RuntimeError, TypeError, IndexError, disttrain.errors.DisttrainError) as error:
-            complaints.append(f"{case.name} {mesh.shape} {layouts}: {type(error).__name__} {str(error)[:300]}")
-    return complaints
+        except Exception as error:
+            error.add_note(f"{case.name} of {layouts} on mesh {mesh.shape}")
+            raise
 
 
 def run(case: Case, operands: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor | None]]:
@@ -70,7 +71,9 @@ def _gradient(result: torch.Tensor) -> torch.Tensor:
     whole = normal(*result.shape, seed=17, dtype=result.dtype)
     if not isinstance(result, DTensor):
         return whole
-    return part(whole, [Replicate() if place.is_partial() else place for place in result.placements], result.device_mesh)
+    return part(
+        whole, [Replicate() if place.is_partial() else place for place in result.placements], result.device_mesh
+    )
 
 
 def compare(found: Any, expected: Any) -> None:
@@ -118,8 +121,6 @@ def _sampled(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int) -> list[t
         along_axis: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(whole.ndim))]
         if place not in case.fixed and (whole.is_floating_point() or whole.dtype == torch.int64):
             along_axis += [Partial(op) for op in case.partials]
-        if place in case.replicated:
-            along_axis = [Replicate()]
         # Different reductions along two axes depend on their order.
         choices.append(
             [
@@ -134,19 +135,15 @@ def _sampled(case: Case, mesh: disttrain.DeviceMesh, max_layouts: int) -> list[t
     return random.Random(case.name).sample(everything, max_layouts)
 
 
-MESHES = [(2,), (3,), (4,), (2, 2)]
-
-
-@contextmanager
-def quiet() -> Any:
-    import warnings
-
+def right(cases: Sequence[Case], mesh_shape: Sequence[int], max_layouts: int) -> None:
+    """Assert on every rank, as threads, that all of `cases` are right in up to `max_layouts` combinations each."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        # Gathering is announced; how much is gathered is for other tests.
+        warnings.filterwarnings("ignore", message=r".*has no sharding rule; its operands are gathered")
+        run_threads(math.prod(mesh_shape), _check_all, cases, mesh_shape, max_layouts)
 
 
-def complaints_of(cases: Sequence[Case], mesh_shape: Sequence[int], max_layouts: int) -> list[str]:
-    """To be run on every rank: what is wrong with any of `cases`."""
+def _check_all(cases: Sequence[Case], mesh_shape: Sequence[int], max_layouts: int) -> None:
     mesh = disttrain.init_device_mesh("cpu", tuple(mesh_shape))
-    return [line for case in cases for line in check(case, mesh, max_layouts)]
+    for case in cases:
+        check(case, mesh, max_layouts)

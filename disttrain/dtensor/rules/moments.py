@@ -15,7 +15,7 @@ import torch
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
-from disttrain.dtensor.rules.parts import cutting_axes, gathered, kept, operand_part
+from disttrain.dtensor.rules.parts import cutting_axes, gathered, kept, operand_part, result_part
 from disttrain.dtensor.rules.reduction import keeps_dims, reduced_dims
 from disttrain.dtensor.shard_sizes import local_shape
 
@@ -40,7 +40,7 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
     removed = tuple(sorted(reduced_dims(call)))
     axes = cutting_axes(part.layout, removed)
     if not axes:
-        return call.op
+        return call.op if all(part.local_shape) or not all(part.shape) else _nothing(call, propagation)
     counts = [(axis, _counts(part, removed, axis)) for axis in reversed(axes)]
     total = math.prod(part.shape[dim] for dim in removed)
     freedom = max(0.0, total - _correction(call))
@@ -57,6 +57,17 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
         if not keepdim:
             spread, mean = spread.squeeze(removed), mean.squeeze(removed)
         return (spread.to(local.dtype), mean.to(local.dtype)) if len(call.outputs) == 2 else spread.to(local.dtype)
+
+    return compute
+
+
+def _nothing(call: OpCall, propagation: Propagation) -> Compute:
+    """For a part without rows, of which torch would warn that it has no degrees of freedom."""
+    parts = [result_part(call, propagation, place) for place in range(len(call.outputs))]
+
+    def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:
+        made = tuple(local.new_empty(part.local_shape, dtype=part.dtype) for part in parts)
+        return made if len(made) > 1 else made[0]
 
     return compute
 

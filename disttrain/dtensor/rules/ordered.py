@@ -44,7 +44,7 @@ def along_a_dim(call: OpCall) -> Sequence[Signature]:
 
 
 def searchsorted(call: OpCall) -> Sequence[Signature]:
-    """Of one sorted row: any dim of what is looked up. Of many: rows may be cut in all alike, or the values of a row."""
+    """What is looked up, along any dim; many sorted rows are cut as it is, or, along the last dim, whole."""
     rows, sought = call.operands[0], call.operands[1] if len(call.operands) > 1 else None
     signatures = [all_replicated(call)]
     if rows is None or sought is None:

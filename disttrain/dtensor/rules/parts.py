@@ -84,8 +84,6 @@ def gathered(values: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     return stacked.view(num_pieces, *sent.shape)
 
 
-
-
 def owned(index: torch.Tensor, part: Spec, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Places along `dim` of the whole, as places in this rank's part, and which of them are there.
 

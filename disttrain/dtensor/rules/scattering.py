@@ -154,9 +154,7 @@ def index_put(call: OpCall) -> Sequence[Signature]:
     return signatures
 
 
-def _values_along(
-    values_shape: Sequence[int], where: IndexMap, place: int, size: int, num_dims: int
-) -> Placement:
+def _values_along(values_shape: Sequence[int], where: IndexMap, place: int, size: int, num_dims: int) -> Placement:
     """What the values must be so that dim `place` of what is indexed is cut; broadcast along it, they are whole."""
     num_places = num_dims - len(where.indexed) + len(where.shape)
     own = place - (num_places - len(values_shape))
