@@ -140,6 +140,7 @@ def right(cases: Sequence[Case], mesh_shape: Sequence[int], max_layouts: int) ->
     with warnings.catch_warnings():
         # Gathering is announced; how much is gathered is for other tests.
         warnings.filterwarnings("ignore", message=r".*has no sharding rule; its operands are gathered")
+        warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
         run_threads(math.prod(mesh_shape), _check_all, cases, mesh_shape, max_layouts)
 
 

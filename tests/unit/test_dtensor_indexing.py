@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def scatters(inplace: str) -> list[Case]:
         case("index_copy rows", method("index_copy", 0), X, DISTINCT, normal(3, 4)),
         case("index_copy columns", method("index_copy", 1), X, DISTINCT - 1, normal(5, 3)),
         case("index_fill", lambda x, i: getattr(x, "index_fill" + inplace)(0, i, 2.0), X, DISTINCT),
-        case("index_reduce", lambda x, i, v: getattr(x, "index_reduce" + inplace)(0, i, v, "amax"), X, ROWS, normal(6, 4)),
+        case("index_reduce", method("index_reduce", 0, reduce="amax"), X, ROWS, normal(6, 4)),
         case("masked_fill", lambda x, mask: getattr(x, "masked_fill" + inplace)(mask, 2.0), X, FLAGS[:, :1]),
         case("masked_fill zero", lambda x, mask: getattr(x, "masked_fill" + inplace)(mask, 0.0), X, FLAGS),
         case("masked_scatter", method("masked_scatter"), X, FLAGS, normal(5, 4, seed=4)),
@@ -126,20 +127,23 @@ GRADIENTS = [
     case("scatter zero", lambda x, i: x.scatter(0, i, 0), X, ONCE, grads=True),
     case("scatter", lambda x, i, v: x.scatter(0, i, v), X, ONCE, normal(3, 4), grads=True),
     case("scatter_add", lambda x, i, v: x.scatter_add(0, i, v), X, FEW_PLACES, normal(3, 4), grads=True),
-    case("index_add", lambda x, i, v: x.index_add(0, i, v), X, ROWS, normal(6, 4), grads=True),
-    case("index_copy", lambda x, i, v: x.index_copy(0, i, v), X, DISTINCT, normal(3, 4), grads=True),
     case("put more", lambda x, i, v: x.index_put((i,), v, True), X, ROWS, normal(6, 4), grads=True),
 ]
 
 SLICES = [
     *(
-        case(f"select {dim} {index}", lambda x, v, dim=dim, index=index: x.select_scatter(v, dim, index), X, normal(size))
-        for dim, size in ((0, 4), (1, 5))
+        case(f"select {dim} {index}", partial(torch.select_scatter, dim=dim, index=index), X, normal(4 + dim))
+        for dim in (0, 1)
         for index in (0, -1, 2)
     ),
     *(
-        case(f"slice {cut}", lambda x, v, cut=cut: x.slice_scatter(v, 0, *cut), X, normal(len(range(5)[slice(*cut)]), 4))
-        for cut in ((0, 3, 1), (1, None, 2), (-3, -1, 1), (None, None, 3), (3, 2, 1))
+        case(
+            f"slice {start} {end} {step}",
+            partial(torch.slice_scatter, dim=0, start=start, end=end, step=step),
+            X,
+            normal(len(range(5)[start:end:step]), 4),
+        )
+        for start, end, step in ((0, 3, 1), (1, None, 2), (-3, -1, 1), (None, None, 3), (3, 2, 1))
     ),
     case("diagonal", torch.diagonal_scatter, X, normal(4)),
     case("diagonal in a cube", lambda x, v: x.diagonal_scatter(v, 1, 0, 2), CUBE, normal(5, 1)),

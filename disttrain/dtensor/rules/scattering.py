@@ -193,12 +193,14 @@ def localize_index_put(call: OpCall, propagation: Propagation) -> Compute:
             assert given is not None
             places[dim], is_here = owned(given, part, dim)
             masks.append(is_here)
-        mask = reduce(and_, masks).expand(where.shape)
+        # The places may be cut as well, where what is written adds up.
+        shape = torch.broadcast_shapes(*(place.shape for place in places if place is not None))
+        mask = reduce(and_, masks).expand(shape)
         rest = [size for dim, size in enumerate(local.shape) if dim in where.kept]
-        full = [*rest[: where.start], *where.shape, *rest[where.start :]]
+        full = [*rest[: where.start], *shape, *rest[where.start :]]
         # The entries in a row, and of those the ones that are this rank's.
         chosen = values.expand(full).movedim(index_dims, tuple(range(num_index_dims)))[mask].movedim(0, where.start)
-        rows = [None if place is None else place.expand(where.shape)[mask] for place in places]
+        rows = [None if place is None else place.expand(shape)[mask] for place in places]
         written: torch.Tensor = call.op(local, rows, chosen, *args, **kwargs)
         return written
 
