@@ -343,3 +343,21 @@ def test_a_fused_optimizer_writes_to_states_of_another_layout() -> None:
     torch.testing.assert_close(sharded.full_tensor(), plain)
     with pytest.raises(LayoutError, match="does not work element by element"):
         torch._foreach_max([sharded.detach()])
+
+
+@on_ranks(2, 3)
+def test_extrema_over_gloo_keep_every_type_and_what_is_not_a_number() -> None:
+    mesh = mesh_of_all()
+    for row in (0, 2, 4):
+        x = normal(5, 4)
+        x[row, 1], x[row, 2] = float("nan"), float("-inf")
+        tensor = distribute_tensor(x, mesh, [Shard(0)])
+        for name in ("amax", "amin", "argmax"):
+            found = getattr(tensor, name)(0).full_tensor()
+            torch.testing.assert_close(found, getattr(x, name)(0), equal_nan=True)
+        assert tensor.max().isnan().full_tensor()
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16):
+        x = (normal(5, 4) * 3).to(dtype)
+        tensor = distribute_tensor(x, mesh, [Shard(0)])
+        for function in (lambda t: t.amax(0), lambda t: t.max(0).values, lambda t: t.any(0), lambda t: t.all()):
+            assert torch.equal(function(tensor).full_tensor(), function(x))
