@@ -82,7 +82,7 @@ def _own(local: torch.Tensor, removed: tuple[int, ...]) -> tuple[torch.Tensor, t
     """Mean and sum of squares about it, of this rank's part; reduced dims stay, with size 1."""
     wide = local.to(torch.promote_types(local.dtype, torch.float32))
     count = math.prod(local.shape[dim] for dim in removed)
-    if count == 0:
+    if local.numel() == 0:
         shape = [1 if dim in removed else size for dim, size in enumerate(local.shape)]
         return wide.new_zeros(shape), wide.new_zeros(shape)
     variance, mean = torch.var_mean(wide, removed, correction=0, keepdim=True)
