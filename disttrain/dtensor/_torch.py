@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 __all__ = [
     "OpFacts",
     "OpOverload",
+    "change_wrapper",
     "facts_of",
     "make_wrapper",
     "no_torch_function",
@@ -30,6 +31,12 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 device, pin memory, requires grad, ...)."""
 
 
+def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `op`, such as `squeeze_`, change the shape that the wrapper `args[0]` shows, and nothing else."""
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)
+
+
 def use_foreach_for(cls: type[torch.Tensor]) -> None:
     """Let torch.optim choose its foreach and fused implementations for parameters of class `cls`."""
     supported = torch_optimizer._foreach_supported_types
@@ -43,7 +50,8 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones; a view's result shares memory with its first
-    argument; `returned` are, per result, the position of the argument that it is, None for a new tensor;
+    argument; `changes_shape` when it makes a view of its argument and leaves that in its place; `returned` are, per
+    result, the position of the argument that it is, None for a new tensor;
     `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
@@ -54,6 +62,7 @@ class OpFacts:
     is_pointwise: bool
     is_random: bool
     is_view: bool
+    changes_shape: bool
     returns_data: bool
     shape_depends_on_values: bool
 
@@ -62,26 +71,39 @@ class OpFacts:
         return self.mutated == (0,)
 
 
+_UNDECLARED_WRITES = {
+    f"aten.{name}": ("running_mean", "running_var")
+    for name in ("cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm")
+}
+"""Arguments that an operator writes to, though its schema does not say so."""
+
+
 def facts_of(op: OpOverload) -> OpFacts:
     """The facts of `op`, for the rules to look at; to be asked once per operator."""
     schema = op._schema
     positions = [-1 if argument.kwarg_only else place for place, argument in enumerate(schema.arguments)]
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    name = f"{op.namespace}.{op._schema.name.partition('::')[2]}"
+    undeclared = _UNDECLARED_WRITES.get(name, ())
+    writes = [
+        argument.name in undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in schema.arguments
+    ]
     mutated = tuple(position for position, is_write in zip(positions, writes, strict=True) if is_write)
     written = {
         _alias_of(argument): position
         for position, argument, is_write in zip(positions, schema.arguments, writes, strict=True)
-        if is_write
+        if is_write and argument.alias_info is not None
     }
     returns_data = torch.Tag.data_dependent_output in op.tags
     return OpFacts(
-        name=f"{op.namespace}.{op._schema.name.partition('::')[2]}",
+        name=name,
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
+        changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,
         # Indexing by masks alone depends on values, and finds no result without them.
         shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags and op._schema.name != "aten::index",

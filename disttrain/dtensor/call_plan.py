@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
+from disttrain.dtensor._torch import change_wrapper
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.loan import AS_CONTIGUOUS, Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
+from disttrain.errors import LayoutError
 
 Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
 """Makes a DTensor of a local part and a spec."""
@@ -34,6 +37,11 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
         for place, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
         if spec is not None and layout is not None and spec.layout is not layout
     ]
+    if call.facts.changes_shape:
+        return _reshaping(call, compute, moves, specs[0])
+    fetch = _fetch(call, rule, propagation)
+    if fetch is not None or call.facts.is_view:
+        return _viewing(wrap, call, compute, fetch, specs)
     if not moves and len(specs) == 1 and leads_with_tensors(call):
         if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
             return _inplace(compute, len(call.operands))
@@ -85,6 +93,80 @@ def _inplace(compute: Compute, num_operands: int) -> Run:
     return run
 
 
+def _fetch(call: OpCall, rule: Rule, propagation: Propagation) -> Fetch | None:
+    """How a view's operand gets to where it is viewed; None where that is its own part."""
+    if rule.fetch is not None and (own := rule.fetch(call, propagation)) is not None:
+        return own
+    if not call.facts.is_view:
+        return None
+    spec, layout = call.operand, propagation.operands[0]
+    assert layout is not None
+    if layout is spec.layout:
+        return None
+    moved = spec.with_layout(layout)
+
+    def read(part: torch.Tensor) -> torch.Tensor:
+        return redistribute_local(part, spec, layout)
+
+    def write(values: torch.Tensor, part: torch.Tensor) -> None:
+        part.copy_(redistribute_local(values, moved, spec.layout))
+
+    return Fetch(read, write)
+
+
+def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, specs: Sequence[Spec]) -> Run:
+    """Closures for views and others of one operand: on its own memory, or on a copy that it lends."""
+    is_view = call.facts.is_view
+
+    def run_on_copy(args: tuple[Any, ...], kwargs: dict[str, Any], fetch: Fetch) -> Any:
+        if not is_view:
+            return wrapped(compute(fetch.read(args[0]._local_tensor), *args[1:], **kwargs), specs)
+        loan = Loan(args[0], fetch)
+        return wrapped(compute(loan.moved, *args[1:], **kwargs), [spec.lent(loan) for spec in specs])
+
+    def wrapped(results: Any, specs: Sequence[Spec]) -> Any:
+        if isinstance(results, torch.Tensor):
+            return wrap(results, specs[0])
+        return [wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
+
+    if fetch is not None:
+        return lambda args, kwargs: run_on_copy(args, kwargs, fetch)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            results = compute(args[0]._local_tensor, *args[1:], **kwargs)
+        except RuntimeError:
+            # This part's strides, which nobody else knows, do not allow what the whole's strides allow.
+            return run_on_copy(args, kwargs, AS_CONTIGUOUS)
+        if type(results) is torch.Tensor:
+            return wrap(results, specs[0])
+        return wrapped(results, specs)
+
+    return run
+
+
+def _reshaping(call: OpCall, compute: Compute, moves: Sequence[Any], spec: Spec) -> Run:
+    """Closures for `squeeze_` and the like, which leave a view of the operand in its place."""
+    if moves:
+        raise LayoutError(
+            call.facts.name,
+            f"a tensor of shape {call.operand.shape} that lies as {call.operand.layout} cannot keep its memory.",
+            "Use the operator without the underscore, or redistribute first.",
+            rank=call.operand.mesh.world.rank,
+        )
+    op = call.op
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        # A view, and not the part itself: other tensors that share it keep their shape.
+        tensor._local_tensor = compute(tensor._local_tensor.view_as(tensor._local_tensor), *args[1:], **kwargs)
+        tensor._spec = spec
+        change_wrapper(op, args, kwargs)
+        return tensor
+
+    return run
+
+
 def _general(
     wrap: Wrap,
     call: OpCall,
@@ -115,7 +197,7 @@ def _general(
         if len(specs) == 1:
             return wrap(results, specs[0]) if returned[0] is None else args[returned[0]]
         return tuple(
-            wrap(part, spec) if position is None else args[position]
+            args[position] if position is not None else wrap(part, spec) if isinstance(part, torch.Tensor) else part
             for part, spec, position in zip(results, specs, returned, strict=True)
         )
 

@@ -9,7 +9,7 @@ memory with a part of the operand, need a rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tenso
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.lent import is_lent, run_lent
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
-from disttrain.dtensor.rules import OpCall, Rule, find_rule
+from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 from disttrain.errors import LayoutError
 
@@ -43,12 +44,15 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     first = args[0] if args else None
     if type(first) is list and first:
         if op.name().startswith(("aten::_foreach_", "aten::_fused_")):
-            return foreach.run(wrap, op, facts(op), args, kwargs)
+            result = foreach.run_known(wrap, op, args, kwargs)
+            if result is not foreach.MOVES:
+                return result
+            return _dispatch_once(wrap, op, args, kwargs, None, None)
         first, others = first[0], args
     else:
         others = args[1:]
     spec: Spec | None = getattr(first, "_spec", None)
-    if spec is None or spec.is_symbolic:
+    if spec is None or spec.is_symbolic or spec.loan is not None:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     try:
         if kwargs:
@@ -72,9 +76,11 @@ def _dispatch_once(
     key: Any,
 ) -> Any:
     op_facts = facts(op)
+    tensors = tensors_of([*args, *kwargs.values()])
+    if any(is_lent(tensor) for tensor in tensors):
+        return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
-    tensors = tensors_of([*args, *kwargs.values()])
     if _are_scalars_among_plain(op_facts, tensors):
         values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
@@ -153,7 +159,7 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
-    propagation = propagate(call, rule)
+    propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
     return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
 
 
@@ -171,12 +177,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _can_be_planned(op_facts: OpFacts) -> bool:
     """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
-    writes_elsewhere = bool(op_facts.mutated) and not op_facts.is_inplace
+    knows_writes = op_facts.is_inplace or (has_own_rule(op_facts) and -1 not in op_facts.mutated)
+    writes_elsewhere = bool(op_facts.mutated) and not knows_writes
     return not (op_facts.returns_data or op_facts.shape_depends_on_values or writes_elsewhere)
 
 
 def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns anything else."""
+    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns other things.
+
+    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place.
+    """
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
@@ -186,8 +196,13 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
         results = op(*args, **meta_kwargs)
     except NotImplementedError:
         return None
+    if results is None:
+        return ()
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    return outputs if all(isinstance(output, torch.Tensor) for output in outputs) else None
+    kinds = {type(output) for output in outputs}
+    if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
+        return None
+    return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

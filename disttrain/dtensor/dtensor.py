@@ -73,7 +73,7 @@ class DTensor(torch.Tensor):
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
     def __tensor_flatten__(self) -> tuple[list[str], Spec]:
-        return ["_local_tensor"], self._spec
+        return ["_local_tensor"], self._spec.owned()
 
     @staticmethod
     def __tensor_unflatten__(
@@ -118,11 +118,14 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, as a view: no copy, no communication. Differentiable.
 
+        Of a view across a cut, `x[0]` of a tensor sharded along dim 0, it is this rank's copy: what is written to it
+        does not reach `x`, and where `x` has been written to since, ranks fetch it again, which is collective.
+
         `grad_placements` say how the parts' gradients make up the whole's; default: as the tensor lies, where a partial
         tensor's gradient is whole on every rank.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
-            return self._local_tensor.detach()
+            return _up_to_date(self).detach()
         wanted = grad_placements if grad_placements is not None else _gradient_placements(self.placements)
         layout = _layout("to_local", self.device_mesh, wanted, self.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
@@ -185,6 +188,13 @@ def _made(local: torch.Tensor, spec: Spec) -> DTensor:
     return tensor
 
 
+def _up_to_date(tensor: DTensor) -> torch.Tensor:
+    """This rank's part; of a view that had to move, as what it views is now."""
+    if tensor._spec.loan is not None:
+        tensor._spec.loan.refresh()
+    return tensor._local_tensor
+
+
 def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
     try:
         return Layout(mesh, normalized(placements, mesh.ndim, num_dims))
@@ -221,7 +231,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, grad_layout: Layout) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_layout = grad_layout
-        return tensor._local_tensor.detach()
+        return _up_to_date(tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
@@ -235,7 +245,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, layout: Layout) -> DTensor:
         ctx.spec = tensor._spec
-        local = redistribute_local(tensor._local_tensor, tensor._spec, layout)
+        local = redistribute_local(_up_to_date(tensor), tensor._spec, layout)
         return DTensor(local.detach(), tensor._spec.with_layout(layout), requires_grad=tensor.requires_grad)
 
     @staticmethod

@@ -20,30 +20,54 @@ from disttrain.errors import LayoutError
 Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
 
 
+def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `run`, where `op` has been run on such lists before and nothing moves; else MOVES, and nothing is done."""
+    specs = _specs_of(args[0])
+    known: _Known | None = None if specs is None else specs[0].plans.get(op)
+    if known is None or specs != known.specs:
+        return MOVES
+    local_args = [_unwrapped(value, known.specs) for value in args]
+    local_kwargs = {name: _unwrapped(value, known.specs) for name, value in kwargs.items()}
+    if any(value is MOVES for value in (*local_args, *local_kwargs.values())):
+        return MOVES
+    results = op(*local_args, **local_kwargs)
+    return None if known.mutates else _wrapped(wrap, results, known.specs)
+
+
 def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` on the local parts: element for element, every list follows the layouts of the first one.
 
     Results lie as the first list does, but for norms, whose sharded axes become partial.
     """
+    leaders = [_leader(facts, tensor) for tensor in args[0]]
+    local_args = [_localized(facts, value, leaders) for value in args]
+    local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
+    if facts.name == "aten._foreach_norm":
+        return _norms(wrap, local_args, local_kwargs, leaders)
+    results = op(*local_args, **local_kwargs)
+    if not facts.mutated:
+        _check_shapes(facts, results, leaders)
     specs = _specs_of(args[0])
-    known: _Known | None = None if specs is None else specs[0].plans.get(op)
-    if known is not None and specs == known.specs:
-        local_args = [_unwrapped(value, known.specs) for value in args]
-        local_kwargs = {name: _unwrapped(value, known.specs) for name, value in kwargs.items()}
-        if _MOVES not in local_args and _MOVES not in local_kwargs.values():
-            results = op(*local_args, **local_kwargs)
-            return None if facts.mutated else _wrapped(wrap, results, known.specs)
-    return _run_any(wrap, op, facts, args, kwargs, specs)
+    if specs is not None and specs == leaders and not any(spec.is_symbolic for spec in specs):
+        specs[0].plans[op] = _Known(specs, bool(facts.mutated))
+    if facts.mutated:
+        _write_back(facts, args, local_args, leaders)
+        return None
+    return [
+        part if spec is None else wrap(part, Spec(spec.layout, spec.shape, spec.stride, part.dtype))
+        for part, spec in zip(results, leaders, strict=True)
+    ]
 
 
 class _Known(NamedTuple):
     """First lists of these specs need no look at each: nothing of them is partial."""
 
     specs: list[Spec]
+    mutates: bool
 
 
-_MOVES: Final = object()
-"""Stands for a list that does not lie as the first one does."""
+MOVES: Final = object()
+"""Stands for a list that does not lie as the first one does, and for the result of a call with one."""
 
 
 def _specs_of(tensors: Sequence[Any]) -> list[Spec] | None:
@@ -55,50 +79,23 @@ def _specs_of(tensors: Sequence[Any]) -> list[Spec] | None:
 
 
 def _unwrapped(value: Any, specs: list[Spec]) -> Any:
-    """The parts of a list that lies as `specs` say; plain scalars and what is no tensor as they are; else _MOVES."""
+    """The parts of a list that lies as `specs` say; plain scalars and what is no tensor as they are; else MOVES."""
     if isinstance(value, torch.Tensor):
         spec = getattr(value, "_spec", None)
         if spec is None:
             return value
-        return value._local_tensor if spec.layout.is_replicated else _MOVES  # type: ignore[attr-defined]
+        return value._local_tensor if spec.layout.is_replicated else MOVES  # type: ignore[attr-defined]
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], torch.Tensor):
         return value
     if _specs_of(value) == specs:
         return [tensor._local_tensor for tensor in value]
-    return value if all(tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value) else _MOVES
+    return value if all(tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value) else MOVES
 
 
 def _wrapped(wrap: Wrap, results: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
     return [
         wrap(part, spec if part.dtype is spec.dtype else Spec(spec.layout, spec.shape, spec.stride, part.dtype))
         for part, spec in zip(results, specs, strict=True)
-    ]
-
-
-def _run_any(
-    wrap: Wrap,
-    op: OpOverload,
-    facts: OpFacts,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    specs: list[Spec] | None,
-) -> Any:
-    leaders = [_leader(facts, tensor) for tensor in args[0]]
-    local_args = [_localized(facts, value, leaders) for value in args]
-    local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
-    if facts.name == "aten._foreach_norm":
-        return _norms(wrap, local_args, local_kwargs, leaders)
-    results = op(*local_args, **local_kwargs)
-    if not facts.mutated:
-        _check_shapes(facts, results, leaders)
-    if specs is not None and specs == leaders and not any(spec.is_symbolic for spec in specs):
-        specs[0].plans[op] = _Known(specs)
-    if facts.mutated:
-        _write_back(facts, args, local_args, leaders)
-        return None
-    return [
-        part if spec is None else wrap(part, Spec(spec.layout, spec.shape, spec.stride, part.dtype))
-        for part, spec in zip(results, leaders, strict=True)
     ]
 
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from disttrain.dtensor.loan import Loan
 from disttrain.dtensor.placement import Placement, Placements, Replicate
 from disttrain.dtensor.shard_sizes import (
     contiguous_strides,
@@ -87,6 +88,7 @@ class Spec:
         "dtype",
         "is_symbolic",
         "layout",
+        "loan",
         "mesh",
         "placements",
         "plans",
@@ -101,6 +103,8 @@ class Spec:
     mesh: DeviceMesh
     placements: Placements
     is_symbolic: bool
+    loan: Loan | None
+    """What a view that moved its operand owes to it; such a spec is an object of its own, with no plans."""
     plans: dict[Any, Any]
     """What dispatch does for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
@@ -124,6 +128,7 @@ class Spec:
         made.layout, made.shape, made.stride, made.dtype = layout, shape, stride, dtype
         made.mesh, made.placements = layout.mesh, layout.placements
         made.is_symbolic = is_symbolic
+        made.loan = None
         made.plans = {}
         made._local_shape = None
         made._form = ()
@@ -166,6 +171,8 @@ class Spec:
         return local_shape_and_offset(self.shape, self.mesh.shape, coordinate, self.placements)[1]
 
     def with_layout(self, layout: Layout) -> Spec:
+        if layout is self.layout:
+            return self
         return Spec(layout, self.shape, self.stride, self.dtype)
 
     def _found_form(self) -> tuple[Any, ...] | None:
@@ -179,8 +186,18 @@ class Spec:
         is_contiguous = self.stride == contiguous_strides(self.shape)
         return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
 
+    def lent(self, loan: Loan) -> Spec:
+        """The same, of a tensor whose values are on loan."""
+        spec = Spec._made(self.layout, self.shape, self.stride, self.dtype, is_symbolic=self.is_symbolic)
+        spec.loan = loan
+        return spec
+
+    def owned(self) -> Spec:
+        """The same, of a tensor that has its values to itself."""
+        return self if self.loan is None else Spec(self.layout, self.shape, self.stride, self.dtype)
+
     def __deepcopy__(self, _: object) -> Spec:
-        return self
+        return self.owned()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Spec, (self.layout, self.shape, self.stride, self.dtype)

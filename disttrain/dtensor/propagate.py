@@ -87,7 +87,7 @@ def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> floa
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
         if spec is not None
     )
-    if call.facts.is_inplace and (written := call.operands[0]) is not None:
+    if call.facts.is_inplace and not call.facts.changes_shape and (written := call.operands[0]) is not None:
         # The result has to go back to where it is written.
         cost += _redistribution_cost(written, signature.results[0], written.placements[axis], axis_size)
     return cost

@@ -127,6 +127,7 @@ GRADIENTS = [
     case("scatter zero", lambda x, i: x.scatter(0, i, 0), X, ONCE, grads=True),
     case("scatter", lambda x, i, v: x.scatter(0, i, v), X, ONCE, normal(3, 4), grads=True),
     case("scatter_add", lambda x, i, v: x.scatter_add(0, i, v), X, FEW_PLACES, normal(3, 4), grads=True),
+    case("index_add", lambda x, i, v: x.index_add(0, i, v), X, ROWS, normal(6, 4), grads=True),
     case("put more", lambda x, i, v: x.index_put((i,), v, True), X, ROWS, normal(6, 4), grads=True),
 ]
 

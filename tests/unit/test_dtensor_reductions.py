@@ -111,10 +111,23 @@ SOFTMAX = [
     Case("safe softmax", lambda x: torch.ops.aten._safe_softmax(x, 0), [INFINITE], fixed=(0,)),
 ]
 
+GRADIENTS = [
+    of(X, name, dim, grads=True)
+    for name in ("sum", "mean", "nansum", "amax", "max", "std", "var", "logsumexp", "sort", "median", "cumsum")
+    for dim in (0, 1)
+] + [
+    of(X, "topk", 2, 0, grads=True),
+    *(of(X, name, grads=True) for name in ("sum", "mean", "max", "std")),
+    Case("norm", torch.linalg.vector_norm, [X], grads=True),
+    Case("norm of rows", partial(torch.linalg.vector_norm, dim=1), [X], grads=True),
+]
+
 
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize(
-    "cases", [SUMS, MOMENTS, PLACES, ORDERED, SOFTMAX], ids=["sums", "moments", "places", "ordered", "softmax"]
+    "cases",
+    [SUMS, MOMENTS, PLACES, ORDERED, SOFTMAX, GRADIENTS],
+    ids=["sums", "moments", "places", "ordered", "softmax", "gradients"],
 )
 def test_results_and_gradients_are_those_of_plain_tensors(cases: list[Case], mesh_shape: tuple[int, ...]) -> None:
     right(cases, mesh_shape, max_layouts=3)

@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
-from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor._torch import OpFacts, OpOverload
 from disttrain.dtensor.rules import (
+    attention,
+    batch_norm,
+    batched,
+    contraction,
+    convolution,
+    dropout,
+    embedding,
     extremes,
     filling,
     indexing,
+    likelihood,
+    loss,
     moments,
+    normalization,
     ordered,
     pointwise,
+    rearranging,
     reduction,
+    reshape,
     scattering,
-    slices,
+    slice_writes,
+    slicing,
     softmax,
     stacking,
+    views,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 
-__all__ = ["CUSTOM", "Compute", "OpCall", "Propagation", "Rule", "Signature", "all_replicated", "find_rule"]
+__all__ = [
+    "CUSTOM",
+    "Compute",
+    "OpCall",
+    "Propagation",
+    "Rule",
+    "Signature",
+    "all_replicated",
+    "find_rule",
+    "has_own_rule",
+]
 
 _RULES: dict[str, Rule] = {
+    **attention.RULES,
+    **batch_norm.RULES,
+    **batched.RULES,
+    **contraction.RULES,
+    **convolution.RULES,
+    **dropout.RULES,
+    **embedding.RULES,
     **extremes.RULES,
     **filling.RULES,
     **indexing.RULES,
+    **likelihood.RULES,
+    **loss.RULES,
     **moments.RULES,
+    **normalization.RULES,
     **ordered.RULES,
     **pointwise.RULES,
+    **rearranging.RULES,
     **reduction.RULES,
+    **reshape.RULES,
     **scattering.RULES,
-    **slices.RULES,
+    **slice_writes.RULES,
+    **slicing.RULES,
     **softmax.RULES,
     **stacking.RULES,
+    **views.RULES,
 }
 """By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
 
@@ -48,3 +86,8 @@ def find_rule(call: OpCall) -> Rule | None:
     if rule is None and call.facts.is_pointwise:
         return pointwise.POINTWISE
     return rule
+
+
+def has_own_rule(facts: OpFacts) -> bool:
+    """True where a rule knows this very operator, and not only its family."""
+    return facts.name in _RULES

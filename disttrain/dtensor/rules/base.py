@@ -18,6 +18,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.placement import Placement, Replicate
 
 
@@ -93,6 +94,9 @@ class Rule:
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
     `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
     sizes only through which of them are one, as long as cuts are even.
+    `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
+    returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
+    where that is more than a redistribution; None for nothing.
     """
 
     signatures: Callable[[OpCall], Sequence[Signature]]
@@ -101,6 +105,8 @@ class Rule:
     takes_blocks: bool = True
     reads_numbers: bool = False
     goes_by_layout: bool = False
+    joint: Callable[[OpCall], Propagation | None] | None = None
+    fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
 
 
 def all_replicated(call: OpCall) -> Signature:

@@ -14,10 +14,8 @@ from disttrain.dtensor.rules.parts import partials_of
 
 _COPIES = (
     "aten._to_copy",
-    "aten.alias",
     "aten.clone",
     "aten.copy",
-    "aten.detach",
     "aten.lift_fresh",
     "aten.positive",
 )

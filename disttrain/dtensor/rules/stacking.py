@@ -1,11 +1,17 @@
-"""Operators that put tensors of one shape side by side."""
+"""Operators that put tensors side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
-from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
+import torch
+
+from disttrain.dtensor.exchange import Exchange, sole_axis
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.placement import NormPartial, Partial, Placement, Replicate, Shard
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 
 
 def stack(call: OpCall) -> Sequence[Signature]:
@@ -34,4 +40,61 @@ def _partials(call: OpCall) -> list[Partial]:
     ]
 
 
-RULES = {"aten.stack": Rule(stack)}
+def cat(call: OpCall) -> Sequence[Signature]:
+    """As stack; and along the dim itself, where one axis cuts it, each element goes to whose piece it is in."""
+    num_operands, num_dims = len(call.operands), len(call.output_shape)
+    along = int(call.argument("dim", 0)) % num_dims
+    signatures = [all_replicated(call)]
+    signatures += [
+        Signature.of([_beside(spec, dim) for spec in call.operands], Shard(dim))
+        for dim in range(num_dims)
+        if dim != along
+    ]
+    signatures += [Signature.of((partial,) * num_operands, partial) for partial in _partials(call)]
+    if _axes_along(call, along) == 1 and not any(_is_left_out(spec, num_dims) for spec in call.operands):
+        signatures.append(Signature.of((Shard(along),) * num_operands, Shard(along)))
+    return signatures
+
+
+def _is_left_out(spec: Spec | None, num_dims: int) -> bool:
+    """True for an empty tensor of one dim, which may stand among tensors of any number of dims."""
+    return spec is not None and spec.shape == (0,) and num_dims > 1
+
+
+def _beside(spec: Spec | None, dim: int) -> Placement:
+    return Replicate() if spec is None or (spec.shape == (0,) and dim > 0) else Shard(dim)
+
+
+def _axes_along(call: OpCall, dim: int) -> int:
+    """How many mesh axes cut `dim` in any operand; more than any where one of them does it by blocks."""
+    specs = [spec for spec in call.operands if spec is not None]
+    cuts = {
+        (axis, placement)
+        for spec in specs
+        for axis, placement in enumerate(spec.placements)
+        if placement.cut_dim == dim
+    }
+    return len(cuts) if all(isinstance(placement, Shard) for _, placement in cuts) else len(specs[0].placements) + 1
+
+
+def _cat_parts(call: OpCall, propagation: Propagation) -> Compute:
+    result = Spec.of(propagation.results[0], call.output_shape, call.outputs[0].dtype)
+    dim = int(call.argument("dim", 0)) % len(result.shape)
+    axis = sole_axis(result, dim)
+    if axis is None:
+        return call.op
+    ends = list(accumulate(spec.shape[dim] for spec in call.operands if spec is not None))
+    slices = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    # What ranks have of the operands are slices of the result.
+    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], slices)
+
+    def compute(parts: Sequence[torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        joined = torch.cat(list(parts), dim)
+        whole = joined.new_empty(result.local_shape)
+        exchange.write(joined, whole)
+        return whole
+
+    return compute
+
+
+RULES = {"aten.cat": Rule(cat, _cat_parts), "aten.stack": Rule(stack)}

@@ -1,0 +1,241 @@
+"""What a DTensor operator costs the host: ours and torch's under a transport without peers, in turn, in one process.
+
+    python benchmarks/dtensor.py [--rounds 40] [--json FILE]
+
+A hit is a call like one before; a new length is the same call with a first dim that was never seen; a miss is a call
+never seen in any form. Figures are medians over the rounds with quartiles, in microseconds of this thread's CPU time,
+which other processes on the machine disturb less than the clock on the wall. "local" is the same on this rank's part
+as a plain tensor: what remains when dispatch costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.distributed import tensor as torch_dtensor
+from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import disttrain
+from disttrain import dtensor
+from disttrain.process_group import World, entered_world
+from disttrain.store import HashStore
+
+WORLD_SIZE = 16
+CALLS_PER_ROUND = 200
+NUM_PARAMETERS = 176
+MESHES = {"1-D": (16,), "2-D": (4, 4)}
+Case = Callable[[], object]
+
+
+class Side:
+    """One library's names, on meshes of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        library: Any = dtensor if name == "ours" else torch_dtensor
+        make = disttrain.init_device_mesh if name == "ours" else torch_mesh
+        self.meshes = (
+            {} if name == "local" else {size: make("cpu", size) for size in ((16,), (4, 4), (2, 4, 2), (2,) * 4)}
+        )
+        self.library = library
+
+    def tensor(self, part: torch.Tensor, mesh_size: Sequence[int], *placements: tuple[Any, ...]) -> torch.Tensor:
+        """A DTensor whose part on this rank is `part`; ("Shard", 0), ("Replicate",), ("Partial",) say how it lies."""
+        if self.name == "local":
+            return part
+        made = [getattr(self.library, kind)(*arguments) for kind, *arguments in placements]
+        extra: dict[str, Any] = {"run_check": False} if self.name == "torch" else {}
+        return self.library.DTensor.from_local(part, self.meshes[tuple(mesh_size)], made, **extra)  # type: ignore[no-any-return]
+
+
+SIDES = ("local", "ours", "torch")
+
+
+def hits(side: Side, mesh_size: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
+    """Calls on tensors whose rows are cut along the first axis; along a second one, weights' columns are."""
+    is_2d = len(mesh_size) == 2
+    rows = [("Shard", 0), ("Replicate",)][: len(mesh_size)]
+    columns = [("Replicate",), ("Shard", 0)] if is_2d else [("Replicate",)]
+    whole = [("Replicate",)] * len(mesh_size)
+
+    def tensor(part: torch.Tensor, placements: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+        return side.tensor(part, mesh_size, *placements)
+
+    x, y = tensor(torch.randn(8, 16), rows), tensor(torch.randn(8, 16), rows)
+    cube = tensor(torch.randn(4, 8, 16), rows)
+    weight, bias = tensor(torch.randn(16, 16), columns), tensor(torch.randn(16), columns)
+    square, scale = tensor(torch.randn(16, 16), whole), tensor(torch.randn(16), whole)
+    yield "add", lambda: x + y
+    yield "mul by a number", lambda: x * 2.0
+    yield "detach", x.detach
+    yield "view", lambda: cube.view(-1, 16)
+    yield "mm", lambda: x @ square
+    yield "linear with bias", lambda: torch.nn.functional.linear(x, weight, bias)
+    yield "layer_norm", lambda: torch.nn.functional.layer_norm(x, (16,), scale, scale)
+    yield "softmax", lambda: x.softmax(-1)
+    yield "sum", lambda: x.sum(1)
+
+    grad_x, grad_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+
+    def forward_backward() -> None:
+        torch.nn.functional.linear(grad_x, grad_weight).backward(ones)
+        grad_x.grad = grad_weight.grad = None
+
+    with torch.enable_grad():
+        ones = torch.ones_like(torch.nn.functional.linear(x, weight)).detach()
+        yield "linear, forward and backward", forward_backward
+
+
+def redistributions(side: Side) -> Iterator[tuple[str, Case]]:
+    if side.name == "local":
+        return
+    replicate = [side.library.Replicate()]
+    for kind in (("Shard", 0), ("Partial",)):
+        tensor = side.tensor(torch.randn(64, 16), (16,), kind)
+        yield f"{kind[0]} to Replicate", functools.partial(tensor.redistribute, placements=replicate)  # type: ignore[attr-defined]
+
+
+def optimizers(side: Side) -> Iterator[tuple[str, Case]]:
+    parameters: list[torch.nn.Parameter] = []
+    for kind in ("foreach", "fused"):
+        parameters = []
+        for _ in range(NUM_PARAMETERS):
+            parameter = torch.nn.Parameter(side.tensor(torch.randn(16, 8), (16,), ("Shard", 0)))
+            parameter.grad = side.tensor(torch.randn(16, 8), (16,), ("Shard", 0))
+            parameters.append(parameter)
+        yield f"AdamW {kind}, {NUM_PARAMETERS} parameters", torch.optim.AdamW(parameters, **{kind: True}).step  # type: ignore[arg-type]
+    yield (
+        f"clip_grad_norm_ foreach, {NUM_PARAMETERS} parameters",
+        functools.partial(torch.nn.utils.clip_grad_norm_, parameters, 1.0, foreach=True),
+    )
+
+
+def new_lengths(side: Side, num_rounds: int) -> dict[str, list[float]]:
+    """Microseconds of the first call with each length; the calls before had others."""
+    square = side.tensor(torch.randn(16, 16), (16,), ("Replicate",))
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "add, new length": lambda x: x + x,
+        "mm, new length": lambda x: x @ square,
+        "softmax, new length": lambda x: x.softmax(-1),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        for length in range(2, num_rounds + 5):
+            x = side.tensor(torch.randn(length, 16), (16,), ("Shard", 0))
+            start_s = time.thread_time()
+            call(x)
+            taken[name].append((time.thread_time() - start_s) * 1e6)
+        del taken[name][:3]
+    return taken
+
+
+def misses(side: Side) -> dict[str, list[float]]:
+    """Microseconds of first calls of binary operators, on meshes of one to four axes."""
+    taken: dict[str, list[float]] = {}
+    names = ("add", "sub", "mul", "div", "maximum", "minimum", "atan2", "hypot", "fmod", "pow")
+    for mesh_size in side.meshes:
+        name = f"miss on {len(mesh_size)} axes"
+        placements = [("Shard", axis % 2) for axis in range(len(mesh_size))]
+        x = side.tensor(torch.rand(16, 16), mesh_size, *placements)
+        taken[name] = []
+        for operator in names:
+            start_s = time.thread_time()
+            getattr(torch, operator)(x, x)
+            taken[name].append((time.thread_time() - start_s) * 1e6)
+    return taken
+
+
+def cpu_us(call: Case, num_calls: int) -> float:
+    start_s = time.thread_time()
+    for _ in range(num_calls):
+        call()
+    return (time.thread_time() - start_s) / num_calls * 1e6
+
+
+def in_turns(cases: dict[str, dict[str, Case]], num_rounds: int, num_calls: int) -> dict[str, dict[str, list[float]]]:
+    taken: dict[str, dict[str, list[float]]] = {name: {side: [] for side in sides} for name, sides in cases.items()}
+    for sides in cases.values():
+        for call in sides.values():
+            for _ in range(3):
+                call()
+    for _ in range(num_rounds):
+        for name, sides in cases.items():
+            for side, call in sides.items():
+                taken[name][side].append(cpu_us(call, num_calls))
+    return taken
+
+
+def by_case(sides: Sequence[Side], cases: Callable[[Side], Iterator[tuple[str, Case]]]) -> dict[str, dict[str, Case]]:
+    found: dict[str, dict[str, Case]] = {}
+    for side in sides:
+        for name, call in cases(side):
+            found.setdefault(name, {})[side.name] = call
+    return found
+
+
+def report(taken: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
+    """Print a line per case; returns what it says."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, sides in taken.items():
+        entry: dict[str, Any] = {}
+        for side, times_us in sides.items():
+            lower, median, upper = statistics.quantiles(times_us, n=4)
+            entry[side] = {"median_us": median, "lower_us": lower, "upper_us": upper, "best_us": min(times_us)}
+        entry["ratio"] = entry["ours"]["median_us"] / entry["torch"]["median_us"]
+        found[name] = entry
+        cells = "".join(f"{entry[side]['median_us']:12.1f}" if side in entry else " " * 12 for side in SIDES)
+        print(f"{name:44}{cells}{entry['ratio']:10.2f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="write the results to this file too")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    world = World(HashStore(), 0, WORLD_SIZE, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+    results: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip(),
+        "versions": f"disttrain {disttrain.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
+    print(f"{'us of CPU time, median':44}{'local':>12}{'ours':>12}{'torch':>12}{'ratio':>10}")
+    with entered_world(world), torch.no_grad():
+        sides = [Side(name) for name in SIDES]
+        first = [side for side in sides if side.name != "local"]
+        missed = {side.name: misses(side) for side in first}
+        results |= report({name: {side: missed[side][name] for side in missed} for name in missed["ours"]})
+        for mesh_name, mesh_size in MESHES.items():
+            cases = by_case(sides, functools.partial(hits, mesh_size=mesh_size))
+            taken = in_turns(cases, options.rounds, CALLS_PER_ROUND)
+            results |= report({f"{name}, {mesh_name}": times for name, times in taken.items()})
+        lengths = {side.name: new_lengths(side, options.rounds) for side in sides}
+        results |= report({name: {side: lengths[side][name] for side in lengths} for name in lengths["ours"]})
+        results |= report(in_turns(by_case(sides, redistributions), options.rounds, CALLS_PER_ROUND))
+        results |= report(in_turns(by_case(sides, optimizers), options.rounds, 3))
+    torch.distributed.destroy_process_group()
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The negative log likelihood of classes: batch, space or classes may be cut; a rank skips targets it doesn't hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.rules.axis_map import AxisMap, guarded, local_spec, operand_called, signatures_of
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.rules.loss import MEAN, NONE
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group import all_reduce
+
+_SUM = 2
+_SKIPPED = -100
+"""What stands in a part's targets for the ones that it skips."""
+
+
+def likelihood(call: OpCall) -> AxisMap | None:
+    """Letters: b batch, c classes, x and y space."""
+    scores = operand_called(call, "self")
+    if scores is None:
+        return None
+    letters = "c" if len(scores.shape) == 1 else "bcxy"[: len(scores.shape)]
+    target = letters.replace("c", "")
+    reduction = call.argument("reduction")
+    reduced = target if reduction == NONE else ""
+    operands = {"self": letters, "target": target, "weight": "c", "grad_output": reduced}
+    if call.facts.name.endswith("_backward"):
+        return AxisMap(operands, (letters,), letters, linear=(frozenset({"grad_output"}),))
+    # A mean is over the weights of all targets, which all ranks have to know: they reduce it at once.
+    everything = frozenset(operands) if reduction != MEAN else frozenset[str]()
+    total = everything if reduction == _SUM else frozenset[str]()
+    return AxisMap(operands, (reduced, ""), letters, sources=(everything, total))
+
+
+def _forward(call: OpCall, propagation: Propagation) -> Compute:
+    scores, classes_dim = _scores(call, propagation)
+    summed = _own_targets(call, propagation)
+    axes = [axis for axis, placement in enumerate(scores.placements) if placement.cut_dim is not None]
+    if not axes:
+        return call.op
+    if call.argument("reduction") != MEAN:
+        return guarded(call, propagation, summed)
+    num_classes = scores.shape[classes_dim]
+    own_sum = guarded(call, propagation, summed)
+
+    def mean(part: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Any:
+        is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignored)
+        total, total_weight = own_sum(part, target.masked_fill(is_wrong, ignored), weight, _SUM, ignored)
+        sums = torch.stack([total, total_weight, is_wrong.sum().to(total.dtype)])
+        _add_up(sums, scores.mesh, axes)
+        # One rank's wrong target is everyone's error: none may wait for the others.
+        if sums.device.type == "cpu" and sums[2] > 0:
+            raise IndexError(f"a target is out of bounds: there are {num_classes} classes")
+        return sums[0] / sums[1], sums[1]
+
+    return mean
+
+
+def _backward(call: OpCall, propagation: Propagation) -> Compute:
+    return guarded(call, propagation, _own_targets(call, propagation))
+
+
+def _own_targets(call: OpCall, propagation: Propagation) -> Compute:
+    """The operator on targets counted from this rank's first class, where it skips those of other ranks."""
+    scores, classes_dim = _scores(call, propagation)
+    num_classes, num_own = scores.shape[classes_dim], scores.local_shape[classes_dim]
+    first = scores.local_offset[classes_dim]
+    if num_own == num_classes:
+        return call.op
+    target_place = call.facts.arguments.index("target")
+    ignored_place = call.facts.arguments.index("ignore_index")
+
+    def run(*args: Any) -> Any:
+        target, ignored = args[target_place], args[ignored_place]
+        own = target - first
+        is_skipped = (own < 0) | (own >= num_own) | (target == ignored)
+        shifted = list(args)
+        shifted[target_place] = own.masked_fill(is_skipped, _SKIPPED)
+        shifted[ignored_place] = _SKIPPED
+        return call.op(*shifted)
+
+    return run
+
+
+def _scores(call: OpCall, propagation: Propagation) -> tuple[Spec, int]:
+    spec = local_spec(call, propagation, "self")
+    assert spec is not None
+    return spec, min(1, len(spec.shape) - 1)
+
+
+def _add_up(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> None:
+    for axis in axes:
+        all_reduce(tensor, group=mesh.get_group(axis))
+
+
+_FORWARD = Rule(signatures_of(likelihood), _forward, takes_blocks=False)
+_BACKWARD = Rule(signatures_of(likelihood), _backward, takes_blocks=False)
+
+RULES = {
+    "aten.nll_loss2d_backward": _BACKWARD,
+    "aten.nll_loss2d_forward": _FORWARD,
+    "aten.nll_loss_backward": _BACKWARD,
+    "aten.nll_loss_forward": _FORWARD,
+}

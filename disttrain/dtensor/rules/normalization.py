@@ -1,0 +1,61 @@
+"""Norms over a tensor's last dims or its groups of channels: the other dims may be cut."""
+
+from __future__ import annotations
+
+from disttrain.dtensor.rules.axis_map import (
+    AxisMap,
+    batch_letters,
+    guarded,
+    local_spec,
+    signatures_of,
+    with_arguments,
+    zeros_where_empty,
+)
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
+
+
+def layer_norm(call: OpCall) -> AxisMap:
+    """Each row of the normalized dims by itself; the weight's gradient sums over rows."""
+    letters = _rows(call)
+    num_results = len(call.outputs)
+    operands = dict.fromkeys(("input", "grad_out", "mean", "rstd"), letters)
+    if call.facts.name.endswith("_backward"):
+        # The gradients of weight and bias have the normalized dims alone.
+        return AxisMap(operands, (letters, *[""] * (num_results - 1)), _cut(letters))
+    return AxisMap(operands, (letters,) * num_results, _cut(letters))
+
+
+def group_norm(call: OpCall) -> AxisMap:
+    """Groups of channels of each element of the batch; only the batch may be cut."""
+    letters = "A" + "." * (len(call.output_shape) - 1)
+    operands = dict.fromkeys(("input", "grad_out"), letters) | {"mean": "A.", "rstd": "A."}
+    if call.facts.name.endswith("_backward"):
+        return AxisMap(operands, (letters, "", ""), "A")
+    return AxisMap(operands, (letters, "A.", "A."), "A")
+
+
+def _rows(call: OpCall) -> str:
+    return batch_letters(len(call.output_shape), len(call.argument("normalized_shape")))
+
+
+def _cut(letters: str) -> str:
+    return letters.replace(".", "")
+
+
+def _with_local_batch(call: OpCall, propagation: Propagation) -> Compute:
+    spec = local_spec(call, propagation, "input")
+    assert spec is not None
+    return guarded(call, propagation, with_arguments(call, {"N": spec.local_shape[0]}))
+
+
+_LAYER_NORM = Rule(signatures_of(layer_norm), zeros_where_empty)
+_GROUP_NORM = Rule(signatures_of(group_norm), _with_local_batch)
+
+RULES = {
+    "aten._fused_rms_norm": _LAYER_NORM,
+    "aten._fused_rms_norm_backward": _LAYER_NORM,
+    "aten.native_group_norm": _GROUP_NORM,
+    "aten.native_group_norm_backward": _GROUP_NORM,
+    "aten.native_layer_norm": _LAYER_NORM,
+    "aten.native_layer_norm_backward": _LAYER_NORM,
+}

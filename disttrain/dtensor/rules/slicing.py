@@ -1,0 +1,175 @@
+"""Operators that take places of one dim, and those that put values there.
+
+Where that dim is cut along one axis, a slice stays cut: elements go to the rank whose piece of the slice they are in,
+and nowhere else. One element of it goes to every rank. Several axes on that dim, or pieces by blocks, are undone first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from disttrain.dtensor.exchange import Broadcast, Exchange, elements, sole_axis
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.loan import Fetch
+from disttrain.dtensor.placement import Replicate, Shard
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.rules.dim_maps import (
+    dim_of,
+    inverse,
+    is_cut_in_name,
+    mapped,
+    result_spec,
+    unchanged,
+    with_argument,
+    without,
+)
+
+# Slices and splits: every result is a slice of the operand.
+
+
+def _dim(call: OpCall) -> int:
+    return dim_of(call, "dim", len(call.operand.shape))
+
+
+def _slice(call: OpCall) -> range:
+    size = call.operand.shape[_dim(call)]
+    return _places(call, size)
+
+
+def _places(call: OpCall, size: int) -> range:
+    chosen = slice(call.argument("start"), call.argument("end"), call.argument("step", 1))
+    return range(size)[chosen]
+
+
+def _slices(call: OpCall) -> list[range]:
+    """The places of the dim that each result has."""
+    if call.facts.name == "aten.slice":
+        return [_slice(call)]
+    dim = _dim(call)
+    ends = list(accumulate(output.shape[dim] for output in call.outputs))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _is_whole(spec: Spec, dim: int, slices: Sequence[range]) -> bool:
+    return list(slices) == [range(spec.shape[dim])]
+
+
+def _sliced(call: OpCall) -> Sequence[Signature]:
+    spec, dim = call.operand, _dim(call)
+    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec, dim, _slices(call))
+    return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
+
+
+def _exchange(call: OpCall, propagation: Propagation) -> Exchange | None:
+    """How a slice of the cut dim gets to where it belongs; None where the dim is not cut, or taken whole."""
+    spec, dim, slices = call.operand, _dim(call), _slices(call)
+    axis = sole_axis(spec, dim)
+    if axis is None or propagation.operands[0] is not spec.layout or _is_whole(spec, dim, slices):
+        return None
+    return Exchange(spec.mesh, axis, dim, spec.shape[dim], slices)
+
+
+def _sliced_parts(call: OpCall, propagation: Propagation) -> Compute:
+    exchange = _exchange(call, propagation)
+    is_one = call.facts.name == "aten.slice"
+    if exchange is None:
+        return call.op
+    dim = exchange.dim
+    if exchange.is_local:
+        kept = exchange.own
+        if is_one:
+            return lambda part, *_, **__: elements(part, dim, kept[0])
+        return lambda part, *_, **__: [elements(part, dim, places) for places in kept]
+    sizes = exchange.sizes
+    if is_one:
+        return lambda moved, *_, **__: moved.view_as(moved)
+    return lambda moved, *_, **__: list(moved.split_with_sizes(sizes, dim))
+
+
+def _fetch_slices(call: OpCall, propagation: Propagation) -> Fetch | None:
+    exchange = _exchange(call, propagation)
+    return None if exchange is None or exchange.is_local else Fetch(exchange.read, exchange.write)
+
+
+def _slice_backward(call: OpCall) -> Sequence[Signature]:
+    spec, dim = call.operand, _dim(call)
+    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec, dim, [_slice_in_result(call)])
+    return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
+
+
+def _slice_in_result(call: OpCall) -> range:
+    return _places(call, call.output_shape[_dim(call)])
+
+
+def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
+    result, dim = result_spec(call, propagation), _dim(call)
+    shape, places = result.local_shape, _slice_in_result(call)
+    axis = sole_axis(result, dim)
+    if axis is None or _is_whole(result, dim, [places]):
+        return with_argument(call, "input_sizes", shape)
+    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [places])
+
+    def compute(grad: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        whole = grad.new_zeros(shape)
+        if exchange.is_local:
+            elements(whole, dim, exchange.own[0]).copy_(grad)
+        else:
+            exchange.write(grad, whole)
+        return whole
+
+    return compute
+
+
+# One element of a dim.
+
+
+def _selected(call: OpCall) -> Sequence[Signature]:
+    spec, dim = call.operand, _dim(call)
+    signatures = mapped(call, without(len(spec.shape), {dim}))
+    if sole_axis(spec, dim) is not None and not is_cut_in_name(spec, dim):
+        signatures.append(Signature.of((Shard(dim),), Replicate()))
+    return signatures
+
+
+def _broadcast(call: OpCall, propagation: Propagation) -> Broadcast | None:
+    spec, dim = call.operand, _dim(call)
+    axis = sole_axis(spec, dim)
+    if axis is None or propagation.operands[0] is not spec.layout or is_cut_in_name(spec, dim):
+        return None
+    return Broadcast(spec.mesh, axis, dim, spec.shape[dim], int(call.argument("index", 0)) % spec.shape[dim])
+
+
+def _selected_parts(call: OpCall, propagation: Propagation) -> Compute:
+    return call.op if _broadcast(call, propagation) is None else lambda moved, *_, **__: moved.view_as(moved)
+
+
+def _fetch_element(call: OpCall, propagation: Propagation) -> Fetch | None:
+    broadcast = _broadcast(call, propagation)
+    return None if broadcast is None else Fetch(broadcast.read, broadcast.write)
+
+
+def _select_backward(call: OpCall) -> Sequence[Signature]:
+    num_dims = len(call.output_shape)
+    return mapped(call, inverse(without(num_dims, {dim_of(call, "dim", num_dims)})))
+
+
+def _select_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
+    return with_argument(call, "input_sizes", result_spec(call, propagation).local_shape)
+
+
+_SLICES = Rule(_sliced, _sliced_parts, fetch=_fetch_slices)
+
+RULES: dict[str, Rule] = {
+    "aten.select": Rule(_selected, _selected_parts, fetch=_fetch_element),
+    "aten.select_backward": Rule(_select_backward, _select_backward_parts),
+    "aten.slice": _SLICES,
+    "aten.slice_backward": Rule(_slice_backward, _slice_backward_parts),
+    "aten.split": _SLICES,
+    "aten.split_with_sizes": _SLICES,
+    "aten.unsafe_split": _SLICES,
+    "aten.unsafe_split_with_sizes": _SLICES,
+}

@@ -1,0 +1,193 @@
+"""Views that keep every dim they do not look into: each is a map from the operand's dims to the result's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.loan import Fetch
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.dim_maps import (
+    LINEAR,
+    dim_of,
+    inverse,
+    mapped,
+    unchanged,
+    with_local_size,
+    without,
+)
+from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.errors import LayoutError
+
+
+def _rank_of(call: OpCall) -> int:
+    return len(call.operand.shape)
+
+
+def _permute(call: OpCall) -> dict[int, int]:
+    num_dims = _rank_of(call)
+    return {dim % num_dims: place for place, dim in enumerate(call.argument("dims", ()))}
+
+
+def _transpose(call: OpCall) -> dict[int, int]:
+    num_dims = _rank_of(call)
+    if num_dims == 0:
+        return {}
+    first, second = dim_of(call, "dim0", num_dims), dim_of(call, "dim1", num_dims)
+    return {**unchanged(num_dims), first: second, second: first}
+
+
+def _t(call: OpCall) -> dict[int, int]:
+    return {0: 1, 1: 0} if _rank_of(call) == 2 else unchanged(_rank_of(call))
+
+
+def _unsqueeze(call: OpCall) -> dict[int, int]:
+    new_dim = dim_of(call, "dim", _rank_of(call) + 1)
+    return {dim: dim + (dim >= new_dim) for dim in range(_rank_of(call))}
+
+
+def squeezed_dims(call: OpCall) -> tuple[int, ...]:
+    """The dims that go; of those named, the ones of size 1."""
+    shape = call.operand.shape
+    named = call.argument("dim")
+    dims = range(len(shape)) if named is None else (named,) if isinstance(named, int) else named
+    return tuple(sorted({dim % len(shape) for dim in dims if shape and shape[dim % len(shape)] == 1}))
+
+
+def _squeeze(call: OpCall) -> dict[int, int]:
+    return without(_rank_of(call), squeezed_dims(call))
+
+
+def _squeeze_parts(call: OpCall, _: Propagation) -> Compute:
+    """Not every dim of size 1 that a part has is one of the whole's."""
+    dims = squeezed_dims(call)
+    if call.facts.is_inplace:
+        return lambda part, *_: part.squeeze_(dims)
+    return lambda part, *_: part.squeeze(dims)
+
+
+def _expand(call: OpCall) -> dict[int, int]:
+    shape, result = call.operand.shape, call.output_shape
+    shift = len(result) - len(shape)
+    return {dim: dim + shift for dim, size in enumerate(shape) if size == result[dim + shift]}
+
+
+def _diagonal(call: OpCall) -> dict[int, int]:
+    num_dims = _rank_of(call)
+    looked_into = {dim_of(call, "dim1", num_dims, 0), dim_of(call, "dim2", num_dims, 1)}
+    return without(num_dims, looked_into)
+
+
+def _diagonal_backward(call: OpCall) -> dict[int, int]:
+    num_dims = len(call.output_shape)
+    return inverse(without(num_dims, {dim_of(call, "dim1", num_dims), dim_of(call, "dim2", num_dims)}))
+
+
+def _unfold(call: OpCall) -> dict[int, int]:
+    num_dims = _rank_of(call)
+    return unchanged(num_dims, {dim_of(call, "dimension", num_dims)}) if num_dims else {}
+
+
+def _unfold_backward(call: OpCall) -> dict[int, int]:
+    num_dims = len(call.output_shape)
+    return unchanged(num_dims, {dim_of(call, "dim", num_dims)}) if num_dims else {}
+
+
+def _unbind(call: OpCall) -> dict[int, int]:
+    num_dims = _rank_of(call)
+    return without(num_dims, {dim_of(call, "dim", num_dims)})
+
+
+def _same_dims(call: OpCall) -> dict[int, int]:
+    return unchanged(_rank_of(call))
+
+
+def _without_last(call: OpCall) -> dict[int, int]:
+    return unchanged(_rank_of(call) - 1)
+
+
+def _copying(dims: Callable[[OpCall], dict[int, int]]) -> Callable[[OpCall], Sequence[Signature]]:
+    """Every element of the result is one of the operand's, or zero: whatever is partial stays so."""
+    return lambda call: mapped(call, dims(call))
+
+
+def _linear(dims: Callable[[OpCall], dict[int, int]]) -> Callable[[OpCall], Sequence[Signature]]:
+    return lambda call: mapped(call, dims(call), LINEAR)
+
+
+def _as_strided(call: OpCall) -> Sequence[Signature]:
+    """A tensor as it lies passes; anything else counts places in the whole, which must be in one piece for it."""
+    spec = call.operand
+    size, stride = tuple(call.argument("size")), tuple(call.argument("stride"))
+    offset = call.argument("storage_offset", 0)
+    if (size, stride, offset) == (spec.shape, spec.stride, 0):
+        return mapped(call, unchanged(len(size)))
+    _check_strided(call, spec, offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
+    return [all_replicated(call), *mapped(call, {})[1:]]
+
+
+def _check_strided(call: OpCall, spec: Spec, last: int) -> None:
+    num_elements = 1
+    for length in spec.shape:
+        num_elements *= length
+    if spec.stride != contiguous_strides(spec.shape) or last >= num_elements:
+        raise LayoutError(
+            call.facts.name,
+            f"places are counted beyond a tensor of shape {spec.shape} and strides {spec.stride}, "
+            "whose memory is spread over the ranks.",
+            "Use views that name dims, or take as_strided of a contiguous tensor.",
+            rank=spec.mesh.world.rank,
+        )
+
+
+def _as_strided_parts(call: OpCall, propagation: Propagation) -> Compute:
+    """On a whole that is contiguous, whatever its strides were; the part of a tensor as it lies is itself."""
+    op = call.op
+    layout = propagation.operands[0]
+    spec = call.operand
+    size, stride = tuple(call.argument("size")), tuple(call.argument("stride"))
+    if (size, stride, call.argument("storage_offset", 0)) == (spec.shape, spec.stride, 0):
+        return lambda part, *_, **__: part.view_as(part)
+    assert layout is not None
+    offset = call.argument("storage_offset", 0)
+
+    def compute(part: object, *_: object, **__: object) -> object:
+        if not part.is_contiguous():  # type: ignore[attr-defined]
+            raise RuntimeError("as_strided counts places in contiguous memory")
+        return op(part, size, stride, part.storage_offset() + offset)  # type: ignore[attr-defined]
+
+    return compute
+
+
+def _fetched(read: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    """Views by a bit that tensors carry: `read`, its own inverse, sets it aside, since collectives don't look at it."""
+    fetch = Fetch(lambda part: read(part).clone(), lambda moved, part: _copy(read(moved), part))
+    return Rule(_linear(_same_dims), lambda *_: lambda moved, *_: moved.view_as(moved), fetch=lambda *_: fetch)
+
+
+def _copy(values: torch.Tensor, part: torch.Tensor) -> None:
+    part.copy_(values)
+
+
+RULES: dict[str, Rule] = {
+    "aten._conj": _fetched(torch.conj_physical),
+    "aten._neg_view": _fetched(torch.neg),
+    "aten.alias": Rule(_copying(_same_dims)),
+    "aten.as_strided": Rule(_as_strided, _as_strided_parts),
+    "aten.detach": Rule(_copying(_same_dims)),
+    "aten.diagonal": Rule(_copying(_diagonal)),
+    "aten.diagonal_backward": Rule(_copying(_diagonal_backward), with_local_size("input_sizes")),
+    "aten.expand": Rule(_copying(_expand), with_local_size("size")),
+    "aten.permute": Rule(_copying(_permute)),
+    "aten.squeeze": Rule(_copying(_squeeze), _squeeze_parts),
+    "aten.t": Rule(_copying(_t)),
+    "aten.transpose": Rule(_copying(_transpose)),
+    "aten.unbind": Rule(_copying(_unbind)),
+    "aten.unfold": Rule(_copying(_unfold)),
+    "aten.unfold_backward": Rule(_linear(_unfold_backward), with_local_size("input_sizes")),
+    "aten.unsqueeze": Rule(_copying(_unsqueeze)),
+    "aten.view_as_complex": Rule(_linear(_without_last)),
+    "aten.view_as_real": Rule(_linear(_same_dims)),
+}
