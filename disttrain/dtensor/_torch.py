@@ -105,7 +105,8 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,
-        shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags,
+        # Indexing by masks alone depends on values, and finds no result without them.
+        shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags and op._schema.name != "aten::index",
     )
 
 

@@ -23,7 +23,7 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
         possible = [
             signature
             for signature in (*signatures, *(_blockwise(call, signatures, axis) if rule.takes_blocks else ()))
-            if rule.shards_unevenly or _is_even(signature, left, axis_size)
+            if (rule.shards_unevenly or _is_even(signature, left, axis_size)) and not _mixes(call, signature, axis)
         ]
         best = min(possible, key=lambda signature: _cost(call, signature, axis, axis_size))
         chosen.append(best)
@@ -63,6 +63,20 @@ def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: 
         sizes[placement.cut_dim] % (axis_size * num_blocks(placement))
         for sizes, placement in zip(left, signature.operands, strict=True)
         if sizes is not None and placement.cut_dim is not None
+    )
+
+
+def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
+    """Whether an operand that is partial in one way along another axis would be made partial in another way.
+
+    What changes nothing in a product changes a sum: such a tensor's value depends on which axis is reduced first.
+    """
+    return any(
+        isinstance(wanted, Partial)
+        and spec is not None
+        and spec.placements[axis] != wanted
+        and any(isinstance(other, Partial) and other != wanted for other in spec.placements)
+        for spec, wanted in zip(call.operands, signature.operands, strict=True)
     )
 
 

@@ -53,7 +53,9 @@ def recipe_for(call: OpCall, rule: Rule, propagation: Propagation) -> Recipe | N
         spec is None or spec.layout is not layout
         for spec, layout in zip(call.operands, propagation.operands, strict=True)
     )
-    if moves or rule.localize is not None or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
+    if moves or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
+        return None
+    if rule.localize is not None and not (rule.goes_by_layout and rule.localize(call, propagation) is call.op):
         return None
     if len(call.outputs) != 1 or not leads_with_tensors(call):
         return None

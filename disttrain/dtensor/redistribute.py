@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.order_keys import from_order_keys, order_keys
 from disttrain.dtensor.placement import NormPartial, Partial, Placement
 from disttrain.dtensor.redistribute_plan import (
     AllGather,
@@ -128,6 +129,9 @@ def _all_to_all(local: torch.Tensor, source_dim: int, dim: int, size: int, mesh:
 
 
 def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    if _is_extremum_of_floats(local, partial):
+        keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
+        return from_order_keys(_reduce_scatter(keys, dim, partial, mesh, axis), local.dtype)
     num_pieces, size = mesh.shape[axis], local.shape[dim]
     step_size = piece_size(size, num_pieces)
     padded = _padded(local, dim, step_size * num_pieces)
@@ -149,15 +153,23 @@ def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     group = mesh.get_group(axis)
-    if isinstance(partial, NormPartial) and partial.order != float("inf"):
+    if isinstance(partial, NormPartial):
+        if partial.order == float("inf"):
+            return _all_reduce(local, Partial("max"), mesh, axis)
         # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
         powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
         all_reduce(powers, group=group)
         return powers.pow_(1.0 / partial.order).to(local.dtype)
+    if _is_extremum_of_floats(local, partial):
+        keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
+        return from_order_keys(_all_reduce(keys, partial, mesh, axis), local.dtype)
     reduced = local.clone(memory_format=torch.contiguous_format)
-    op = ReduceOp.MAX if isinstance(partial, NormPartial) else _REDUCE_OPS[partial.reduce_op]
-    all_reduce(reduced, op, group=group)
+    all_reduce(reduced, _REDUCE_OPS[partial.reduce_op], group=group)
     return reduced
+
+
+def _is_extremum_of_floats(local: torch.Tensor, partial: Partial) -> bool:
+    return partial.reduce_op in ("max", "min") and local.is_floating_point()
 
 
 def _make_partial(local: torch.Tensor, partial: Partial, position: int) -> torch.Tensor:

@@ -129,8 +129,8 @@ def test_without_a_rule_an_operator_is_right_and_says_that_it_gathers() -> None:
     mesh = mesh_of_all()
     x = normal(5, 4)
     tensor = distribute_tensor(x, mesh, [Shard(0)])
-    with pytest.warns(UserWarning, match=r"aten\.cumsum has no sharding rule; its operands are gathered"):
-        torch.testing.assert_close(tensor.cumsum(0).full_tensor(), x.cumsum(0))
+    with pytest.warns(UserWarning, match=r"aten\.median has no sharding rule; its operands are gathered"):
+        torch.testing.assert_close(tensor.median().full_tensor(), x.median())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         values, places = tensor.sort(0)
@@ -341,3 +341,21 @@ def test_a_fused_optimizer_writes_to_states_of_another_layout() -> None:
     torch.testing.assert_close(sharded.full_tensor(), plain)
     with pytest.raises(LayoutError, match="does not work element by element"):
         torch._foreach_max([sharded.detach()])
+
+
+@on_ranks(2, 3)
+def test_extrema_over_gloo_keep_every_type_and_what_is_not_a_number() -> None:
+    mesh = mesh_of_all()
+    for row in (0, 2, 4):
+        x = normal(5, 4)
+        x[row, 1], x[row, 2] = float("nan"), float("-inf")
+        tensor = distribute_tensor(x, mesh, [Shard(0)])
+        for name in ("amax", "amin", "argmax"):
+            found = getattr(tensor, name)(0).full_tensor()
+            torch.testing.assert_close(found, getattr(x, name)(0), equal_nan=True)
+        assert tensor.max().isnan().full_tensor()
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16):
+        x = (normal(5, 4) * 3).to(dtype)
+        tensor = distribute_tensor(x, mesh, [Shard(0)])
+        for function in (lambda t: t.amax(0), lambda t: t.max(0).values, lambda t: t.any(0), lambda t: t.all()):
+            assert torch.equal(function(tensor).full_tensor(), function(x))

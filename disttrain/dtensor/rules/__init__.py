@@ -11,18 +11,26 @@ from disttrain.dtensor.rules import (
     convolution,
     dropout,
     embedding,
+    extremes,
+    filling,
+    indexing,
     likelihood,
     loss,
+    moments,
     normalization,
+    ordered,
+    pointwise,
     rearranging,
+    reduction,
     reshape,
+    scattering,
+    slice_writes,
     slicing,
+    softmax,
     stacking,
     views,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
-from disttrain.dtensor.rules.pointwise import COPIES, POINTWISE
-from disttrain.dtensor.rules.reduction import REDUCTION, is_reduction
 
 __all__ = [
     "CUSTOM",
@@ -44,16 +52,26 @@ _RULES: dict[str, Rule] = {
     **convolution.RULES,
     **dropout.RULES,
     **embedding.RULES,
+    **extremes.RULES,
+    **filling.RULES,
+    **indexing.RULES,
     **likelihood.RULES,
     **loss.RULES,
+    **moments.RULES,
     **normalization.RULES,
+    **ordered.RULES,
+    **pointwise.RULES,
     **rearranging.RULES,
+    **reduction.RULES,
     **reshape.RULES,
+    **scattering.RULES,
+    **slice_writes.RULES,
     **slicing.RULES,
+    **softmax.RULES,
     **stacking.RULES,
     **views.RULES,
 }
-"""By the operator's name without its overload; in-place forms share the rule of the others."""
+"""By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
 
 CUSTOM: dict[OpOverload, Rule] = {}
 """The rules that users register, for one overload each; a registry, as torch's own of operators is."""
@@ -64,12 +82,10 @@ def find_rule(call: OpCall) -> Rule | None:
     if call.op in CUSTOM:
         return CUSTOM[call.op]
     name = call.facts.name
-    rule = _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
-    if rule is not None:
-        return rule
-    if call.facts.is_pointwise or name in COPIES:
-        return POINTWISE
-    return REDUCTION if is_reduction(call) else None
+    rule = _RULES.get(str(call.op)) or _RULES.get(name) or (_RULES.get(name[:-1]) if call.facts.is_inplace else None)
+    if rule is None and call.facts.is_pointwise:
+        return pointwise.POINTWISE
+    return rule
 
 
 def has_own_rule(facts: OpFacts) -> bool:

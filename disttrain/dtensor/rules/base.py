@@ -92,6 +92,8 @@ class Rule:
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
+    sizes only through which of them are one, as long as cuts are even.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
     returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
     where that is more than a redistribution; None for nothing.
@@ -102,6 +104,7 @@ class Rule:
     shards_unevenly: bool = True
     takes_blocks: bool = True
     reads_numbers: bool = False
+    goes_by_layout: bool = False
     joint: Callable[[OpCall], Propagation | None] | None = None
     fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
 

@@ -3,58 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
+from disttrain.dtensor.placement import NormPartial, Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.parts import partials_of
 
-COPIES = frozenset(
-    {
-        "aten._to_copy",
-        "aten.alias",
-        "aten.clone",
-        "aten.copy_",
-        "aten.detach",
-        "aten.empty_like",
-        "aten.fill_",
-        "aten.full_like",
-        "aten.lift_fresh",
-        "aten.ones_like",
-        "aten.zero_",
-        "aten.zeros_like",
-    }
+_COPIES = (
+    "aten._to_copy",
+    "aten.clone",
+    "aten.copy",
+    "aten.lift_fresh",
+    "aten.positive",
+)
+"""The same values, perhaps in another type."""
+
+_LINEAR: dict[str, tuple[tuple[int, ...], ...]] = {
+    "aten.add": ((0, 1),),
+    "aten.addcdiv": ((0, 1),),
+    "aten.addcmul": ((0, 1), (0, 2)),
+    "aten.conj_physical": ((0,),),
+    "aten.copy": ((0, 1),),
+    "aten.deg2rad": ((0,),),
+    "aten.div": ((0,),),
+    "aten.elu_backward": ((0,),),
+    "aten.gelu_backward": ((0,),),
+    "aten.hardshrink_backward": ((0,),),
+    "aten.hardsigmoid_backward": ((0,),),
+    "aten.hardswish_backward": ((0,),),
+    "aten.hardtanh_backward": ((0,),),
+    "aten.leaky_relu_backward": ((0,),),
+    "aten.lerp": ((0, 1),),
+    "aten.log_sigmoid_backward": ((0,),),
+    "aten.logit_backward": ((0,),),
+    "aten.mish_backward": ((0,),),
+    "aten.mul": ((0,), (1,)),
+    "aten.native_dropout_backward": ((0,),),
+    "aten.neg": ((0,),),
+    "aten.rad2deg": ((0,),),
+    "aten.rsub": ((0, 1),),
+    "aten.sigmoid_backward": ((0,),),
+    "aten.silu_backward": ((0,),),
+    "aten.softplus_backward": ((0,),),
+    "aten.softshrink_backward": ((0,),),
+    "aten.sub": ((0, 1),),
+    "aten.tanh_backward": ((0,),),
+    "aten.threshold_backward": ((0,),),
+    "aten.where": ((1, 2),),
+}
+"""Operands in which an operator is linear together, the others being whole: f(sum of x) = sum of f(x)."""
+
+_UNTAGGED = (
+    "aten.__ilshift__",
+    "aten.__irshift__",
+    "aten.__lshift__",
+    "aten.__rshift__",
+    "aten._prelu_kernel",
+    "aten._prelu_kernel_backward",
+    "aten.complex",
+    "aten.elu_backward",
+    "aten.floor_divide",
+    "aten.glu_jvp",
+    "aten.hardshrink_backward",
+    "aten.hardsigmoid_backward",
+    "aten.hardswish",
+    "aten.hardswish_backward",
+    "aten.hardtanh_backward",
+    "aten.leaky_relu_backward",
+    "aten.log_sigmoid_backward",
+    "aten.log_sigmoid_forward",
+    "aten.mish_backward",
+    "aten.polar",
+    "aten.softplus_backward",
+    "aten.softshrink_backward",
+    "aten.special_erfcx",
+    "aten.special_i0e",
+    "aten.special_ndtr",
 )
 """Pointwise as well, though torch does not tag them so."""
 
-_EVERY_OPERAND = frozenset(
-    {
-        "aten.add",
-        "aten.add_",
-        "aten.copy_",
-        "aten.empty_like",
-        "aten.neg",
-        "aten.neg_",
-        "aten.sub",
-        "aten.sub_",
-        "aten.zero_",
-        "aten.zeros_like",
-    }
-)
-"""f(sum of x, sum of y) = sum of f(x, y): partial operands give a partial result."""
-
-_IDENTITIES = frozenset({"aten.alias", "aten.clone", "aten.detach"})
-"""The same values: whatever is partial stays so."""
-
-_FIRST_OPERAND = frozenset({"aten.div", "aten.div_", "aten.mul", "aten.mul_"})
-"""f(sum of x, c) = sum of f(x, c): linear in the first operand alone."""
+_WHERE_ZERO = "aten.masked_fill"
 
 
 def pointwise(call: OpCall) -> Sequence[Signature]:
     """Any dim may be sharded, in all operands alike; an operand that is broadcast along it is whole."""
-    num_dims = len(call.output_shape)
+    shape = call.output_shape
+    if any(tuple(output.shape) != shape for output in call.outputs):
+        return [all_replicated(call)]
     sharded = [
-        Signature.of([_operand(spec, dim, call.output_shape) for spec in call.operands], Shard(dim))
-        for dim in range(num_dims)
+        Signature.of([_operand(spec, dim, shape) for spec in call.operands], *[Shard(dim)] * len(call.outputs))
+        for dim in range(len(shape))
     ]
     return [all_replicated(call), *sharded, *_partial(call)]
 
@@ -69,22 +110,69 @@ def _operand(spec: Spec | None, dim: int, output_shape: tuple[int, ...]) -> Plac
 
 
 def _partial(call: OpCall) -> list[Signature]:
-    name, num_operands = call.facts.name, len(call.operands)
-    if name in _IDENTITIES and call.operands[0] is not None:
-        kinds = {place for place in call.operands[0].placements if isinstance(place, Partial)}
-        return [Signature.of((kind,), kind) for kind in sorted(kinds, key=repr)]
-    if name in _EVERY_OPERAND and all(spec is not None for spec in call.operands) and not _adds_a_number(call):
-        partial = Partial("sum")
-        return [Signature.of((partial,) * num_operands, partial)]
-    if name in _FIRST_OPERAND and call.operands[0] is not None and call.argument("rounding_mode") is None:
-        others: tuple[Placement, ...] = (Replicate(),) * (num_operands - 1)
-        return [Signature.of((Partial(op), *others), Partial(op)) for op in ("sum", "avg")]
-    return []
+    kinds = dict.fromkeys(kind for place in range(len(call.operands)) for kind in partials_of(call, place))
+    if not kinds or len(call.outputs) > 1:
+        return []
+    name = call.facts.name.removesuffix("_") if call.facts.is_inplace else call.facts.name
+    signatures = _mirrored(call, list(kinds)) if name == "aten.neg" else []
+    if name in _COPIES and len(call.operands) == 1:
+        return [Signature.of((kind,), kind) for kind in kinds if _keeps_values(call, kind)]
+    for group in _groups(call, name):
+        signatures += [
+            Signature.of([kind if place in group else Replicate() for place in range(len(call.operands))], kind)
+            for kind in kinds
+            if kind.reduce_op in ("sum", "avg")
+        ]
+    return signatures
 
 
-def _adds_a_number(call: OpCall) -> bool:
-    """True for `x + 1`: each rank would add it."""
-    return call.facts.name in ("aten.add", "aten.add_", "aten.sub", "aten.sub_") and len(call.operands) < 2
+def _groups(call: OpCall, name: str) -> tuple[tuple[int, ...], ...]:
+    """Sets of operands that may be partial together."""
+    if name == _WHERE_ZERO:
+        value = call.argument("value")
+        is_zero = not isinstance(value, torch.Tensor) and value == 0
+        groups: tuple[tuple[int, ...], ...] = ((0,),) if is_zero else ()
+    elif name == "aten.div" and call.argument("rounding_mode") is not None:
+        groups = ()
+    else:
+        groups = _LINEAR.get(name, ())
+    return tuple(group for group in groups if all(_may_be_summed(call, place) for place in group))
+
+
+def _may_be_summed(call: OpCall, place: int) -> bool:
+    """False for a number, which each rank would add, for truth values, and for a value that is rounded first."""
+    spec = call.operands[place] if place < len(call.operands) else None
+    if spec is None or spec.dtype == torch.bool:
+        return False
+    target = call.outputs[0].dtype
+    return torch.promote_types(spec.dtype, target) == target
+
+
+def _keeps_values(call: OpCall, kind: Partial) -> bool:
+    """Whether reducing may come after the copy: not where the copy has a type that rounds, or has no such reduction."""
+    source, target = call.operand.dtype, call.outputs[0].dtype
+    if source == target:
+        return True
+    if source == torch.bool or (target.is_complex and kind.reduce_op not in ("sum", "avg")):
+        return False
+    return torch.promote_types(source, target) == target
+
+
+def _mirrored(call: OpCall, kinds: Sequence[Partial]) -> list[Signature]:
+    """The largest of some numbers is the smallest of their negatives."""
+    other = {"max": "min", "min": "max"}
+    if not call.operand.dtype.is_floating_point:
+        return []
+    return [
+        Signature.of((kind,), replace(kind, reduce_op=other[kind.reduce_op]))
+        for kind in kinds
+        if kind.reduce_op in other and not isinstance(kind, NormPartial)
+    ]
 
 
 POINTWISE = Rule(pointwise)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys((*_COPIES, *_UNTAGGED), POINTWISE),
+    _WHERE_ZERO: Rule(pointwise, reads_numbers=True),
+}

@@ -2,69 +2,171 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
-from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of, result_part
 
-_PARTIALS = {
-    "aten.amax": Partial("max"),
-    "aten.amin": Partial("min"),
-    "aten.max": Partial("max"),
-    "aten.mean": Partial("avg"),
-    "aten.min": Partial("min"),
-    "aten.prod": Partial("product"),
-    "aten.sum": Partial("sum"),
+_SUM, _MAX, _MIN = Partial("sum"), Partial("max"), Partial("min")
+
+_PARTIALS: dict[str, tuple[Partial, ...]] = {
+    "aten.all": (_MIN,),
+    "aten.amax": (_MAX,),
+    "aten.amin": (_MIN,),
+    "aten.aminmax": (_MIN, _MAX),
+    "aten.any": (_MAX,),
+    "aten.count_nonzero": (_SUM,),
+    "aten.max": (_MAX,),
+    "aten.mean": (_SUM,),
+    "aten.min": (_MIN,),
+    "aten.nansum": (_SUM,),
+    "aten.prod": (Partial("product"),),
+    "aten.sum": (_SUM,),
 }
-REDUCTIONS = frozenset({*_PARTIALS, "aten.linalg_vector_norm"})
+"""What each result is when a reduced dim is cut."""
+
+_NORMS = frozenset({"aten.linalg_vector_norm", "aten.norm"})
+
+_TAKEN = {
+    "aten.amax": ("max",),
+    "aten.amin": ("min",),
+    "aten.max": ("max",),
+    "aten.mean": ("sum", "avg"),
+    "aten.min": ("min",),
+    "aten.prod": ("product",),
+    "aten.sum": ("sum", "avg"),
+}
+"""Reductions over ranks that may as well come after the operator; of truth values only `any` and `all` have some."""
 
 
 def reduction(call: OpCall) -> Sequence[Signature]:
     """Shard a dim that stays, or one that is reduced; reduce what is partial in the same way already."""
     num_dims = len(call.operand.shape)
-    reduced = _reduced_dims(call, num_dims)
-    partial = _partial(call)
-    signatures = [all_replicated(call), Signature.of((partial,), partial)]
+    removed = reduced_dims(call)
+    partials = _partials(call)
+    signatures = [all_replicated(call)]
+    signatures += [Signature.of((kind,), *[kind] * len(call.outputs)) for kind in _taken(call, partials)]
     for dim in range(num_dims):
-        if dim not in reduced:
-            signatures.append(Signature.of((Shard(dim),), _kept(call, dim, reduced)))
-        elif _may_be_cut(partial):
-            signatures.append(Signature.of((Shard(dim),), partial))
+        if dim not in removed:
+            signatures.append(Signature.of((Shard(dim),), *_where_kept(call, dim, removed)))
+        elif partials:
+            signatures.append(Signature.of((Shard(dim),), *partials))
     return signatures
 
 
-def is_reduction(call: OpCall) -> bool:
-    """True for the overloads that return one tensor: `max` with a dim returns places too."""
-    return call.facts.name in REDUCTIONS and not (
-        call.facts.name in ("aten.max", "aten.min") and len(call.arguments) > 1
-    )
+def localize(call: OpCall, propagation: Propagation) -> Compute:
+    """The operator itself, but for parts that are empty where the whole is not, and for means of parts."""
+    part = operand_part(call, propagation, 0)
+    removed = reduced_dims(call)
+    global_count = math.prod(part.shape[dim] for dim in removed)
+    local_count = math.prod(part.local_shape[dim] for dim in removed)
+    if local_count == global_count:
+        return call.op
+    if local_count == 0:
+        return _neutral(call, propagation)
+    if call.facts.name != "aten.mean":
+        return call.op
+    weight = local_count / global_count
+
+    def weighted_mean(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mean: torch.Tensor = call.op(local, *args, **kwargs)
+        return mean.mul_(weight)
+
+    return weighted_mean
 
 
-def _partial(call: OpCall) -> Partial:
-    if call.facts.name == "aten.linalg_vector_norm":
-        return NormPartial(order=float(call.argument("ord", 2)))
-    return _PARTIALS[call.facts.name]
-
-
-def _reduced_dims(call: OpCall, num_dims: int) -> frozenset[int]:
+def reduced_dims(call: OpCall) -> frozenset[int]:
+    """The dims that the call reduces."""
+    num_dims = len(call.operand.shape)
     dims = call.argument("dim")
-    named = (dims,) if isinstance(dims, int) else tuple(dims or ())
-    # No dims named means all of them; a scalar has none, though dim 0 may be named.
-    return frozenset(dim % num_dims for dim in named if num_dims) if named else frozenset(range(num_dims))
+    if isinstance(dims, int):
+        return frozenset({dims % num_dims} if num_dims else ())
+    if dims:
+        return frozenset(dim % num_dims for dim in dims if num_dims)
+    # An empty list is every dim to most operators, and none to some.
+    if dims is not None and num_dims and call.output_shape == call.operand.shape:
+        return frozenset()
+    return frozenset(range(num_dims))
 
 
-def _kept(call: OpCall, dim: int, reduced: frozenset[int]) -> Placement:
-    """Where dim `dim` of the operand is in the result."""
-    if call.argument("keepdim", False):
-        return Shard(dim)
-    return Shard(dim - sum(1 for other in reduced if other < dim))
+def keeps_dims(call: OpCall) -> bool:
+    return bool(call.argument("keepdim", False))
 
 
-def _may_be_cut(partial: Partial) -> bool:
-    """A mean needs equal pieces, and an extremum needs one on every rank; sums, products and norms need neither."""
-    if isinstance(partial, NormPartial):
-        return 0.0 < partial.order < float("inf")
-    return partial.reduce_op in ("sum", "product")
+def _where_kept(call: OpCall, dim: int, removed: frozenset[int]) -> list[Placement]:
+    """Where dim `dim` of the operand is in the results."""
+    return [Shard(dim if keeps_dims(call) else kept(dim, removed))] * len(call.outputs)
 
 
-REDUCTION = Rule(reduction, reads_numbers=True)
+def _partials(call: OpCall) -> tuple[Partial, ...]:
+    """What the results are when a reduced dim is cut; nothing where it must not be."""
+    name = call.facts.name
+    if name in _NORMS:
+        order = _order(call)
+        if order == 0:
+            return (_SUM,)
+        if order == float("-inf"):
+            return (_MIN,)
+        return (NormPartial(order=order),) if order > 0 else ()
+    if name == "aten.prod" and call.outputs[0].dtype.is_complex:
+        return ()  # what a backend multiplies is real
+    return _PARTIALS[name]
+
+
+def _order(call: OpCall) -> float:
+    return float(call.argument("ord" if call.facts.name == "aten.linalg_vector_norm" else "p", 2))
+
+
+def _taken(call: OpCall, partials: tuple[Partial, ...]) -> list[Partial]:
+    """The kinds of Partial that the operand may be in, and the result is in then."""
+    source, target = call.operand.dtype, call.outputs[0].dtype
+    if call.facts.name in _NORMS:
+        return [kind for kind in partials_of(call, 0) if isinstance(kind, NormPartial) and kind in partials]
+    if source == torch.bool:
+        taken: tuple[str, ...] = {"aten.any": ("max",), "aten.all": ("min",)}.get(call.facts.name, ())
+    elif torch.promote_types(source, target) == target:
+        taken = _TAKEN.get(call.facts.name, ())
+    else:
+        taken = ()  # it rounds before it sums
+    return [kind for kind in partials_of(call, 0) if kind.reduce_op in taken]
+
+
+def _neutral(call: OpCall, propagation: Propagation) -> Compute:
+    """Parts of results that change nothing, for a rank that has no elements to reduce."""
+    parts = [result_part(call, propagation, place) for place in range(len(call.outputs))]
+    values = [_neutral_value(kind, part.dtype) for kind, part in zip(_partials(call), parts, strict=True)]
+
+    def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:
+        made = tuple(
+            local.new_full(part.local_shape, value, dtype=part.dtype) for part, value in zip(parts, values, strict=True)
+        )
+        return made if len(made) > 1 else made[0]
+
+    return compute
+
+
+def _neutral_value(kind: Partial, dtype: torch.dtype) -> float | int | bool:
+    match kind.reduce_op:
+        case "max":
+            return lowest(dtype)
+        case "min":
+            return highest(dtype)
+        case "product":
+            return 1
+        case _:
+            return 0
+
+
+_RULE = Rule(reduction, localize, goes_by_layout=True)
+_BY_ORDER = Rule(reduction, localize, reads_numbers=True)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_PARTIALS.keys() - {"aten.max", "aten.min"}, _RULE),
+    **dict.fromkeys(("aten.max.default", "aten.min.default"), _RULE),
+    **dict.fromkeys(_NORMS, _BY_ORDER),
+}

@@ -1,0 +1,95 @@
+"""What rules ask about this rank's parts, and the few collectives that put small results together.
+
+Whether a collective is called depends on layouts alone, which all ranks know; never on what a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Partial
+from disttrain.dtensor.rules.base import OpCall, Propagation
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce
+
+
+def operand_part(call: OpCall, propagation: Propagation, place: int) -> Spec:
+    """Operand `place`, which is a DTensor, as it lies when the operator runs."""
+    spec, layout = call.operands[place], propagation.operands[place]
+    assert spec is not None
+    assert layout is not None
+    return spec.with_layout(layout)
+
+
+def result_part(call: OpCall, propagation: Propagation, place: int = 0) -> Spec:
+    """Result `place` as it lies."""
+    output = call.outputs[place]
+    return Spec(propagation.results[place], tuple(output.shape), tuple(output.stride()), output.dtype)
+
+
+def cutting_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
+    """The mesh axes that cut one of `dims`."""
+    return tuple(axis for axis, placement in enumerate(layout.placements) if placement.cut_dim in dims)
+
+
+def partials_of(call: OpCall, place: int) -> list[Partial]:
+    """The kinds of Partial that operand `place` is in along some axis."""
+    spec = call.operands[place]
+    kinds = {kind for kind in spec.placements if isinstance(kind, Partial)} if spec is not None else set()
+    return sorted(kinds, key=repr)
+
+
+def kept(dim: int, removed: Collection[int]) -> int:
+    """Where dim `dim` is once the dims `removed` are gone."""
+    return dim - sum(1 for other in removed if other < dim)
+
+
+def lowest(dtype: torch.dtype) -> float | int | bool:
+    """What is no larger than any value of `dtype`."""
+    if dtype == torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> float | int | bool:
+    """What is no smaller than any value of `dtype`."""
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def summed(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The sum over the ranks along `axes`, in place. Collective."""
+    for axis in axes:
+        all_reduce(values, ReduceOp.SUM, group=mesh.get_group(axis))
+    return values
+
+
+def largest(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
+    """The maximum over the ranks along `axes`, in place. Collective."""
+    for axis in axes:
+        all_reduce(values, ReduceOp.MAX, group=mesh.get_group(axis))
+    return values
+
+
+def gathered(values: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """What the ranks along `axis` hold, stacked along a new first dim. Collective."""
+    num_pieces = mesh.shape[axis]
+    sent = values.contiguous()
+    stacked = sent.new_empty((num_pieces, sent.numel()))
+    all_gather_into_tensor(stacked.view(-1), sent.view(-1), group=mesh.get_group(axis))
+    return stacked.view(num_pieces, *sent.shape)
+
+
+def owned(index: torch.Tensor, part: Spec, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places along `dim` of the whole, as places in this rank's part, and which of them are there.
+
+    Those that are not have place 0; no cut of `dim` may be StridedShard.
+    """
+    size, offset = part.local_shape[dim], part.local_offset[dim]
+    place = torch.where(index < 0, index + (part.shape[dim] - offset), index - offset)
+    is_here = (place >= 0) & (place < size)
+    return place.masked_fill_(~is_here, 0), is_here
