@@ -18,6 +18,8 @@ _SYNCHRONIZING: Final = {"all_reduce", "all_gather_into_tensor", "reduce_scatter
 """Operations that nobody leaves before all have come."""
 
 _MIN_MEETINGS: Final = 8
+_MIN_LOST_S: Final = 1.0
+"""That are lost in waiting for one rank; less may be the machine's doing, or the start's."""
 _MIN_SHARE: Final = 0.2
 """Of the recorded time, that is lost in waiting for one rank."""
 _MIN_BLAME: Final = 0.6
@@ -25,7 +27,7 @@ _MIN_BLAME: Final = 0.6
 
 
 def find_straggler(found: Match) -> list[Verdict]:
-    """At most one verdict: the rank for which the others wait a fifth of the time or more."""
+    """At most one verdict: the rank for which the others wait a fifth of the time or more, and a second at least."""
     lost_s: defaultdict[int, float] = defaultdict(float)
     num_late: Counter[int] = Counter()
     num_meetings = 0
@@ -47,7 +49,11 @@ def find_straggler(found: Match) -> list[Verdict]:
         return []
     rank, rank_lost_s = max(lost_s.items(), key=lambda item: item[1])
     span_s = max(last_s[rank] - first_s[rank] for rank in first_s)
-    if rank_lost_s < _MIN_SHARE * span_s or rank_lost_s < _MIN_BLAME * sum(lost_s.values()):
+    if (
+        rank_lost_s < _MIN_LOST_S
+        or rank_lost_s < _MIN_SHARE * span_s
+        or rank_lost_s < _MIN_BLAME * sum(lost_s.values())
+    ):
         return []
     summary = f"The job moves, but waits for rank {rank} {rank_lost_s / span_s:.0%} of the time."
     evidence = f"rank {rank} came last to {num_late[rank]} of {num_meetings} collectives; the others waited "

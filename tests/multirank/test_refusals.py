@@ -124,7 +124,8 @@ def attempt_alone(name: str, *, is_connected: bool) -> None:
     """One rank is wrong, and raises its own error; the others raise one that repeats its reason."""
     reason, attempt = ATTEMPTS[name]
     rank = disttrain.get_rank()
-    group = disttrain.new_group(timeout=50)
+    # Letting go of the group may take Gloo as long as that.
+    group = disttrain.new_group(timeout=25)
     assert isinstance(group, disttrain.ProcessGroup)
     if is_connected:
         disttrain.barrier(group)
