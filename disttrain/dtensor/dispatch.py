@@ -17,6 +17,7 @@ import torch
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
+from disttrain.dtensor.copied_views import is_copied_view, run_on_copied_views
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
@@ -82,6 +83,8 @@ def _dispatch_once(
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     tensors = tensors_of([*args, *kwargs.values()])
+    if any(is_copied_view(tensor) for tensor in tensors):
+        return run_on_copied_views(wrap, lambda a, k: dispatch(wrap, op, a, k), op_facts, args, kwargs)
     if _are_scalars_among_plain(op_facts, tensors):
         values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)

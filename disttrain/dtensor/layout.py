@@ -79,6 +79,7 @@ class Spec:
         "__weakref__",
         "_local_shape",
         "dtype",
+        "is_copied_view",
         "is_symbolic",
         "layout",
         "mesh",
@@ -95,28 +96,44 @@ class Spec:
     mesh: DeviceMesh
     placements: Placements
     is_symbolic: bool
+    is_copied_view: bool
+    """True for a view that is a copy, since the memory it would share lies on other ranks; see `copied_views`."""
     plans: dict[Any, Any]
     """What dispatch does for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
 
-    def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
+    def __new__(
+        cls,
+        layout: Layout,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        is_copied_view: bool = False,
+    ) -> Self:
         sizes, strides = tuple(shape), tuple(stride)
         if any(type(number) is not int for number in (*sizes, *strides)):
-            return cls._made(layout, sizes, strides, dtype, is_symbolic=True)
-        key = (layout, sizes, strides, dtype)
+            return cls._made(layout, sizes, strides, dtype, is_copied_view, is_symbolic=True)
+        key = (layout, sizes, strides, dtype, is_copied_view)
         found = _SPECS.get(key)
         if found is None:
-            found = _SPECS.setdefault(key, cls._made(layout, sizes, strides, dtype, is_symbolic=False))
+            found = _SPECS.setdefault(key, cls._made(*key, is_symbolic=False))
         return cast(Self, found)
 
     @classmethod
     def _made(
-        cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, is_symbolic: bool
+        cls,
+        layout: Layout,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        is_copied_view: bool,
+        *,
+        is_symbolic: bool,
     ) -> Self:
         made = super().__new__(cls)
         made.layout, made.shape, made.stride, made.dtype = layout, shape, stride, dtype
         made.mesh, made.placements = layout.mesh, layout.placements
-        made.is_symbolic = is_symbolic
+        made.is_symbolic, made.is_copied_view = is_symbolic, is_copied_view
         made.plans = {}
         made._local_shape = None
         return made
@@ -152,7 +169,7 @@ class Spec:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Spec, (self.layout, self.shape, self.stride, self.dtype)
+        return Spec, (self.layout, self.shape, self.stride, self.dtype, self.is_copied_view)
 
     def __repr__(self) -> str:
         return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
@@ -160,4 +177,4 @@ class Spec:
 
 # Tables of values that are alive, not state: who holds an equal one gets the same object.
 _LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
-_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()
+_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype, bool], Spec] = WeakValueDictionary()

@@ -10,10 +10,10 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.call_plan import Wrap, replaced
+from disttrain.dtensor.copied_views import as_copied_views, version_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
-from disttrain.errors import LayoutError
 
 
 def whole_of(tensor: Any) -> torch.Tensor:
@@ -36,6 +36,9 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     ]
     args, kwargs = replaced(call.arguments, call.keywords, wholes)
     result = op(*args, **kwargs)
+    if call.facts.is_view and not specs[0].layout.is_replicated:
+        result = _wrapped_wholes(wrap, result, layout, {})
+        return as_copied_views(wrap, result, version_of(tensors[0]))
     stand_ins: dict[int, torch.Tensor] = {}
     if call.facts.mutated:
         for tensor, spec, whole in zip(tensors, call.operands, wholes, strict=True):
@@ -55,13 +58,6 @@ def _whole(tensor: Any, spec: Spec, *, skips_values: bool) -> torch.Tensor:
 
 
 def _check_may_be_whole(call: OpCall, specs: Sequence[Spec]) -> None:
-    if call.facts.is_view:
-        raise LayoutError(
-            call.facts.name,
-            f"a view of a tensor that lies as {specs[0].layout} has no sharding rule.",
-            "Redistribute to Replicate() first, or work on to_local().",
-            rank=specs[0].mesh.world.rank,
-        )
     if not (call.facts.is_random or call.facts.returns_data):
         warnings.warn(
             f"disttrain.dtensor: {call.facts.name} has no sharding rule; its operands are gathered on every rank",
