@@ -9,20 +9,21 @@ memory with a part of the operand, need a rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
+from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
 from disttrain.dtensor.copied_views import is_copied_view, run_on_copied_views
+from disttrain.dtensor.inplace_views import run_inplace_view
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.mixed import are_scalars_among_plain, as_replicated, is_plain, meets_plain, specs_of
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
-from disttrain.dtensor.whole import run_whole, whole_of
-from disttrain.errors import LayoutError
+from disttrain.dtensor.whole import run_whole, whole_of, written_tensors
 
 MAX_PLANS = 4096
 """Closures kept for one first operand's spec; past it, all are forgotten."""
@@ -82,14 +83,23 @@ def _dispatch_once(
     op_facts = facts(op)
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
+    if op_facts.is_inplace_view:
+        return run_inplace_view(partial(dispatch, wrap), op, op_facts, args, kwargs)
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_copied_view(tensor) for tensor in tensors):
-        return run_on_copied_views(wrap, lambda a, k: dispatch(wrap, op, a, k), op_facts, args, kwargs)
-    if _are_scalars_among_plain(op_facts, tensors):
-        values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
+        return run_on_copied_views(wrap, partial(dispatch, wrap, op), op_facts, args, kwargs)
+    if are_scalars_among_plain(op_facts, tensors):
+        values = [tensor if is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    specs = tuple(_spec_of(op_facts, tensor) for tensor in tensors)
+    specs = specs_of(op_facts, tensors)
+    if specs is None:
+        if not is_called_by_autograd(2):
+            raise meets_plain(op_facts, tensors)
+        new_args, new_kwargs = replaced(
+            args, kwargs, as_replicated(wrap, op_facts, written_tensors(op_facts, args, kwargs), tensors)
+        )
+        return dispatch(wrap, op, tuple(new_args), new_kwargs)
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
         return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
@@ -143,18 +153,6 @@ def _planned(
     return bind(wrap, call, rule, propagate(call, rule)), rule
 
 
-def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
-    if not any(tensor.ndim > 0 and _is_plain(tensor) for tensor in tensors):
-        return False
-    is_written_to = bool(op_facts.mutated) and not _is_plain(tensors[0])
-    return not is_written_to and all(_is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return not hasattr(tensor, "_spec")
-
-
 def _can_be_planned(op_facts: OpFacts) -> bool:
     """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
     writes_elsewhere = bool(op_facts.mutated) and not op_facts.is_inplace
@@ -178,15 +176,3 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _spec_of(op_facts: OpFacts, tensor: torch.Tensor) -> Spec | None:
-    """The spec of a DTensor, None for a plain scalar tensor; any other plain tensor has no layout."""
-    spec: Spec | None = getattr(tensor, "_spec", None)
-    if spec is None and tensor.ndim > 0:
-        raise LayoutError(
-            op_facts.name,
-            f"a DTensor meets a plain tensor of shape {tuple(tensor.shape)}, whose layout is unknown.",
-            "Make it a DTensor with distribute_tensor or DTensor.from_local, or use to_local() of the other.",
-        )
-    return spec

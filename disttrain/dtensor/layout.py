@@ -177,4 +177,6 @@ class Spec:
 
 # Tables of values that are alive, not state: who holds an equal one gets the same object.
 _LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
-_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype, bool], Spec] = WeakValueDictionary()
+_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype, bool], Spec] = (
+    WeakValueDictionary()
+)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.call_plan import Wrap, replaced
+from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of
 from disttrain.dtensor.copied_views import as_copied_views, version_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
+from disttrain.errors import LayoutError
 
 
 def whole_of(tensor: Any) -> torch.Tensor:
@@ -22,54 +23,84 @@ def whole_of(tensor: Any) -> torch.Tensor:
     return redistribute_local(tensor._local_tensor, spec, spec.layout.replicated())
 
 
+def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that a call writes to."""
+    by_name = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+    return tensors_of([by_name.get(name) for name in facts.written])
+
+
 def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) -> Any:
     """Gather all operands, compute on every rank, keep the whole; what is written to goes back to its own layout."""
     specs = [spec for spec in call.operands if spec is not None]
     layout = specs[0].layout.replicated()
     if not all(spec.layout.is_replicated for spec in specs):
-        _check_may_be_whole(call, specs)
-    # A random in-place operator ignores what was there: nothing needs to be gathered for it.
-    overwrites = call.facts.is_random and call.facts.is_inplace
-    wholes = [
-        tensor if spec is None else _whole(tensor, spec, skips_values=overwrites and place == 0)
-        for place, (tensor, spec) in enumerate(zip(tensors, call.operands, strict=True))
-    ]
-    args, kwargs = replaced(call.arguments, call.keywords, wholes)
+        _warn(call.facts)
+    written = {id(tensor) for tensor in written_tensors(call.facts, call.arguments, call.keywords)}
+    # Random numbers ignore what was there: nothing needs to be gathered for them.
+    overwrites = call.facts.is_random and (call.facts.is_inplace or call.facts.name.endswith("_like"))
+    # An operand that is given twice is one tensor, also as a whole.
+    wholes: dict[int, torch.Tensor] = {}
+    for place, (tensor, spec) in enumerate(zip(tensors, call.operands, strict=True)):
+        if spec is not None and id(tensor) not in wholes:
+            wholes[id(tensor)] = _whole(
+                tensor, spec, skips_values=overwrites and place == 0, is_written=id(tensor) in written
+            )
+    args, kwargs = replaced(call.arguments, call.keywords, [wholes.get(id(tensor), tensor) for tensor in tensors])
     result = op(*args, **kwargs)
+    for tensor, spec in zip(tensors, call.operands, strict=True):
+        if spec is not None and id(tensor) in written:
+            _write_back(call.facts, tensor, spec, wholes[id(tensor)])
     if call.facts.is_view and not specs[0].layout.is_replicated:
-        result = _wrapped_wholes(wrap, result, layout, {})
+        result = _wrapped_wholes(wrap, call.facts, result, layout, {})
         return as_copied_views(wrap, result, version_of(tensors[0]))
-    stand_ins: dict[int, torch.Tensor] = {}
-    if call.facts.mutated:
-        for tensor, spec, whole in zip(tensors, call.operands, wholes, strict=True):
-            stand_ins[id(whole)] = tensor
-            if spec is not None:
-                part = redistribute_local(whole, spec.with_layout(layout), spec.layout)
-                if part is not tensor._local_tensor:
-                    tensor._local_tensor.copy_(part)
-    return _wrapped_wholes(wrap, result, layout, stand_ins)
+    stand_ins = {id(wholes.get(id(tensor), tensor)): tensor for tensor in tensors if id(tensor) in written}
+    return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
 
 
-def _whole(tensor: Any, spec: Spec, *, skips_values: bool) -> torch.Tensor:
+def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> torch.Tensor:
     local: torch.Tensor = tensor._local_tensor
-    if skips_values and not spec.layout.is_replicated:
+    if spec.layout.is_replicated:
+        # Under another name: an operator may resize what it writes to.
+        return local.view_as(local) if is_written else local
+    if skips_values:
         return local.new_empty(spec.shape)
     return redistribute_local(local, spec, spec.layout.replicated())
 
 
-def _check_may_be_whole(call: OpCall, specs: Sequence[Spec]) -> None:
-    if not (call.facts.is_random or call.facts.returns_data):
+def _write_back(facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) -> None:
+    if tuple(whole.shape) != spec.shape:
+        raise LayoutError(
+            facts.name,
+            f"the result of shape {tuple(whole.shape)} does not fit into a DTensor of shape {spec.shape}.",
+            "Give a DTensor of the result's shape to write to.",
+            rank=spec.mesh.world.rank,
+        )
+    if not spec.layout.is_replicated:
+        tensor._local_tensor.copy_(redistribute_local(whole, spec.with_layout(spec.layout.replicated()), spec.layout))
+    elif whole.data_ptr() != tensor._local_tensor.data_ptr():
+        tensor._local_tensor.copy_(whole)
+
+
+def _warn(facts: OpFacts) -> None:
+    if not (facts.is_random or facts.returns_data):
         warnings.warn(
-            f"disttrain.dtensor: {call.facts.name} has no sharding rule; its operands are gathered on every rank",
+            f"disttrain.dtensor: {facts.name} has no sharding rule; its operands are gathered on every rank",
             stacklevel=2,
         )
 
 
-def _wrapped_wholes(wrap: Wrap, result: Any, layout: Layout, stand_ins: dict[int, torch.Tensor]) -> Any:
+def _wrapped_wholes(wrap: Wrap, facts: OpFacts, result: Any, layout: Layout, stand_ins: dict[int, torch.Tensor]) -> Any:
     if isinstance(result, torch.Tensor):
         if id(result) in stand_ins:
             return stand_ins[id(result)]
+        if result.layout is not torch.strided:
+            raise LayoutError(
+                facts.name,
+                f"its result is {result.layout}; a DTensor's parts are strided.",
+                "Call it on full_tensor(), or on to_local().",
+                rank=layout.mesh.world.rank,
+            )
         return wrap(result, Spec(layout, tuple(result.shape), tuple(result.stride()), result.dtype))
     if isinstance(result, list | tuple):
-        return type(result)(_wrapped_wholes(wrap, item, layout, stand_ins) for item in result)
+        return type(result)(_wrapped_wholes(wrap, facts, item, layout, stand_ins) for item in result)
     return result

@@ -160,6 +160,8 @@ def plain_result(call: Call) -> tuple[Any, Any, list[torch.Tensor] | None] | Non
             result, grads = run_call(call, copies, None)
         except Exception:  # noqa: BLE001 -- whatever torch refuses is no case
             return None
+    if call.kind == "in-place" and isinstance(result, torch.Tensor) and result.shape != call.sample.input.shape:
+        return None  # some let a tensor of one element grow
     if any(leaf.layout != torch.strided for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
         return None
     return detached(result), [copies[id(tensor)].detach() for tensor in call.operands], grads
@@ -169,9 +171,7 @@ def detached(values: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
-def run_call(
-    call: Call, operands: dict[int, Any], out: Any
-) -> tuple[Any, list[torch.Tensor | None] | None]:
+def run_call(call: Call, operands: dict[int, Any], out: Any) -> tuple[Any, list[torch.Tensor | None] | None]:
     """The call with its operands replaced; with its gradients for all that require one."""
     first, args, kwargs = with_tensors(call.values, operands)
     if call.kind == "out=" and out is not None:

@@ -198,11 +198,12 @@ def _check(case: Case, expected: Any, mesh: disttrain.DeviceMesh, name: str) -> 
     _compare("result", actual, result, skips_values=skips_values)
     if out is not None:
         _compare("out", out, result)
-    if case.call.kind == "in-place":
-        if not skips_values:
-            _compare("operands afterwards", list(operands.values()), afterwards)
-    elif not all(_is_same(one._local_tensor, part) for one, part in zip(operands.values(), parts, strict=True)):
+    if skips_values:
+        return
+    if not all(_is_same(one.detach(), other) for one, other in zip(case.call.operands, afterwards, strict=True)):
         _compare("operands afterwards", list(operands.values()), afterwards)
+    elif not all(_is_same(one._local_tensor, part) for one, part in zip(operands.values(), parts, strict=True)):
+        raise _Wrong("an operand was written to")
     if grads is not None:
         _compare("gradients", actual_grads, grads)
     if case.call.kind == "in-place" and _first_tensor(case.call.values) is not None:

@@ -53,7 +53,9 @@ def pointwise(call: OpCall) -> Sequence[Signature]:
     """Any dim may be sharded, in all operands alike; an operand that is broadcast along it is whole."""
     num_dims = len(call.output_shape)
     sharded = [
-        Signature.of([_operand(spec, dim, call.output_shape) for spec in call.operands], Shard(dim))
+        Signature.of(
+            [_operand(spec, dim, call.output_shape) for spec in call.operands], *(Shard(dim),) * len(call.outputs)
+        )
         for dim in range(num_dims)
     ]
     return [all_replicated(call), *sharded, *_partial(call)]

@@ -1,0 +1,69 @@
+"""Calls that mix: DTensors with plain tensors, or tensors of several meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.dtensor._torch import OpFacts
+from disttrain.dtensor.call_plan import Wrap
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Replicate
+from disttrain.errors import LayoutError
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return not hasattr(tensor, "_spec")
+
+
+def are_scalars_among_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
+    """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
+    if not any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors):
+        return False
+    is_written_to = bool(facts.mutated) and not is_plain(tensors[0])
+    return not is_written_to and all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
+
+
+def specs_of(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> tuple[Spec | None, ...] | None:
+    """Each DTensor's spec, None for a plain scalar. None when there is another plain tensor: it has no layout."""
+    specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
+    meshes = {spec.mesh for spec in specs if spec is not None}
+    if len(meshes) > 1:
+        raise LayoutError(
+            facts.name,
+            f"its operands lie on {len(meshes)} meshes: {', '.join(sorted(str(mesh.layout) for mesh in meshes))}.",
+            "Bring them to one mesh: full_tensor(), then distribute_tensor().",
+        )
+    if any(spec is None and tensor.ndim > 0 for spec, tensor in zip(specs, tensors, strict=True)):
+        return None
+    return tuple(specs)
+
+
+def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
+    """What is wrong with plain tensors beside DTensors."""
+    shape = next(tuple(tensor.shape) for tensor in tensors if is_plain(tensor) and tensor.ndim > 0)
+    return LayoutError(
+        facts.name,
+        f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
+        "Make it a DTensor with distribute_tensor or DTensor.from_local, or use to_local() of the other.",
+    )
+
+
+def as_replicated(
+    wrap: Wrap, facts: OpFacts, written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors with DTensors, whole on every rank, in place of the plain ones that a gradient's formula has made.
+
+    Raises LayoutError where a plain one is among those `written` to: the formula would go on with it.
+    """
+    mesh = next(tensor._spec.mesh for tensor in tensors if not is_plain(tensor))  # type: ignore[attr-defined]
+    if any(is_plain(tensor) for tensor in written):
+        raise meets_plain(facts, tensors)
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    return [
+        wrap(tensor, Spec(layout, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+        if is_plain(tensor) and tensor.ndim > 0
+        else tensor
+        for tensor in tensors
+    ]
