@@ -72,9 +72,10 @@ class OpFacts:
     """What an operator's schema says of it.
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
-    positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result shares memory with its first
-    argument, and an in-place view makes its first argument such a view; `returned` are, per result, the position of the argument that it is, None for a new tensor;
-    `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
+    positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
+    shares memory with its first argument, and an in-place view makes its first argument such a view; `returned` are,
+    per result, the position of the argument that it is, None for a new tensor; `returns_data` when the result is no
+    tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
@@ -94,6 +95,12 @@ class OpFacts:
         return self.mutated == (0,)
 
 
+# Operators that write to what their schemas don't say that they write to.
+_UNDECLARED = dict.fromkeys(
+    ("aten.native_batch_norm", "aten.cudnn_batch_norm", "aten.miopen_batch_norm"), ("running_mean", "running_var")
+)
+
+
 def facts_of(op: OpOverload) -> OpFacts:
     """The facts of `op`, for the rules to look at; to be asked once per operator."""
     schema = op._schema
@@ -106,11 +113,14 @@ def facts_of(op: OpOverload) -> OpFacts:
         if is_write
     }
     returns_data = torch.Tag.data_dependent_output in op.tags
+    name = f"{op.namespace}.{op._schema.name.partition('::')[2]}"
     return OpFacts(
-        name=f"{op.namespace}.{op._schema.name.partition('::')[2]}",
+        name=name,
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
-        written=tuple(argument.name for argument, is_write in zip(schema.arguments, writes, strict=True) if is_write),
+        written=_UNDECLARED.get(
+            name, tuple(argument.name for argument, is_write in zip(schema.arguments, writes, strict=True) if is_write)
+        ),
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_inplace_view=torch.Tag.inplace_view in op.tags,
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,

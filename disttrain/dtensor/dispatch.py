@@ -96,9 +96,8 @@ def _dispatch_once(
     if specs is None:
         if not is_called_by_autograd(2):
             raise meets_plain(op_facts, tensors)
-        new_args, new_kwargs = replaced(
-            args, kwargs, as_replicated(wrap, op_facts, written_tensors(op_facts, args, kwargs), tensors)
-        )
+        written = written_tensors(op_facts, args, kwargs)
+        new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:

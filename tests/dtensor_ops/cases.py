@@ -158,6 +158,8 @@ def plain_result(call: Call) -> tuple[Any, Any, list[torch.Tensor] | None] | Non
         torch.manual_seed(1)
         try:
             result, grads = run_call(call, copies, None)
+            if call.kind == "out=":
+                run_call(call, copies, tree_map(torch.zeros_like, result))
         except Exception:  # noqa: BLE001 -- whatever torch refuses is no case
             return None
     if call.kind == "in-place" and isinstance(result, torch.Tensor) and result.shape != call.sample.input.shape:

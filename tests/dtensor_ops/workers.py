@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ _SPAWN = multiprocessing.get_context("spawn")
 def work(connection: Any) -> None:
     """Take places in `op_db` from the connection and send back outcomes, until None comes."""
     torch.set_num_threads(1)
+    # Ranks wait for each other all the time; whoever can go on should.
+    sys.setswitchinterval(0.0005)
     warnings.simplefilter("ignore")
     while (place := connection.recv()) is not None:
         connection.send(judge(op_db[place]))
@@ -55,8 +58,9 @@ def judge_all(places: Sequence[int], num_workers: int, limit_s: float) -> Iterat
     while busy := [worker for worker in workers if worker.place is not None]:
         left_s = min(worker.deadline for worker in busy) - time.monotonic()
         ready = multiprocessing.connection.wait([worker.connection for worker in busy], max(left_s, 0.0))
-        for worker in busy:
-            assert worker.place is not None
+        for place, worker in enumerate(workers):
+            if worker.place is None:
+                continue
             if worker.connection in ready:
                 yield _received(worker)
             elif time.monotonic() >= worker.deadline:
@@ -64,11 +68,11 @@ def judge_all(places: Sequence[int], num_workers: int, limit_s: float) -> Iterat
                 worker.stop()
             else:
                 continue
-            if not worker.process.is_alive():
-                workers[workers.index(worker)] = worker = _Worker()
             worker.place = None
+            if not worker.process.is_alive():
+                workers[place] = _Worker()
             if waiting:
-                worker.give(waiting.pop(), limit_s)
+                workers[place].give(waiting.pop(), limit_s)
     for worker in workers:
         worker.stop()
 
