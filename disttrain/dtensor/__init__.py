@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain.dtensor.creation import empty, full, ones, rand, randn, zeros
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
 from disttrain.dtensor.layout import Layout, Spec
@@ -18,5 +19,11 @@ __all__ = [
     "Spec",
     "StridedShard",
     "distribute_tensor",
+    "empty",
+    "full",
     "local_shape_and_offset",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
 ]

@@ -118,8 +118,9 @@ def facts_of(op: OpOverload) -> OpFacts:
         name=name,
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
-        written=_UNDECLARED.get(
-            name, tuple(argument.name for argument, is_write in zip(schema.arguments, writes, strict=True) if is_write)
+        written=(
+            *(argument.name for argument, is_write in zip(schema.arguments, writes, strict=True) if is_write),
+            *_UNDECLARED.get(name, ()),
         ),
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_inplace_view=torch.Tag.inplace_view in op.tags,

@@ -11,10 +11,15 @@ import torch
 from disttrain.dtensor._torch import OpFacts, OpOverload
 from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of
 from disttrain.dtensor.copied_views import as_copied_views, version_of
+from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
 from disttrain.errors import LayoutError
+
+
+_DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
+"""Random operators that look at nothing and need not draw all at once."""
 
 
 def whole_of(tensor: Any) -> torch.Tensor:
@@ -33,6 +38,8 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     """Gather all operands, compute on every rank, keep the whole; what is written to goes back to its own layout."""
     specs = [spec for spec in call.operands if spec is not None]
     layout = specs[0].layout.replicated()
+    if call.facts.name in _DRAWN and call.operands[0] is not None and len(specs) == 1:
+        return _drawn(op, call, tensors[0], call.operands[0])
     if not all(spec.layout.is_replicated for spec in specs):
         _warn(call.facts)
     written = {id(tensor) for tensor in written_tensors(call.facts, call.arguments, call.keywords)}
@@ -55,6 +62,14 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
         return as_copied_views(wrap, result, version_of(tensors[0]))
     stand_ins = {id(wholes.get(id(tensor), tensor)): tensor for tensor in tensors if id(tensor) in written}
     return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
+
+
+def _drawn(op: OpOverload, call: OpCall, tensor: Any, spec: Spec) -> Any:
+    """Fill a part with its numbers of the whole."""
+    others, keywords = call.arguments[1:], call.keywords
+    part = draw_part(lambda whole: op(whole, *others, **keywords), spec, tensor._local_tensor.device)
+    tensor._local_tensor.copy_(part)
+    return tensor
 
 
 def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> torch.Tensor:

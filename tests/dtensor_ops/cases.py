@@ -149,17 +149,14 @@ def _axis_assignments(choices: Sequence[Sequence[Placement]]) -> list[tuple[Plac
 
 def plain_result(call: Call) -> tuple[Any, Any, list[torch.Tensor] | None] | None:
     """(result, operands afterwards, gradients) of the call on plain tensors; None where torch refuses it."""
-    copies = {
-        id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad and call.needs_grad)
-        for tensor in call.operands
-    }
+    copies = _copies(call)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
         try:
             result, grads = run_call(call, copies, None)
             if call.kind == "out=":
-                run_call(call, copies, tree_map(torch.zeros_like, result))
+                run_call(call, _copies(call), tree_map(torch.zeros_like, result))
         except Exception:  # noqa: BLE001 -- whatever torch refuses is no case
             return None
     if call.kind == "in-place" and isinstance(result, torch.Tensor) and result.shape != call.sample.input.shape:
@@ -167,6 +164,13 @@ def plain_result(call: Call) -> tuple[Any, Any, list[torch.Tensor] | None] | Non
     if any(leaf.layout != torch.strided for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
         return None
     return detached(result), [copies[id(tensor)].detach() for tensor in call.operands], grads
+
+
+def _copies(call: Call) -> dict[int, Any]:
+    return {
+        id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad and call.needs_grad)
+        for tensor in call.operands
+    }
 
 
 def detached(values: Any) -> Any:

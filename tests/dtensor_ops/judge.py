@@ -241,6 +241,9 @@ def distributed(
 
 def _addend(value: torch.Tensor, num_parts: int, position: int) -> torch.Tensor:
     """One of `num_parts` parts of the value, which add up to it exactly."""
+    if value.is_floating_point() or value.is_complex():
+        # An infinity minus another is none.
+        value = value if position == 0 else torch.where(value.isfinite(), value, 0)
     if position == 0:
         rest = sum((_addend(value, num_parts, other) for other in range(1, num_parts)), torch.zeros_like(value))
         return value - rest
