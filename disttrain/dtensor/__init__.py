@@ -7,6 +7,7 @@ from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.replication import implicit_replication
 from disttrain.dtensor.shard_sizes import local_shape_and_offset
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "full",
+    "implicit_replication",
     "local_shape_and_offset",
     "ones",
     "rand",

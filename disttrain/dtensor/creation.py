@@ -67,15 +67,7 @@ def full(
 ) -> DTensor:
     """A DTensor of global shape `size` with all elements `fill_value`; dtype as `torch.full` chooses it."""
     dtype = torch.full((), fill_value).dtype if dtype is None else dtype
-    return _made(
-        "full",
-        (size,),
-        lambda spec, device: torch.full(spec.local_shape, fill_value, dtype=spec.dtype, device=device),
-        dtype,
-        device_mesh,
-        placements,
-        requires_grad,
-    )
+    return _filled("full", (size,), fill_value, dtype, device_mesh, placements, requires_grad)
 
 
 def empty(
@@ -117,6 +109,21 @@ def randn(
 ) -> DTensor:
     """Normal: the values of `torch.randn(size)` in one process, if all ranks have its random state."""
     return _drawn("randn", size, torch.Tensor.normal_, dtype, device_mesh, placements, requires_grad)
+
+
+def _filled(
+    operation: str,
+    size: tuple[Any, ...],
+    value: complex,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    requires_grad: bool,
+) -> DTensor:
+    def make(spec: Spec, device: torch.device) -> torch.Tensor:
+        return torch.full(spec.local_shape, value, dtype=spec.dtype, device=device)
+
+    return _made(operation, size, make, dtype, mesh, placements, requires_grad)
 
 
 def _drawn(

@@ -17,11 +17,12 @@ import torch
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
-from disttrain.dtensor.copied_views import is_copied_view, run_on_copied_views
+from disttrain.dtensor.copied_views import as_copied_views, is_copied_view, run_on_copied_views, version_of
 from disttrain.dtensor.inplace_views import run_inplace_view
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.mixed import are_scalars_among_plain, as_replicated, is_plain, meets_plain, specs_of
 from disttrain.dtensor.propagate import propagate
+from disttrain.dtensor.replication import is_replication_implicit
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
 from disttrain.dtensor.whole import run_whole, whole_of, written_tensors
 
@@ -31,6 +32,13 @@ MAX_PLANS = 4096
 facts = cache(facts_of)
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+_MATERIALIZED = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+"""Views that set a bit. Torch has acted on those bits before it dispatches to us, so parts must not have them."""
 
 
 class _Unkeyed(Exception):
@@ -83,6 +91,8 @@ def _dispatch_once(
     op_facts = facts(op)
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
+    if (materialized := _MATERIALIZED.get(op)) is not None:
+        return as_copied_views(wrap, dispatch(wrap, materialized, args, kwargs), version_of(args[0]))
     if op_facts.is_inplace_view:
         return run_inplace_view(partial(dispatch, wrap), op, op_facts, args, kwargs)
     tensors = tensors_of([*args, *kwargs.values()])
@@ -94,7 +104,7 @@ def _dispatch_once(
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors)
     if specs is None:
-        if not is_called_by_autograd(2):
+        if not (is_replication_implicit() or is_called_by_autograd(2)):
             raise meets_plain(op_facts, tensors)
         written = written_tensors(op_facts, args, kwargs)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))

@@ -209,7 +209,9 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.spec = spec
-        return DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+        # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
+        part = local.detach().resolve_conj().resolve_neg()
+        return DTensor(part, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:

@@ -23,6 +23,8 @@ def run_inplace_view(
     """Make the tensor `args[0]` what the operator makes of it; `run(op, args, kwargs)` runs one on DTensors."""
     tensor = args[0]
     spec: Spec | None = getattr(tensor, "_spec", None)
+    if spec is not None and _keeps_shape(facts, spec, args):
+        return tensor
     twin = functional_twin(op)
     if spec is None or twin is None:
         raise LayoutError(
@@ -41,3 +43,13 @@ def run_inplace_view(
     become(tensor, view)
     tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return tensor
+
+
+def _keeps_shape(facts: OpFacts, spec: Spec, args: tuple[Any, ...]) -> bool:
+    """True for a resize to the size that the tensor has."""
+    match facts.name:
+        case "aten.resize_":
+            return tuple(args[1]) == spec.shape
+        case "aten.resize_as_":
+            return tuple(args[1].shape) == spec.shape
+    return False

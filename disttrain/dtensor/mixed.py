@@ -46,16 +46,17 @@ def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
     return LayoutError(
         facts.name,
         f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
-        "Make it a DTensor with distribute_tensor or DTensor.from_local, or use to_local() of the other.",
+        "Make it a DTensor with distribute_tensor or DTensor.from_local; where all ranks have the same one, "
+        "implicit_replication() will do.",
     )
 
 
 def as_replicated(
     wrap: Wrap, facts: OpFacts, written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors with DTensors, whole on every rank, in place of the plain ones that a gradient's formula has made.
+    """The tensors with DTensors, whole on every rank, in place of the plain ones, which all ranks have alike.
 
-    Raises LayoutError where a plain one is among those `written` to: the formula would go on with it.
+    Raises LayoutError where a plain one is among those `written` to: the caller would go on with it.
     """
     mesh = next(tensor._spec.mesh for tensor in tensors if not is_plain(tensor))  # type: ignore[attr-defined]
     if any(is_plain(tensor) for tensor in written):

@@ -46,9 +46,6 @@ def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch
             "Redistribute within one mesh; go through full_tensor() and distribute_tensor() to change it.",
             rank=spec.mesh.world.rank,
         )
-    if local.is_conj() or local.is_neg():
-        # Collectives see bytes, not the bit that says what they stand for.
-        local = local.resolve_conj().resolve_neg()
     placements = list(spec.placements)
     for step in plan_redistribute(spec.placements, layout.placements):
         local = _run(step, local, spec, placements)

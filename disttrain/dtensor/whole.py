@@ -17,7 +17,6 @@ from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
 from disttrain.errors import LayoutError
 
-
 _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
 """Random operators that look at nothing and need not draw all at once."""
 
@@ -43,6 +42,10 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     if not all(spec.layout.is_replicated for spec in specs):
         _warn(call.facts)
     written = {id(tensor) for tensor in written_tensors(call.facts, call.arguments, call.keywords)}
+    if -1 in call.facts.mutated and any(
+        hasattr(tensor, "_stands_apart") for tensor in tensors if id(tensor) in written
+    ):
+        raise _apart(call.facts, specs[0])
     # Random numbers ignore what was there: nothing needs to be gathered for them.
     overwrites = call.facts.is_random and (call.facts.is_inplace or call.facts.name.endswith("_like"))
     # An operand that is given twice is one tensor, also as a whole.
@@ -60,6 +63,10 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     if call.facts.is_view and not specs[0].layout.is_replicated:
         result = _wrapped_wholes(wrap, call.facts, result, layout, {})
         return as_copied_views(wrap, result, version_of(tensors[0]))
+    if call.facts.name == "aten._unsafe_view" and not specs[0].layout.is_replicated:
+        result = wrap(result, Spec(layout, tuple(result.shape), tuple(result.stride()), result.dtype))
+        result._stands_apart = True  # type: ignore[attr-defined]
+        return result
     stand_ins = {id(wholes.get(id(tensor), tensor)): tensor for tensor in tensors if id(tensor) in written}
     return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
 
@@ -94,6 +101,16 @@ def _write_back(facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) ->
         tensor._local_tensor.copy_(redistribute_local(whole, spec.with_layout(spec.layout.replicated()), spec.layout))
     elif whole.data_ptr() != tensor._local_tensor.data_ptr():
         tensor._local_tensor.copy_(whole)
+
+
+def _apart(facts: OpFacts, spec: Spec) -> LayoutError:
+    # Some of torch's `out=` forms write to an `_unsafe_view` of `out`, as though it were a view.
+    return LayoutError(
+        facts.name,
+        "out= is a reshaped copy of a tensor that lies on other ranks; the write would be lost.",
+        "Use the operator without out=, or redistribute out to Replicate() first.",
+        rank=spec.mesh.world.rank,
+    )
 
 
 def _warn(facts: OpFacts) -> None:

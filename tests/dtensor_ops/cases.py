@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
-MAX_SAMPLES = 5
+MAX_SAMPLES = 4
 MAX_ELEMENTS = 4096
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32, torch.bfloat16)
 
@@ -115,7 +115,7 @@ def cases_of(call: Call, mesh_shape: tuple[int, ...]) -> Iterator[Case]:
         pairs = list(itertools.product(assignments, repeat=2))
         random.Random(0).shuffle(pairs)
         picked = [tuple(zip(*pair, strict=True)) for pair in pairs]
-    limit = {"function": 10, "in-place": 6, "out=": 4}[call.kind] // (1 if mesh_shape == (2,) else 2)
+    limit = {"function": 10, "in-place": 6, "out=": 3}[call.kind] // (1 if mesh_shape == (2,) else 3)
     for assignment in list(dict.fromkeys(picked))[:limit]:
         yield Case(call, assignment)
 
