@@ -20,7 +20,14 @@ from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, tensors_of
 from disttrain.dtensor.copied_views import as_copied_views, is_copied_view, run_on_copied_views, version_of
 from disttrain.dtensor.inplace_views import run_inplace_view
 from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.mixed import are_scalars_among_plain, as_replicated, is_plain, meets_plain, specs_of
+from disttrain.dtensor.mixed import (
+    are_scalars_among_plain,
+    as_replicated,
+    has_small_ones_only,
+    is_plain,
+    meets_plain,
+    specs_of,
+)
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.replication import is_replication_implicit
 from disttrain.dtensor.rules import OpCall, Rule, find_rule
@@ -102,11 +109,11 @@ def _dispatch_once(
         values = [tensor if is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    specs = specs_of(op_facts, tensors)
+    written = written_tensors(op_facts, args, kwargs)
+    specs = specs_of(op_facts, tensors, written)
     if specs is None:
-        if not (is_replication_implicit() or is_called_by_autograd(2)):
+        if not (has_small_ones_only(tensors) or is_replication_implicit() or is_called_by_autograd(2)):
             raise meets_plain(op_facts, tensors)
-        written = written_tensors(op_facts, args, kwargs)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)

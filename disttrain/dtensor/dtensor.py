@@ -140,6 +140,17 @@ class DTensor(torch.Tensor):
             grad_placements=grad_placements
         )
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole as a numpy array, which shares no memory with this. Collective over the mesh."""
+        return (self.detach() if force else self).full_tensor().clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole as nested lists, or as a number. Collective over the mesh."""
+        return self.detach().full_tensor().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
         """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""

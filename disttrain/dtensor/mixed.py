@@ -25,8 +25,13 @@ def are_scalars_among_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> 
     return not is_written_to and all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
 
 
-def specs_of(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> tuple[Spec | None, ...] | None:
-    """Each DTensor's spec, None for a plain scalar. None when there is another plain tensor: it has no layout."""
+def specs_of(
+    facts: OpFacts, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+) -> tuple[Spec | None, ...] | None:
+    """Each DTensor's spec, None for a plain scalar and for a plain `out=`, which gets the whole result.
+
+    None when there is any other plain tensor: it has no layout.
+    """
     specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
     meshes = {spec.mesh for spec in specs if spec is not None}
     if len(meshes) > 1:
@@ -35,9 +40,17 @@ def specs_of(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> tuple[Spec | No
             f"its operands lie on {len(meshes)} meshes: {', '.join(sorted(str(mesh.layout) for mesh in meshes))}.",
             "Bring them to one mesh: full_tensor(), then distribute_tensor().",
         )
-    if any(spec is None and tensor.ndim > 0 for spec, tensor in zip(specs, tensors, strict=True)):
+    outs = {id(tensor) for tensor in written} if -1 in facts.mutated else set()
+    if any(
+        spec is None and tensor.ndim > 0 and id(tensor) not in outs for spec, tensor in zip(specs, tensors, strict=True)
+    ):
         return None
     return tuple(specs)
+
+
+def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
+    """True when each plain tensor has one element at most: such a one is taken as a number is."""
+    return all(tensor.numel() < 2 for tensor in tensors if is_plain(tensor))
 
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
@@ -59,12 +72,12 @@ def as_replicated(
     Raises LayoutError where a plain one is among those `written` to: the caller would go on with it.
     """
     mesh = next(tensor._spec.mesh for tensor in tensors if not is_plain(tensor))  # type: ignore[attr-defined]
-    if any(is_plain(tensor) for tensor in written):
+    if -1 not in facts.mutated and any(is_plain(tensor) for tensor in written):
         raise meets_plain(facts, tensors)
     layout = Layout(mesh, (Replicate(),) * mesh.ndim)
     return [
         wrap(tensor, Spec(layout, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
-        if is_plain(tensor) and tensor.ndim > 0
+        if is_plain(tensor) and tensor.ndim > 0 and all(tensor is not one for one in written)
         else tensor
         for tensor in tensors
     ]

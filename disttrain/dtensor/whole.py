@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor._torch import OpFacts, OpOverload, become
 from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of
 from disttrain.dtensor.copied_views import as_copied_views, version_of
 from disttrain.dtensor.draws import draw_part
@@ -59,7 +59,7 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     result = op(*args, **kwargs)
     for tensor, spec in zip(tensors, call.operands, strict=True):
         if spec is not None and id(tensor) in written:
-            _write_back(call.facts, tensor, spec, wholes[id(tensor)])
+            _write_back(wrap, call.facts, tensor, spec, wholes[id(tensor)])
     if call.facts.is_view and not specs[0].layout.is_replicated:
         result = _wrapped_wholes(wrap, call.facts, result, layout, {})
         return as_copied_views(wrap, result, version_of(tensors[0]))
@@ -89,7 +89,14 @@ def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> 
     return redistribute_local(local, spec, spec.layout.replicated())
 
 
-def _write_back(facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) -> None:
+def _write_back(wrap: Wrap, facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) -> None:
+    layout = spec.layout.replicated()
+    if tuple(whole.shape) != spec.shape and 0 in spec.shape and -1 in facts.mutated:
+        # An empty `out` takes the size of the result.
+        tensor._local_tensor = whole
+        tensor._spec = Spec(layout, tuple(whole.shape), tuple(whole.stride()), whole.dtype)
+        become(tensor, wrap(whole, tensor._spec))
+        return
     if tuple(whole.shape) != spec.shape:
         raise LayoutError(
             facts.name,
@@ -98,7 +105,7 @@ def _write_back(facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) ->
             rank=spec.mesh.world.rank,
         )
     if not spec.layout.is_replicated:
-        tensor._local_tensor.copy_(redistribute_local(whole, spec.with_layout(spec.layout.replicated()), spec.layout))
+        tensor._local_tensor.copy_(redistribute_local(whole, spec.with_layout(layout), spec.layout))
     elif whole.data_ptr() != tensor._local_tensor.data_ptr():
         tensor._local_tensor.copy_(whole)
 
