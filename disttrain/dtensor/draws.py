@@ -26,7 +26,7 @@ def draw_part(fill: Fill, spec: Spec, device: torch.device, chunk_size: int = CH
     All ranks must have the same random state, and have the same one afterwards.
     """
     rows = _rows_at_once(spec.shape, chunk_size)
-    if device.type != "cpu" or rows >= spec.shape[0] or not _is_box(spec):
+    if rows is None or device.type != "cpu" or not _is_box(spec):
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         fill(whole)
         return redistribute_local(whole, spec.with_layout(spec.layout.replicated()), spec.layout)
@@ -39,13 +39,13 @@ def _is_box(spec: Spec) -> bool:
     return all(placement.is_replicate() or placement.is_shard() for placement in spec.placements)
 
 
-def _rows_at_once(shape: tuple[int, ...], chunk_size: int) -> int:
-    """Rows that make about `chunk_size` elements, and whole blocks; all of them where there is nothing to gain."""
+def _rows_at_once(shape: tuple[int, ...], chunk_size: int) -> int | None:
+    """Rows that make about `chunk_size` elements, and whole blocks; None where that is all of them."""
     if not shape or 0 in shape:
-        return shape[0] if shape else 0
+        return None
     row_size = torch.Size(shape[1:]).numel()
-    rows = max(chunk_size // row_size, 1)
-    return -(-rows // BLOCK_SIZE) * BLOCK_SIZE
+    rows = -(-max(chunk_size // row_size, 1) // BLOCK_SIZE) * BLOCK_SIZE
+    return rows if rows < shape[0] else None
 
 
 def _draw_by_rows(fill: Fill, spec: Spec, part: torch.Tensor, rows: int) -> None:

@@ -151,6 +151,10 @@ class DTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
+    def __format__(self, format_spec: str) -> str:
+        """`f"{loss:.3f}"` is the whole's number, and collective; without a format it is the `repr`, and is not."""
+        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
+
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
         """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""
