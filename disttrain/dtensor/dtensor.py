@@ -121,6 +121,8 @@ class DTensor(torch.Tensor):
         `grad_placements` say how the parts' gradients make up the whole's; default: as the tensor lies, where a partial
         tensor's gradient is whole on every rank.
         """
+        if self._spec.is_copied_view:
+            return cast(DTensor, self.clone()).to_local(grad_placements=grad_placements)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return self._local_tensor.detach()
         wanted = grad_placements if grad_placements is not None else _gradient_placements(self.placements)
@@ -132,7 +134,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
         layout = _layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
-        return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
+        # Dispatch sees to it that a view that is a copy is up to date.
+        source = self.clone() if self._spec.is_copied_view else self
+        return cast(DTensor, _Redistribute.apply(source, layout))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, as a plain tensor on every rank. Differentiable. Collective over the mesh."""
@@ -142,11 +146,11 @@ class DTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole as a numpy array, which shares no memory with this. Collective over the mesh."""
-        return (self.detach() if force else self).full_tensor().clone().numpy(force=force)
+        return self.full_tensor().clone().numpy(force=force)
 
     def tolist(self) -> Any:
         """The whole as nested lists, or as a number. Collective over the mesh."""
-        return self.detach().full_tensor().tolist()
+        return self.full_tensor().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)

@@ -77,7 +77,7 @@ def test_a_view_without_a_rule_is_never_stale_and_never_loses_a_write(monkeypatc
         for write in (lambda: row.add_(1), lambda: again.detach().mul_(2), lambda: torch.add(row, 1, out=row)):
             refuses("the write would be lost", write)
         tensor.mul_(2)
-        for read in (lambda: row + 1, lambda: again * 2):
+        for read in (lambda: row + 1, lambda: again * 2, row.full_tensor, again.to_local):
             refuses("was written to since", read)
         assert tensor.tolist() == (whole * 2).tolist()
         assert tensor[1].tolist() == [4.0, 6.0]
