@@ -105,11 +105,11 @@ def _dispatch_once(
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_copied_view(tensor) for tensor in tensors):
         return run_on_copied_views(wrap, partial(dispatch, wrap, op), op_facts, args, kwargs)
-    if are_scalars_among_plain(op_facts, tensors):
+    written = written_tensors(op_facts, args, kwargs)
+    if are_scalars_among_plain(tensors, written):
         values = [tensor if is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    written = written_tensors(op_facts, args, kwargs)
     specs = specs_of(op_facts, tensors, written)
     if specs is None:
         if not (has_small_ones_only(tensors) or is_replication_implicit() or is_called_by_autograd(2)):

@@ -17,12 +17,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "_spec")
 
 
-def are_scalars_among_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
+def are_scalars_among_plain(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
     """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
     if not any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors):
         return False
-    is_written_to = bool(facts.mutated) and not is_plain(tensors[0])
-    return not is_written_to and all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
+    if not all(is_plain(tensor) for tensor in written):
+        return False
+    return all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
 
 
 def specs_of(

@@ -16,7 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import disttrain
-from disttrain.dtensor import DTensor, Layout, Partial, Placement, Replicate, Shard, Spec, dispatch
+from disttrain.dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    dispatch,
+    implicit_replication,
+)
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.testing import run_threads
@@ -112,7 +122,16 @@ class _NoticesRandom(TorchDispatchMode):
 
 
 def judge(info: OpInfo) -> Outcome:
-    """Try all cases of the operator."""
+    """Try all cases of the operator; once more with implicit replication where torch composes it of plain tensors."""
+    outcome = _judged(info, is_implicit=False)
+    if outcome.verdict == "refused" and "meets a plain tensor" in outcome.example:
+        again = _judged(info, is_implicit=True)
+        remark = f"under implicit_replication(): {again.verdict}. Without, "
+        outcome.failures.insert(0, ("refused", remark + outcome.example))
+    return outcome
+
+
+def _judged(info: OpInfo, is_implicit: bool) -> Outcome:
     outcome = Outcome(f"{info.name} {info.variant_test_name}".strip())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,7 +145,7 @@ def judge(info: OpInfo) -> Outcome:
             cases = [
                 (case, expected, is_random) for call, expected, is_random in work for case in cases_of(call, mesh_shape)
             ]
-            _judge_on(outcome, mesh_shape, cases)
+            _judge_on(outcome, mesh_shape, cases, is_implicit)
     return outcome
 
 
@@ -135,7 +154,9 @@ def _is_one_or_more_tensors(result: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
-def _judge_on(outcome: Outcome, mesh_shape: tuple[int, ...], cases: Sequence[tuple[Case, Any, bool]]) -> None:
+def _judge_on(
+    outcome: Outcome, mesh_shape: tuple[int, ...], cases: Sequence[tuple[Case, Any, bool]], is_implicit: bool
+) -> None:
     start = 0
     while start < len(cases) and len(outcome.failures) < MAX_FAILURES:
         gathers: list[int] = []
@@ -148,7 +169,7 @@ def _judge_on(outcome: Outcome, mesh_shape: tuple[int, ...], cases: Sequence[tup
         with contextlib.ExitStack() as patches:
             for patch in (mock.patch.object(dispatch, "run_whole", noticed), *_RankRandom.patches()):
                 patches.enter_context(patch)
-            ends = run_threads(num_parts(mesh_shape), _run_rank, mesh_shape, cases, start, outcome.name)
+            ends = run_threads(num_parts(mesh_shape), _run_rank, mesh_shape, cases, start, outcome.name, is_implicit)
         outcome.num_gathers += len(gathers)
         stop = min(end for end, _ in ends)
         outcome.num_cases += stop - start
@@ -174,7 +195,7 @@ def _verdict_of(errors: Sequence[BaseException | None]) -> tuple[str, BaseExcept
 
 
 def _run_rank(
-    mesh_shape: tuple[int, ...], cases: Sequence[tuple[Case, Any, bool]], start: int, name: str
+    mesh_shape: tuple[int, ...], cases: Sequence[tuple[Case, Any, bool]], start: int, name: str, is_implicit: bool
 ) -> tuple[int, BaseException | None]:
     """Run cases from `start` on until one fails: (its place, the error)."""
     mesh = disttrain.init_device_mesh("cpu", mesh_shape)
@@ -183,7 +204,7 @@ def _run_rank(
         try:
             # The mode costs time; but seeding, too, must find the state of its own thread.
             own_random = _RankRandom()
-            with own_random if is_random else contextlib.nullcontext():
+            with own_random if is_random else contextlib.nullcontext(), implicit_replication(is_implicit):
                 _check(case, expected, mesh, name)
         except Exception as error:  # noqa: BLE001 -- it is what this is about
             return place, error

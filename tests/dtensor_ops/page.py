@@ -26,6 +26,9 @@ forward, gradients, in place and `out=`. The judge is the same call on plain ten
 | wrong | a value, a shape or a dtype differs from one process's |
 | no case | it has no sample with strided tensors that torch runs on a CPU |
 
+`torch.linalg.matrix_rank(out=)` gives `out` the memory of another tensor, beneath everything that a subclass of tensors
+is asked about: on a DTensor it writes nothing, as on any subclass.
+
 "gathers" tells that some of its cases ran on whole tensors, for want of a rule.
 """
 
