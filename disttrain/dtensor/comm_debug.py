@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from disttrain.process_group import current_world
@@ -34,9 +33,7 @@ class CommDebugMode:
         self._world.add_observer(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._world.remove_observer(self)
 
     def get_comm_counts(self) -> dict[str, int]:
