@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from disttrain.dtensor.comm_debug import CommDebugMode
+from disttrain.dtensor.creation import empty, full, ones, rand, randn, zeros
 from disttrain.dtensor.custom_rules import register_sharding
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
@@ -26,9 +27,15 @@ __all__ = [
     "StridedShard",
     "distribute_module",
     "distribute_tensor",
+    "empty",
+    "full",
     "implicit_replication",
     "local_map",
     "local_shape_and_offset",
+    "ones",
+    "rand",
+    "randn",
     "register_sharding",
     "visualize_sharding",
+    "zeros",
 ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
     "OpFacts",
     "OpOverload",
+    "become",
     "change_wrapper",
     "facts_of",
+    "is_called_by_autograd",
     "make_wrapper",
     "no_torch_function",
     "tree_flatten",
@@ -44,20 +48,41 @@ def use_foreach_for(cls: type[torch.Tensor]) -> None:
         supported.append(cls)
 
 
+def is_called_by_autograd() -> bool:
+    """True when the operator being dispatched is called by the formula of a gradient, not by a hook or other function.
+
+    To be asked below a `__torch_dispatch__`.
+    """
+    if torch._C._current_autograd_node() is None:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "__torch_dispatch__" and frame.f_back is not None:
+        frame = frame.f_back
+    caller = frame.f_back
+    # On a device the engine has a thread of its own, without a frame.
+    return caller is None or caller.f_code is graph._engine_run_backward.__code__
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give wrapper `tensor` the shape and dtype of wrapper `other`."""
+    torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class OpFacts:
     """What an operator's schema says of it.
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
-    positions of arguments that it writes to, `-1` for keyword-only ones; a view's result shares memory with its first
-    argument; `changes_shape` when it makes a view of its argument and leaves that in its place; `returned` are, per
-    result, the position of the argument that it is, None for a new tensor;
+    positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
+    shares memory with its first argument; `changes_shape` when it makes a view of its argument and leaves that in its
+    place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
     `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
     arguments: tuple[str, ...]
     mutated: tuple[int, ...]
+    written: tuple[str, ...]
     returned: tuple[int | None, ...]
     is_pointwise: bool
     is_random: bool
@@ -99,6 +124,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         name=name,
         arguments=tuple(argument.name for argument in schema.arguments),
         mutated=mutated,
+        written=tuple(argument.name for argument, is_write in zip(schema.arguments, writes, strict=True) if is_write),
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import change_wrapper
+from disttrain.dtensor._torch import OpFacts, change_wrapper
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import AS_CONTIGUOUS, Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
@@ -47,7 +47,8 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
             return _inplace(compute, len(call.operands))
         if not call.facts.mutated:
             return simple(wrap, compute, len(call.operands), specs[0])
-    return _general(wrap, call, compute, moves, specs, propagation)
+    run = _general(wrap, call, compute, moves, specs, propagation)
+    return _apart(run) if moves and call.facts.name == "aten._unsafe_view" else run
 
 
 def leads_with_tensors(call: OpCall) -> bool:
@@ -167,6 +168,17 @@ def _reshaping(call: OpCall, compute: Compute, moves: Sequence[Any], spec: Spec)
     return run
 
 
+def _apart(run: Run) -> Run:
+    """Mark results that do not share the memory that torch takes them to share; `out=` must not be one."""
+
+    def run_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = run(args, kwargs)
+        result._stands_apart = True
+        return result
+
+    return run_apart
+
+
 def _general(
     wrap: Wrap,
     call: OpCall,
@@ -229,6 +241,12 @@ def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:
         elif isinstance(value, list | tuple):
             tensors.extend(item for item in value if isinstance(item, torch.Tensor))
     return tensors
+
+
+def written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that a call writes to."""
+    by_name = {**dict(zip(facts.arguments, args, strict=False)), **kwargs}
+    return tensors_of([by_name.get(name) for name in facts.written])
 
 
 def replaced(

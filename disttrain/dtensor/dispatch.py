@@ -2,8 +2,7 @@
 
 The first call with given specs and arguments is planned: a rule of the operator's family, a layout for each operand, a
 closure. Calls like it find the closure under their first operand's spec. An operator without a rule runs on whole
-tensors, which is right for every operator but moves bytes, and says so once. Views, whose result would have to share
-memory with a part of the operand, need a rule.
+tensors, which is right for every operator but moves bytes, and says so once.
 """
 
 from __future__ import annotations
@@ -15,17 +14,25 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of
-from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of
+from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
+from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.lent import is_lent, run_lent
+from disttrain.dtensor.mixed import (
+    are_scalars_among_plain,
+    as_replicated,
+    has_small_ones_only,
+    is_plain,
+    meets_plain,
+    mesh_of,
+    specs_of,
+)
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
 from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, whole_of
-from disttrain.errors import LayoutError
 
 MAX_PLANS = 4096
 """Closures kept for one first operand's spec; past it, all are forgotten."""
@@ -81,16 +88,18 @@ def _dispatch_once(
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
-    if _are_scalars_among_plain(op_facts, tensors):
-        values = [tensor if _is_plain(tensor) else whole_of(tensor) for tensor in tensors]
+    written = written_tensors(op_facts, args, kwargs)
+    if are_scalars_among_plain(tensors, written):
+        values = [tensor if is_plain(tensor) else whole_of(tensor) for tensor in tensors]
         plain_args, plain_kwargs = replaced(args, kwargs, values)
         return op(*plain_args, **plain_kwargs)
-    if any(_has_no_layout(tensor) for tensor in tensors):
-        world = next(spec for tensor in tensors if (spec := getattr(tensor, "_spec", None)) is not None).mesh.world
-        if not replicates_plain(world) or _is_written_to_plain(op_facts, args):
-            raise _plain_beside(op_facts, tensors, world.rank)
-        return dispatch(wrap, op, *_with_plain_replicated(wrap, args, kwargs, tensors))
-    specs: tuple[Spec | None, ...] = tuple([getattr(tensor, "_spec", None) for tensor in tensors])
+    specs = specs_of(op_facts, tensors, written)
+    if specs is None:
+        may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
+        if not (may_replicate or is_called_by_autograd()):
+            raise meets_plain(op_facts, tensors)
+        new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
+        return dispatch(wrap, op, tuple(new_args), new_kwargs)
     if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
         planned = _planned(wrap, op, op_facts, args, kwargs, specs)
         if planned is None:
@@ -163,18 +172,6 @@ def _planned(
     return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
 
 
-def _are_scalars_among_plain(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> bool:
-    """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
-    if not any(tensor.ndim > 0 and _is_plain(tensor) for tensor in tensors):
-        return False
-    is_written_to = bool(op_facts.mutated) and not _is_plain(tensors[0])
-    return not is_written_to and all(_is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return not hasattr(tensor, "_spec")
-
-
 def _can_be_planned(op_facts: OpFacts) -> bool:
     """False when specs alone don't say what comes out, and for `out=`, whose layout is the caller's."""
     knows_writes = op_facts.is_inplace or (has_own_rule(op_facts) and -1 not in op_facts.mutated)
@@ -207,38 +204,3 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _has_no_layout(tensor: torch.Tensor) -> bool:
-    """True for a plain tensor that is no scalar."""
-    return tensor.ndim > 0 and _is_plain(tensor)
-
-
-def _is_written_to_plain(op_facts: OpFacts, args: tuple[Any, ...]) -> bool:
-    return any(
-        0 <= position < len(args) and isinstance(args[position], torch.Tensor) and _is_plain(args[position])
-        for position in op_facts.mutated
-    )
-
-
-def _with_plain_replicated(
-    wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    whole = next(tensor._spec for tensor in tensors if not _is_plain(tensor)).layout.replicated()
-    wrapped = [
-        wrap(tensor, Spec(whole, tensor.shape, tensor.stride(), tensor.dtype)) if _has_no_layout(tensor) else tensor
-        for tensor in tensors
-    ]
-    new_args, new_kwargs = replaced(args, kwargs, wrapped)
-    return tuple(new_args), new_kwargs
-
-
-def _plain_beside(op_facts: OpFacts, tensors: Sequence[torch.Tensor], rank: int) -> LayoutError:
-    plain = next(tensor for tensor in tensors if _has_no_layout(tensor))
-    return LayoutError(
-        op_facts.name,
-        f"a DTensor meets a plain tensor of shape {tuple(plain.shape)}, whose layout is unknown.",
-        "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or enter "
-        "implicit_replication().",
-        rank=rank,
-    )

@@ -143,6 +143,21 @@ class DTensor(torch.Tensor):
             grad_placements=grad_placements
         )
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole as a numpy array, which shares no memory with this. Collective over the mesh."""
+        return self.full_tensor().clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The whole as nested lists, or as a number. Collective over the mesh."""
+        return self.full_tensor().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __format__(self, format_spec: str) -> str:
+        """`f"{loss:.3f}"` is the whole's number, and collective; without a format it is the `repr`, and is not."""
+        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
+
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
         """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""
@@ -219,7 +234,9 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.spec = spec
-        return DTensor(local.detach(), spec, requires_grad=local.requires_grad)
+        # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
+        part = local.detach().resolve_conj().resolve_neg()
+        return DTensor(part, spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:

@@ -42,7 +42,7 @@ def distribute_tensor(
             "Use Shard or Replicate, or DTensor.from_local with each rank's part.",
             rank=device_mesh.get_rank(),
         )
-    whole = tensor.detach()
+    whole = tensor.detach().resolve_conj().resolve_neg()
     if whole.device.type != "meta":
         if whole.device.type != device_mesh.device_type:
             whole = whole.to(device_mesh.world.device)

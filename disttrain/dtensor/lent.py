@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, change_wrapper
-from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of
+from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of, written_tensors
 from disttrain.dtensor.loan import Loan
 from disttrain.errors import LayoutError
 
@@ -51,10 +51,7 @@ def run_lent(
 
 def _written_loans(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Loan]:
     """The loans of what the operator writes to."""
-    values = [args[position] for position in facts.mutated if 0 <= position < len(args)]
-    if -1 in facts.mutated:
-        values += kwargs.values()
-    written: list[Any] = [tensor for tensor in tensors_of(values) if is_lent(tensor)]
+    written = [tensor for tensor in written_tensors(facts, args, kwargs) if is_lent(tensor)]
     loans = list(dict.fromkeys(tensor._spec.loan for tensor in written))
     if len({id(loan.root) for loan in loans}) < len(loans):
         # Each would put back what it has, and undo what the others wrote.

@@ -1,0 +1,93 @@
+"""Calls that mix: DTensors with plain tensors, or tensors of several meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.dtensor._torch import OpFacts
+from disttrain.dtensor.call_plan import Wrap
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Replicate
+from disttrain.errors import LayoutError
+from disttrain.mesh import DeviceMesh
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return not hasattr(tensor, "_spec")
+
+
+def mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh:
+    """The mesh of the first DTensor among the tensors."""
+    mesh: DeviceMesh = next(tensor._spec.mesh for tensor in tensors if not is_plain(tensor))  # type: ignore[attr-defined]
+    return mesh
+
+
+def are_scalars_among_plain(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """True where a plain tensor, say a gradient, meets scalar DTensors, say a norm: each is its value to the other."""
+    if not any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors):
+        return False
+    if not all(is_plain(tensor) for tensor in written):
+        return False
+    return all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
+
+
+def specs_of(
+    facts: OpFacts, tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+) -> tuple[Spec | None, ...] | None:
+    """Each DTensor's spec, None for a plain scalar and for a plain `out=`, which gets the whole result.
+
+    None when there is any other plain tensor: it has no layout.
+    """
+    specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
+    meshes = {spec.mesh for spec in specs if spec is not None}
+    if len(meshes) > 1:
+        raise LayoutError(
+            facts.name,
+            f"its operands lie on {len(meshes)} meshes: {', '.join(sorted(str(mesh.layout) for mesh in meshes))}.",
+            "Bring them to one mesh: full_tensor(), then distribute_tensor().",
+            rank=mesh_of(tensors).world.rank,
+        )
+    outs = {id(tensor) for tensor in written} if -1 in facts.mutated else set()
+    if any(
+        spec is None and tensor.ndim > 0 and id(tensor) not in outs for spec, tensor in zip(specs, tensors, strict=True)
+    ):
+        return None
+    return tuple(specs)
+
+
+def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
+    """True when each plain tensor has one element at most: such a one is taken as a number is."""
+    return all(tensor.numel() < 2 for tensor in tensors if is_plain(tensor))
+
+
+def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
+    """What is wrong with plain tensors beside DTensors."""
+    shape = next(tuple(tensor.shape) for tensor in tensors if is_plain(tensor) and tensor.ndim > 0)
+    return LayoutError(
+        facts.name,
+        f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
+        "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or, where all "
+        "ranks have the same one, enter implicit_replication().",
+        rank=mesh_of(tensors).world.rank,
+    )
+
+
+def as_replicated(
+    wrap: Wrap, facts: OpFacts, written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors with DTensors, whole on every rank, in place of the plain ones, which all ranks have alike.
+
+    Raises LayoutError where a plain one is among those `written` to: the caller would go on with it.
+    """
+    mesh = mesh_of(tensors)
+    if -1 not in facts.mutated and any(is_plain(tensor) for tensor in written):
+        raise meets_plain(facts, tensors)
+    layout = Layout(mesh, (Replicate(),) * mesh.ndim)
+    return [
+        wrap(tensor, Spec(layout, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
+        if is_plain(tensor) and tensor.ndim > 0 and all(tensor is not one for one in written)
+        else tensor
+        for tensor in tensors
+    ]
