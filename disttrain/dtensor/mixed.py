@@ -38,7 +38,8 @@ def specs_of(
 ) -> tuple[Spec | None, ...] | None:
     """Each DTensor's spec, None for a plain scalar and for a plain `out=`, which gets the whole result.
 
-    None when there is any other plain tensor: it has no layout.
+    None when there is any other plain tensor: it has no layout. An operator that is not pointwise, such as `scatter`,
+    takes no scalar for the tensor that it works on.
     """
     specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
     meshes = {spec.mesh for spec in specs if spec is not None}
@@ -51,10 +52,15 @@ def specs_of(
         )
     outs = {id(tensor) for tensor in written} if -1 in facts.mutated else set()
     if any(
-        spec is None and tensor.ndim > 0 and id(tensor) not in outs for spec, tensor in zip(specs, tensors, strict=True)
+        spec is None and id(tensor) not in outs and _needs_layout(facts, tensor, place)
+        for place, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
     ):
         return None
     return tuple(specs)
+
+
+def _needs_layout(facts: OpFacts, tensor: torch.Tensor, place: int) -> bool:
+    return tensor.ndim > 0 or (place == 0 and not facts.is_pointwise)
 
 
 def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
@@ -64,7 +70,7 @@ def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
     """What is wrong with plain tensors beside DTensors."""
-    shape = next(tuple(tensor.shape) for tensor in tensors if is_plain(tensor) and tensor.ndim > 0)
+    shape = max((tuple(tensor.shape) for tensor in tensors if is_plain(tensor)), key=len)
     return LayoutError(
         facts.name,
         f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
@@ -87,7 +93,7 @@ def as_replicated(
     layout = Layout(mesh, (Replicate(),) * mesh.ndim)
     return [
         wrap(tensor, Spec(layout, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
-        if is_plain(tensor) and tensor.ndim > 0 and all(tensor is not one for one in written)
+        if is_plain(tensor) and _needs_layout(facts, tensor, place) and all(tensor is not one for one in written)
         else tensor
-        for tensor in tensors
+        for place, tensor in enumerate(tensors)
     ]

@@ -19,7 +19,7 @@ forward, gradients, in place and `out=`. The judge is the same call on plain ten
 | verdict | means |
 | --- | --- |
 | right | all values, gradients, shapes and dtypes are those of one process |
-| refused | `LayoutError` on all ranks, before anything was written, for at least one placement; the rest is right |
+| refused | `LayoutError` on all ranks for at least one case; the others are right |
 | crashes | another error, the same on all ranks |
 | differs | some ranks raise and others don't |
 | hangs | ranks wait for each other, or for too long |
@@ -27,7 +27,7 @@ forward, gradients, in place and `out=`. The judge is the same call on plain ten
 | no case | it has no sample with strided tensors that torch runs on a CPU |
 
 `torch.linalg.matrix_rank(out=)` gives `out` the memory of another tensor, beneath everything that a subclass of tensors
-is asked about: on a DTensor it writes nothing, as on any subclass.
+is asked about: on a DTensor it writes nothing.
 
 "gathers" tells that some of its cases ran on whole tensors, for want of a rule.
 """
