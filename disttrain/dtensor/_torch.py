@@ -76,6 +76,7 @@ class OpFacts:
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
     shares memory with its first argument; `changes_shape` when it makes a view of its argument and leaves that in its
     place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
+    `returns_list` when it is a list of tensors;
     `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
@@ -89,6 +90,7 @@ class OpFacts:
     is_view: bool
     changes_shape: bool
     returns_data: bool
+    returns_list: bool
     shape_depends_on_values: bool
 
     @property
@@ -131,6 +133,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,
+        returns_list=len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType),
         # Indexing by masks alone depends on values, and finds no result without them.
         shape_depends_on_values=torch.Tag.dynamic_output_shape in op.tags and op._schema.name != "aten::index",
     )

@@ -57,6 +57,7 @@ def leads_with_tensors(call: OpCall) -> bool:
     leading = call.arguments[:num_operands]
     return (
         len(call.facts.returned) == 1
+        and not call.facts.returns_list
         and len(leading) == num_operands
         and all(isinstance(argument, torch.Tensor) for argument in leading)
         and None not in call.operands
@@ -189,7 +190,7 @@ def _general(
 ) -> Run:
     returned = call.facts.returned
     writes = _writes(call, propagation)
-    is_list = len(specs) != len(returned)
+    is_list = call.facts.returns_list
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of([*args, *kwargs.values()])

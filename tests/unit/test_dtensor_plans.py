@@ -175,3 +175,17 @@ def test_from_one_cut_dim_to_another_is_one_exchange() -> None:
         return operations
 
     assert run_threads(3, body) == [["all_to_all"]] * 3
+
+
+def test_a_list_of_one_tensor_is_a_list() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(numbers(4, 3), mesh, [Shard(0)], src_data_rank=None)
+        for split in (torch.unsafe_split, torch.split):
+            for _ in range(2):
+                (only,) = split(tensor, 3, 1)
+                assert torch.equal(only.full_tensor(), numbers(4, 3))
+        (row,) = tensor[:1].unbind(0)
+        assert row.tolist() == [0, 1, 2]
+
+    run_threads(2, body)
