@@ -46,20 +46,20 @@ class Side:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        library: Any = dtensor if name == "ours" else torch_dtensor
+        package: Any = dtensor if name == "ours" else torch_dtensor
         make = disttrain.init_device_mesh if name == "ours" else torch_mesh
         self.meshes = (
             {} if name == "local" else {size: make("cpu", size) for size in ((16,), (4, 4), (2, 4, 2), (2,) * 4)}
         )
-        self.library = library
+        self.package = package
 
     def tensor(self, part: torch.Tensor, mesh_size: tuple[int, ...], *placements: tuple[Any, ...]) -> torch.Tensor:
         """A DTensor whose part on this rank is `part`; ("Shard", 0), ("Replicate",), ("Partial",) say how it lies."""
         if self.name == "local":
             return part
-        made = [getattr(self.library, kind)(*arguments) for kind, *arguments in placements]
+        made = [getattr(self.package, kind)(*arguments) for kind, *arguments in placements]
         extra: dict[str, Any] = {"run_check": False} if self.name == "torch" else {}
-        tensor: torch.Tensor = self.library.DTensor.from_local(part, self.meshes[mesh_size], made, **extra)
+        tensor: torch.Tensor = self.package.DTensor.from_local(part, self.meshes[mesh_size], made, **extra)
         return tensor
 
 
@@ -104,7 +104,7 @@ def hits(side: Side, mesh_size: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
 def redistributions(side: Side) -> Iterator[tuple[str, Case]]:
     if side.name == "local":
         return
-    replicate = [side.library.Replicate()]
+    replicate = [side.package.Replicate()]
     for kind in (("Shard", 0), ("Partial",)):
         tensor = side.tensor(torch.randn(64, 16), (16,), kind)
         yield f"{kind[0]} to Replicate", functools.partial(tensor.redistribute, placements=replicate)  # type: ignore[attr-defined]
