@@ -48,9 +48,8 @@ class Side:
         self.name = name
         package: Any = dtensor if name == "ours" else torch_dtensor
         make = disttrain.init_device_mesh if name == "ours" else torch_mesh
-        self.meshes = (
-            {} if name == "local" else {size: make("cpu", size) for size in ((16,), (4, 4), (2, 4, 2), (2,) * 4)}
-        )
+        sizes: list[tuple[int, ...]] = [] if name == "local" else [(16,), (4, 4), (2, 4, 2), (2, 2, 2, 2)]
+        self.meshes: dict[tuple[int, ...], Any] = {size: make("cpu", size) for size in sizes}
         self.package = package
 
     def tensor(self, part: torch.Tensor, mesh_size: tuple[int, ...], *placements: tuple[Any, ...]) -> torch.Tensor:
