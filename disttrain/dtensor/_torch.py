@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
@@ -19,8 +23,10 @@ __all__ = [
     "change_wrapper",
     "facts_of",
     "is_called_by_autograd",
+    "is_traced",
     "make_wrapper",
     "no_torch_function",
+    "off_the_record",
     "tree_flatten",
     "tree_unflatten",
     "use_foreach_for",
@@ -61,6 +67,26 @@ def is_called_by_autograd() -> bool:
     caller = frame.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
+
+
+def is_traced() -> bool:
+    """True while operators are recorded, by a compiler say, and not only run."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+@contextmanager
+def off_the_record(*, with_symbols: bool) -> Iterator[None]:
+    """Within it nothing is recorded; `with_symbols` new tensors may have sizes that are the compiler's symbols."""
+    if not is_traced():
+        yield
+        return
+    fake_mode = detect_fake_mode() if with_symbols else None
+    with _python_dispatch._disable_current_modes():
+        if fake_mode is None:
+            yield
+        else:
+            with fake_mode:
+                yield
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

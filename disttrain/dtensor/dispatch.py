@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
+from disttrain.dtensor._torch import (
+    OpFacts,
+    OpOverload,
+    facts_of,
+    is_called_by_autograd,
+    is_traced,
+    off_the_record,
+)
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
@@ -100,8 +107,9 @@ def _dispatch_once(
             raise meets_plain(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
-    if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
-        planned = _planned(wrap, op, op_facts, args, kwargs, specs)
+    has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
+    if plans is None or has_symbols:
+        planned = _planned(wrap, op, op_facts, args, kwargs, specs, has_symbols=has_symbols)
         if planned is None:
             return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
@@ -152,10 +160,25 @@ def _planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
+    *,
+    has_symbols: bool = False,
 ) -> _Planned | None:
     """How to run the call; None for an operator without a rule."""
     if not _can_be_planned(op_facts):
         return None
+    with off_the_record(with_symbols=has_symbols):
+        return _planned_off_the_record(wrap, op, op_facts, args, kwargs, specs, has_symbols)
+
+
+def _planned_off_the_record(
+    wrap: Wrap,
+    op: OpOverload,
+    op_facts: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: tuple[Spec | None, ...],
+    has_symbols: bool,
+) -> _Planned | None:
     # Nothing of the call but its specs may be kept in the closure.
     shown_args, shown_kwargs = replaced(
         args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
@@ -169,7 +192,16 @@ def _planned(
     if rule is None:
         return None
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
+    recipe = None if has_symbols else recipe_for(call, rule, propagation)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe)
+
+
+def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:
+    return any(spec is not None and spec.is_symbolic for spec in specs) or any(
+        isinstance(number, torch.SymInt | torch.SymFloat)
+        for value in (*args, *kwargs.values())
+        for number in (value if isinstance(value, list | tuple) else (value,))
+    )
 
 
 def _can_be_planned(op_facts: OpFacts) -> bool:
@@ -196,8 +228,9 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     if results is None:
         return ()
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    kinds = {type(output) for output in outputs}
-    if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
+    if not any(isinstance(output, torch.Tensor) for output in outputs):
+        return None
+    if not all(output is None or isinstance(output, torch.Tensor | int) for output in outputs):
         return None
     return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 

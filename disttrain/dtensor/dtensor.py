@@ -72,14 +72,15 @@ class DTensor(torch.Tensor):
 
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
-    def __tensor_flatten__(self) -> tuple[list[str], Spec]:
-        return ["_local_tensor"], self._spec.owned()
+    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
+        return ["_local_tensor"], self._spec.layout
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], spec: Spec, outer_size: Sequence[int], outer_stride: Sequence[int]
+        inner: dict[str, torch.Tensor], layout: Layout, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensor:
-        return DTensor(inner["_local_tensor"], Spec(spec.layout, tuple(outer_size), tuple(outer_stride), spec.dtype))
+        local = inner["_local_tensor"]
+        return DTensor(local, Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype))
 
     @staticmethod
     def from_local(
