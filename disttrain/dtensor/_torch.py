@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
@@ -20,8 +22,10 @@ __all__ = [
     "OpFacts",
     "OpOverload",
     "become",
+    "as_one_call",
     "change_wrapper",
     "facts_of",
+    "hold_in_graphs",
     "is_called_by_autograd",
     "is_traced",
     "make_wrapper",
@@ -87,6 +91,41 @@ def off_the_record(*, with_symbols: bool) -> Iterator[None]:
         else:
             with fake_mode:
                 yield
+
+
+def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
+    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `methods` give constants.
+
+    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
+    """
+    register_opaque_type(cls, typ="value", members={name: MemberType.USE_REAL for name in methods})
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ONE_CALLS: list[Callable[..., Any]] = []
+
+
+def as_one_call(function: _Function) -> _Function:
+    """`function`, which Dynamo puts into its graph as one call, in place of reading it."""
+    _ONE_CALLS.append(function)
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _tell_dynamo()
+        return function(*args, **kwargs)
+
+    return cast(_Function, called)
+
+
+def _tell_dynamo() -> None:
+    for function in _ONE_CALLS:
+        torch.compiler.allow_in_graph(function)
+
+
+# To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
+# it reads what comes before and after.
+_tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.layout import Layout, Spec
@@ -20,6 +21,7 @@ from disttrain.mesh import DeviceMesh
 Make = Callable[[Spec, torch.device], torch.Tensor]
 
 
+@as_one_call
 def zeros(
     *size: Any,
     requires_grad: bool = False,
@@ -38,6 +40,7 @@ def zeros(
     )
 
 
+@as_one_call
 def ones(
     *size: Any,
     requires_grad: bool = False,
@@ -56,6 +59,7 @@ def ones(
     )
 
 
+@as_one_call
 def full(
     size: Any,
     fill_value: complex,
@@ -70,6 +74,7 @@ def full(
     return _filled("full", (size,), fill_value, dtype, device_mesh, placements, requires_grad)
 
 
+@as_one_call
 def empty(
     *size: Any,
     requires_grad: bool = False,
@@ -89,6 +94,7 @@ def empty(
     )
 
 
+@as_one_call
 def rand(
     *size: Any,
     requires_grad: bool = False,
@@ -100,6 +106,7 @@ def rand(
     return _drawn("rand", size, torch.Tensor.uniform_, dtype, device_mesh, placements, requires_grad)
 
 
+@as_one_call
 def randn(
     *size: Any,
     requires_grad: bool = False,

@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor._torch import as_one_call, hold_in_graphs, make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
@@ -82,7 +82,18 @@ class DTensor(torch.Tensor):
         local = inner["_local_tensor"]
         return DTensor(local, Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype))
 
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """This as the gradient of a tensor that lies so, which a backward pass is traced with."""
+        return self.redistribute(placements=_gradient_placements(self.placements))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, layout: Layout, expected_type: type | None = None
+    ) -> DTensor | None:
+        """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
+        return self.redistribute(layout.mesh, layout.placements) if expected_type is None else None
+
     @staticmethod
+    @as_one_call
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh,
@@ -191,6 +202,10 @@ class DTensor(torch.Tensor):
 
 
 use_foreach_for(DTensor)
+hold_in_graphs(Placement, ["is_partial", "is_replicate", "is_shard"])
+hold_in_graphs(
+    DeviceMesh, ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"]
+)
 _NOTHING: dict[str, Any] = {}
 
 

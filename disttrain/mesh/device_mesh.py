@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,6 +55,12 @@ class DeviceMesh:
         self.world = world
         self.device_type = device_type
         self.layout = layout
+        self.mesh_dim_names = layout.axis_names
+        """The names of the axes."""
+        self.ndim = len(layout.shape)
+        """Number of axes."""
+        self.shape = layout.shape
+        """Number of ranks along each axis."""
         self.root = self if root is None else root
         """The mesh that this one was sliced from; itself when it was not."""
         self._coordinate = layout.coordinate(world.rank)
@@ -68,21 +74,6 @@ class DeviceMesh:
     def mesh(self) -> Tensor:
         """The ranks as an int64 tensor of the mesh's shape."""
         return torch.tensor(self.layout.ranks, dtype=torch.int64).view(self.layout.shape)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of the axes."""
-        return self.layout.axis_names
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.layout.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of ranks along each axis."""
-        return self.layout.shape
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Number of ranks on the mesh, or along one axis."""
@@ -139,6 +130,11 @@ class DeviceMesh:
     def __deepcopy__(self, _: object) -> DeviceMesh:
         """The mesh itself: copies of a tensor lie on the same ranks."""
         return self
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How the code of a compiled graph calls it, and what that name is."""
+        name = f"mesh_{id(self)}"
+        return name, {name: self}
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
