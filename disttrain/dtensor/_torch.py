@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch._guards import detect_fake_mode
@@ -31,6 +31,7 @@ __all__ = [
     "make_wrapper",
     "no_torch_function",
     "off_the_record",
+    "refuse_caching",
     "tree_flatten",
     "tree_unflatten",
     "use_foreach_for",
@@ -126,6 +127,14 @@ def _tell_dynamo() -> None:
 # To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
 # it reads what comes before and after.
 _tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_caching(reason: str) -> NoReturn:
+    """Let AOTAutograd, which asks for the key of an input, not look for its results in the cache on disk."""
+    # Loaded by whoever asks.
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache(reason)
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -7,7 +7,14 @@ from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import as_one_call, hold_in_graphs, make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor._torch import (
+    as_one_call,
+    hold_in_graphs,
+    make_wrapper,
+    no_torch_function,
+    refuse_caching,
+    use_foreach_for,
+)
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
@@ -81,6 +88,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         local = inner["_local_tensor"]
         return DTensor(local, Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype))
+
+    def _stable_hash_for_caching(self) -> str:
+        refuse_caching("a traced DTensor knows this process's place on its mesh")
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """This as the gradient of a tensor that lies so, which a backward pass is traced with."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -131,10 +132,14 @@ class DeviceMesh:
         """The mesh itself: copies of a tensor lie on the same ranks."""
         return self
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How the code of a compiled graph calls it, and what that name is."""
-        name = f"mesh_{id(self)}"
-        return name, {name: self}
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How the code of a compiled graph gets at it, and what the names in that are."""
+        _IN_GRAPHS[id(self)] = self
+        return f"DeviceMesh._in_graph({id(self)})", {"DeviceMesh": DeviceMesh}
+
+    @staticmethod
+    def _in_graph(number: int) -> DeviceMesh:
+        return _IN_GRAPHS[number]
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
@@ -154,6 +159,10 @@ class DeviceMesh:
                 operation, f"the mesh has {self.ndim} axes ({self.layout}).", "Say which one.", rank=self.world.rank
             )
         return 0
+
+
+# Who has been named in a graph that is alive.
+_IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 
 
 def init_device_mesh(
