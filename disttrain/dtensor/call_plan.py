@@ -137,7 +137,7 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             results = compute(args[0]._local_tensor, *args[1:], **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # a compiler that traces it raises the latter
             # This part's strides, which nobody else knows, do not allow what the whole's strides allow.
             return run_on_copy(args, kwargs, AS_CONTIGUOUS)
         if type(results) is torch.Tensor:
