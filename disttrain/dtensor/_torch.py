@@ -25,6 +25,7 @@ __all__ = [
     "as_one_call",
     "change_wrapper",
     "facts_of",
+    "hint_of",
     "hold_in_graphs",
     "is_called_by_autograd",
     "is_traced",
@@ -92,6 +93,11 @@ def off_the_record(*, with_symbols: bool) -> Iterator[None]:
         else:
             with fake_mode:
                 yield
+
+
+def hint_of(number: int | torch.SymInt) -> int:
+    """The value that a symbol had when tracing began; to decide by, but not to compute with."""
+    return number if isinstance(number, int) else cast(int, number.node.hint)
 
 
 def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:

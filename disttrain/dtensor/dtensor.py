@@ -87,7 +87,11 @@ class DTensor(torch.Tensor):
         inner: dict[str, torch.Tensor], layout: Layout, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> DTensor:
         local = inner["_local_tensor"]
-        return DTensor(local, Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype))
+        spec = Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype)
+        if spec.is_symbolic and spec.local_shape != tuple(local.shape):
+            # It is; but to have asked tells the compiler how its symbols for the part and for the whole go together.
+            raise LayoutError("torch.compile", f"a part of shape {tuple(local.shape)} came for {spec!r}.")
+        return DTensor(local, spec)
 
     def _stable_hash_for_caching(self) -> str:
         refuse_caching("a traced DTensor knows this process's place on its mesh")

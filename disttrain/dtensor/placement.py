@@ -71,6 +71,11 @@ class StridedShard(Placement):
     def cut_dim(self) -> int:
         return self.dim
 
+    def __hash__(self) -> int:
+        symbol = getattr(self.num_blocks, "node", None)
+        # While a compiler traces, sizes are its symbols, which have no hash.
+        return hash((self.dim, self.num_blocks if symbol is None else (symbol.expr, id(symbol.shape_env))))
+
     def __repr__(self) -> str:
         return f"StridedShard({self.dim}, num_blocks={self.num_blocks})"
 

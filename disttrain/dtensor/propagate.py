@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from disttrain.dtensor._torch import hint_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
@@ -21,11 +22,11 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     chosen: list[Signature] = []
     for axis, axis_size in enumerate(mesh.shape):
         possible = [
-            signature
+            (_cost(call, signature, axis, axis_size), signature)
             for signature in (*signatures, *(_blockwise(call, signatures, axis) if rule.takes_blocks else ()))
-            if (rule.shards_unevenly or _is_even(signature, left, axis_size)) and not _mixes(call, signature, axis)
+            if not _mixes(call, signature, axis)
         ]
-        best = min(possible, key=lambda signature: _cost(call, signature, axis, axis_size))
+        best = _cheapest(possible, lambda signature: rule.shards_unevenly or _is_even(signature, left, axis_size))
         chosen.append(best)
         for sizes, placement in zip(left, best.operands, strict=True):
             if sizes is not None and placement.cut_dim is not None:
@@ -80,8 +81,29 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
     )
 
 
-def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> float:
-    """Bytes that this rank would send and receive, and a little for copies, so that ties go to moving nothing."""
+def _cheapest(possible: Sequence[tuple[int, Signature]], may_be: Callable[[Signature], bool]) -> Signature:
+    """The first of those that cost least.
+
+    Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
+    a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
+    """
+    ranking = sorted(range(len(possible)), key=lambda place: hint_of(possible[place][0]))
+    for rank, place in enumerate(ranking):
+        cost, signature = possible[place]
+        if may_be(signature):
+            for other in ranking[rank + 1 :]:
+                other_cost = possible[other][0]
+                if not (cost < other_cost if other < place else cost <= other_cost):
+                    raise AssertionError("costs are not what they were")
+            return signature
+    raise AssertionError("whole operands always will do")
+
+
+def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> int:
+    """What this rank would send and receive, and a little for copies, so that ties go to moving nothing.
+
+    In bytes, times a factor that makes it a whole number; the same for all signatures.
+    """
     cost = sum(
         _redistribution_cost(spec, spec.placements[axis], wanted, axis_size)
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
@@ -93,22 +115,25 @@ def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> floa
     return cost
 
 
-def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> float:
+def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> int:
     if placement == wanted:
-        return 0.0
+        return 0
     # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
     num_bytes = max(1, math.prod(spec.shape)) * spec.dtype.itemsize
-    moved = num_bytes * (axis_size - 1) / axis_size
-    copied = num_bytes / axis_size / 16
+    # A copied byte counts a sixteenth of one that moves.
+    half_copied = num_bytes * axis_size
+    copied = 2 * half_copied
+    moved_piece = 32 * num_bytes * (axis_size - 1)
+    moved = moved_piece * axis_size
     match placement, wanted:
         case Replicate(), _:
             return copied
         case ((Shard() | StridedShard()), Partial()):
             return moved + copied
         case ((Shard() | StridedShard()), (Shard() | StridedShard())):
-            return moved / axis_size + 2 * copied
+            return moved_piece + 2 * copied
         case ((Shard() | StridedShard()), _):
-            return moved + copied / 2
+            return moved + half_copied
         case Partial(), (Shard() | StridedShard()):
             return moved + copied
         case _:

@@ -5,6 +5,7 @@ Both ways have the same values. At once, buffers are reused where a graph would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -61,7 +62,7 @@ def exchange(
 ) -> list[torch.Tensor]:
     """Contiguous `sent[r]` goes to group rank r, and what comes from group rank r has `shapes[r]`."""
     if is_traced():
-        received_sizes = [torch.Size(shape).numel() for shape in shapes]
+        received_sizes = [math.prod(shape) for shape in shapes]
         flat = torch.cat([piece.reshape(-1) for piece in sent])
         came = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
         return [piece.view(list(shape)) for piece, shape in zip(came.split(received_sizes), shapes, strict=True)]
