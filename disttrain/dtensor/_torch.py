@@ -32,6 +32,7 @@ __all__ = [
     "make_wrapper",
     "no_torch_function",
     "off_the_record",
+    "put_on_record",
     "refuse_caching",
     "tree_flatten",
     "tree_unflatten",
@@ -81,7 +82,7 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def off_the_record(*, with_symbols: bool) -> Iterator[None]:
+def off_the_record(*, with_symbols: bool = False) -> Iterator[None]:
     """Within it nothing is recorded; `with_symbols` new tensors may have sizes that are the compiler's symbols."""
     if not is_traced():
         yield
@@ -93,6 +94,23 @@ def off_the_record(*, with_symbols: bool) -> Iterator[None]:
         else:
             with fake_mode:
                 yield
+
+
+def put_on_record(tensors: Sequence[torch.Tensor]) -> None:
+    """Let who records know the sizes of tensors that were made off the record."""
+    if not is_traced():
+        return
+    # Loaded by whoever records.
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return
+    for tensor in tensors:
+        for number in (*tensor.shape, *tensor.stride()):
+            if isinstance(number, torch.SymInt) and number.node.is_symbolic():
+                proxy = proxy_tensor.get_proxy_slot(number, mode.tracer)
+                proxy_tensor.set_proxy_slot(number, mode.tracer, proxy)
 
 
 def hint_of(number: int | torch.SymInt) -> int:

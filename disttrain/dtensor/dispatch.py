@@ -21,6 +21,7 @@ from disttrain.dtensor._torch import (
     is_called_by_autograd,
     is_traced,
     off_the_record,
+    put_on_record,
 )
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
@@ -166,27 +167,31 @@ def _planned(
     """How to run the call; None for an operator without a rule."""
     if not _can_be_planned(op_facts):
         return None
-    with off_the_record(with_symbols=has_symbols):
-        return _planned_off_the_record(wrap, op, op_facts, args, kwargs, specs, has_symbols)
+    if has_symbols:
+        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=True)
+    with off_the_record():
+        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=False)
 
 
-def _planned_off_the_record(
+def _planned_by_rule(
     wrap: Wrap,
     op: OpOverload,
     op_facts: OpFacts,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
+    *,
     has_symbols: bool,
 ) -> _Planned | None:
     # Nothing of the call but its specs may be kept in the closure.
-    shown_args, shown_kwargs = replaced(
-        args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
-    )
-    call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, ())
-    outputs = _global_outputs(op, shown_args, shown_kwargs)
+    with off_the_record(with_symbols=has_symbols):
+        shown_args, shown_kwargs = replaced(
+            args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
+        )
+        outputs = _global_outputs(op, shown_args, shown_kwargs)
     if outputs is None:
         return None
+    put_on_record(outputs)
     call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
     rule = find_rule(call)
     if rule is None:
