@@ -91,7 +91,7 @@ def _cheapest(possible: Sequence[tuple[int, Signature]], may_be: Callable[[Signa
     for rank, place in enumerate(ranking):
         cost, signature = possible[place]
         if may_be(signature):
-            for other in ranking[rank + 1 :]:
+            for other in ranking[rank + 1 :] if hint_of(cost) else ():
                 other_cost = possible[other][0]
                 if not (cost < other_cost if other < place else cost <= other_cost):
                     raise AssertionError("costs are not what they were")
