@@ -28,6 +28,7 @@ __all__ = [
     "hint_of",
     "hold_in_graphs",
     "is_called_by_autograd",
+    "is_kept_for_later",
     "is_traced",
     "make_wrapper",
     "no_torch_function",
@@ -94,6 +95,11 @@ def off_the_record(*, with_symbols: bool = False) -> Iterator[None]:
         else:
             with fake_mode:
                 yield
+
+
+def is_kept_for_later() -> bool:
+    """True when a `__tensor_flatten__` is asked by AOTAutograd, which will make a graph's results by what it says."""
+    return sys._getframe(2).f_code.co_name == "create_subclass_metadata"
 
 
 def put_on_record(tensors: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from disttrain.dtensor._torch import (
     as_one_call,
     hold_in_graphs,
+    is_kept_for_later,
     make_wrapper,
     no_torch_function,
     refuse_caching,
@@ -80,7 +81,9 @@ class DTensor(torch.Tensor):
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
     def __tensor_flatten__(self) -> tuple[list[str], Layout]:
-        return ["_local_tensor"], self._spec.layout
+        layout = self._spec.layout
+        # What a graph returns lies in one way: the layout cannot depend on the sizes of a call.
+        return ["_local_tensor"], layout.concrete() if layout.is_symbolic and is_kept_for_later() else layout
 
     @staticmethod
     def __tensor_unflatten__(
