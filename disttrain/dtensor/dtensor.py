@@ -104,9 +104,7 @@ class DTensor(torch.Tensor):
         """This as the gradient of a tensor that lies so, which a backward pass is traced with."""
         return self.redistribute(placements=_gradient_placements(self.placements))
 
-    def __coerce_same_metadata_as_tangent__(
-        self, layout: Layout, expected_type: type | None = None
-    ) -> DTensor | None:
+    def __coerce_same_metadata_as_tangent__(self, layout: Layout, expected_type: type | None = None) -> DTensor | None:
         """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
         return self.redistribute(layout.mesh, layout.placements) if expected_type is None else None
 

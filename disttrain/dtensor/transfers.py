@@ -57,9 +57,7 @@ def reduce_scatter(values: torch.Tensor, reduce_op: str, group: ProcessGroup) ->
     return part
 
 
-def exchange(
-    sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup
-) -> list[torch.Tensor]:
+def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[torch.Tensor]:
     """Contiguous `sent[r]` goes to group rank r, and what comes from group rank r has `shapes[r]`."""
     if is_traced():
         received_sizes = [math.prod(shape) for shape in shapes]
