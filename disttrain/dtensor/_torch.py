@@ -188,7 +188,7 @@ def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
 
     The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
     """
-    register_opaque_type(cls, typ="value", members={name: MemberType.USE_REAL for name in methods})
+    register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from disttrain.dtensor._torch import hint_of
@@ -26,7 +26,7 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
             for signature in (*signatures, *(_blockwise(call, signatures, axis) if rule.takes_blocks else ()))
             if not _mixes(call, signature, axis)
         ]
-        best = _cheapest(possible, lambda signature: rule.shards_unevenly or _is_even(signature, left, axis_size))
+        best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)
         for sizes, placement in zip(left, best.operands, strict=True):
             if sizes is not None and placement.cut_dim is not None:
@@ -81,8 +81,10 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
     )
 
 
-def _cheapest(possible: Sequence[tuple[int, Signature]], may_be: Callable[[Signature], bool]) -> Signature:
-    """The first of those that cost least.
+def _cheapest(
+    possible: Sequence[tuple[int, Signature]], left: Sequence[list[int] | None] | None, axis_size: int
+) -> Signature:
+    """The first of those that cost least; given what is `left` of the operands, of those that cut it evenly.
 
     Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
     a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
@@ -90,7 +92,7 @@ def _cheapest(possible: Sequence[tuple[int, Signature]], may_be: Callable[[Signa
     ranking = sorted(range(len(possible)), key=lambda place: hint_of(possible[place][0]))
     for rank, place in enumerate(ranking):
         cost, signature = possible[place]
-        if may_be(signature):
+        if left is None or _is_even(signature, left, axis_size):
             for other in ranking[rank + 1 :] if hint_of(cost) else ():
                 other_cost = possible[other][0]
                 if not (cost < other_cost if other < place else cost <= other_cost):

@@ -93,7 +93,9 @@ def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[0], drawn[1]
 
 
-def check_steps(mesh_shape: tuple[int, ...], backend: str, placements: list[Placement], *sizes: tuple[int, int]) -> None:
+def check_steps(
+    mesh_shape: tuple[int, ...], backend: str, placements: list[Placement], *sizes: tuple[int, int]
+) -> None:
     """Losses and gradients of compiled steps on batches of these sizes are those of a single process."""
     mesh = mesh_of(mesh_shape)
     alone, cut = model(), sharded(model(), mesh)
@@ -181,8 +183,9 @@ def check_alike(found: list[Any], expected: list[Any], note: str = "") -> None:
         assert type(one) is type(other), note
         if isinstance(one, DTensor):
             assert one._spec is other._spec, note
-            one, other = one.to_local(), other.to_local()
-        torch.testing.assert_close(one, other)
+            torch.testing.assert_close(one.to_local(), other.to_local())
+        else:
+            torch.testing.assert_close(one, other)
 
 
 def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
