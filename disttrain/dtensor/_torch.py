@@ -167,15 +167,20 @@ def put_on_record(tensors: Sequence[torch.Tensor]) -> None:
         return
     # Loaded by whoever records.
     from torch.fx.experimental import proxy_tensor
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return
+    tracer: Any = mode.tracer
     for tensor in tensors:
         for number in (*tensor.shape, *tensor.stride()):
             if isinstance(number, torch.SymInt) and number.node.is_symbolic():
-                proxy = proxy_tensor.get_proxy_slot(number, mode.tracer)
-                proxy_tensor.set_proxy_slot(number, mode.tracer, proxy)
+                # Computed once more, on the record, from what is known there.
+                known = {symbol: tracer.sympy_expr_tracker[symbol].value for symbol in number.node.expr.free_symbols}
+                again = sympy_interp(PythonReferenceAnalysis, known, number.node.expr)
+                proxy_tensor.set_proxy_slot(number, tracer, proxy_tensor.get_proxy_slot(again, tracer))
 
 
 def hint_of(number: int | torch.SymInt) -> int:
