@@ -44,6 +44,8 @@ class _Planned(NamedTuple):
     run: Run
     rule: Rule
     recipe: Recipe | None
+    dtype: torch.dtype
+    """Of the first result."""
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +113,8 @@ def _dispatch_once(
     if form is not None and (recipe := recipes.get(form)) is not None:
         result, spec = recipe.follow(wrap, op, args, kwargs)
         if spec is not None:
-            _keep(plans, key, simple(wrap, op, len(specs), spec))
+            run = simple(wrap, op, len(specs), spec)
+            _keep(plans, key, _by_default_dtype(wrap, op, run) if _takes_default_dtype(specs, spec.dtype) else run)
             return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
@@ -119,7 +122,11 @@ def _dispatch_once(
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
     run = planned.run
-    _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
+    if planned.rule.reads_numbers:
+        run = _by_numbers(wrap, op, args, kwargs, run)
+    if _takes_default_dtype(specs, planned.dtype):
+        run = _by_default_dtype(wrap, op, run)
+    _keep(plans, key, run)
     return run(args, kwargs)
 
 
@@ -135,6 +142,27 @@ def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _numbers(args, kwargs) == numbers:
+            return first(args, kwargs)
+        return _dispatch_once(wrap, op, args, kwargs, None, None)
+
+    return run
+
+
+def _takes_default_dtype(specs: Sequence[Spec | None], result: torch.dtype) -> bool:
+    """True where the result may be of torch's default dtype: floats that come of operands which are none."""
+    return not any(_is_inexact(spec.dtype) for spec in specs if spec is not None) and _is_inexact(result)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _by_default_dtype(wrap: Wrap, op: OpOverload, first: Run) -> Run:
+    """A closure that is good as long as the default dtype stays what it is."""
+    dtype = torch.get_default_dtype()
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() is dtype:
             return first(args, kwargs)
         return _dispatch_once(wrap, op, args, kwargs, None, None)
 
@@ -169,7 +197,8 @@ def _planned(
     if rule is None:
         return None
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
+    dtype = outputs[0].dtype if outputs else torch.bool
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation), dtype)
 
 
 def _can_be_planned(op_facts: OpFacts) -> bool:

@@ -97,7 +97,8 @@ def _fetch_slices(call: OpCall, propagation: Propagation) -> Fetch | None:
 
 def _slice_backward(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
-    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec, dim, [_slice_in_result(call)])
+    takes_all = _slice_in_result(call) == range(call.output_shape[dim])
+    may_be_cut = sole_axis(spec, dim) is not None or takes_all
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
