@@ -217,10 +217,16 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     meta_kwargs.pop("pin_memory", None)
-    meta_kwargs.pop("generator", None)
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = None
     try:
         results = op(*args, **meta_kwargs)
     except NotImplementedError:
+        return None
+    except RuntimeError:
+        # An operator of the user's may say nothing of shapes; with values it shows whether it raises.
+        if op.namespace == "aten":
+            raise
         return None
     if results is None:
         return ()
