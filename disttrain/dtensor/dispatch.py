@@ -113,20 +113,15 @@ def _dispatch_once(
     if form is not None and (recipe := recipes.get(form)) is not None:
         result, spec = recipe.follow(wrap, op, args, kwargs)
         if spec is not None:
-            run = simple(wrap, op, len(specs), spec)
-            _keep(plans, key, _by_default_dtype(wrap, op, run) if _takes_default_dtype(specs, spec.dtype) else run)
+            _keep(plans, key, _while_dtype_lasts(wrap, op, simple(wrap, op, len(specs), spec), specs, spec.dtype))
             return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
         return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
-    run = planned.run
-    if planned.rule.reads_numbers:
-        run = _by_numbers(wrap, op, args, kwargs, run)
-    if _takes_default_dtype(specs, planned.dtype):
-        run = _by_default_dtype(wrap, op, run)
-    _keep(plans, key, run)
+    run = _by_numbers(wrap, op, args, kwargs, planned.run) if planned.rule.reads_numbers else planned.run
+    _keep(plans, key, _while_dtype_lasts(wrap, op, run, specs, planned.dtype))
     return run(args, kwargs)
 
 
@@ -148,17 +143,12 @@ def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[
     return run
 
 
-def _takes_default_dtype(specs: Sequence[Spec | None], result: torch.dtype) -> bool:
-    """True where the result may be of torch's default dtype: floats that come of operands which are none."""
-    return not any(_is_inexact(spec.dtype) for spec in specs if spec is not None) and _is_inexact(result)
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _by_default_dtype(wrap: Wrap, op: OpOverload, first: Run) -> Run:
-    """A closure that is good as long as the default dtype stays what it is."""
+def _while_dtype_lasts(
+    wrap: Wrap, op: OpOverload, first: Run, specs: Sequence[Spec | None], result: torch.dtype
+) -> Run:
+    """A closure that is good as long as the default dtype is what it is now, where the result may be of that dtype."""
+    if not _is_inexact(result) or any(spec is not None and _is_inexact(spec.dtype) for spec in specs):
+        return first
     dtype = torch.get_default_dtype()
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +157,10 @@ def _by_default_dtype(wrap: Wrap, op: OpOverload, first: Run) -> Run:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
 
     return run
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | complex]:

@@ -8,12 +8,13 @@ from typing import Any, Self, cast
 import torch
 
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.shard_sizes import contiguous_strides
-from disttrain.errors import LayoutError
+from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 
 
@@ -87,16 +88,30 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh,
         placements: Sequence[Placement] | None = None,
         *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor of which every rank brings its part. Differentiable.
+        """The DTensor of which every rank brings its part, whose memory it shares. Differentiable.
 
-        Args: placements  one per mesh axis, default Replicate;  shape, stride  of the whole; needed where the parts are
-        not all of one size, else found by multiplying. Raises LayoutError when this rank's part is not of the shape
-        that the whole implies.
+        Args: placements       one per mesh axis, default Replicate.
+              run_check        compare the parts' shapes and dtypes first, find the whole's shape even where they are
+                               cut unevenly, and give all ranks the first one's values along Replicate axes; collective.
+              shape, stride    of the whole; without a check needed where parts are not all of one size, else found by
+                               multiplying.
+              grad_placements  how the gradient of the part is taken from the whole's; default: as the tensor lies,
+                               where a partial tensor's gradient is whole on every rank.
+        Raises: LayoutError when this rank's part is not of the shape that the whole implies; with a check on all ranks.
         """
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
         layout = _layout("from_local", device_mesh, placements, local_tensor.ndim)
+        wanted = _gradient_placements(layout.placements) if grad_placements is None else grad_placements
+        grad_layout = _layout("from_local", device_mesh, wanted, local_tensor.ndim)
+        if run_check:
+            shape = agreed_shape(local_tensor, layout, shape)
+            spread_first(local_tensor, layout)
         if shape is None:
             whole = list(local_tensor.shape)
             for axis_size, placement in zip(device_mesh.shape, layout.placements, strict=True):
@@ -113,7 +128,7 @@ class DTensor(torch.Tensor):
                 rank=device_mesh.get_rank(),
                 where=str(device_mesh.layout),
             )
-        return cast(DTensor, _FromLocal.apply(local_tensor, spec))  # type: ignore[no-untyped-call]
+        return cast(DTensor, _FromLocal.apply(local_tensor, spec, grad_layout))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, as a view: no copy, no communication. Differentiable.
@@ -155,8 +170,34 @@ class DTensor(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def __format__(self, format_spec: str) -> str:
-        """`f"{loss:.3f}"` is the whole's number, and collective; without a format it is the `repr`, and is not."""
-        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
+        """`f"{loss:.3f}"` is the number, as of a plain tensor; with dims it is as `str`. Collective both."""
+        return format(self.item() if self.ndim == 0 else str(self), format_spec)
+
+    def __str__(self) -> str:
+        """The whole, as `print` shows it. Collective over the mesh; `repr` is not, and shows this rank's part."""
+        if self._local_tensor.device.type == "meta" or self._spec.is_symbolic:
+            return repr(self)
+        try:
+            whole = self.detach().full_tensor()
+        except BackendError as error:
+            error.add_note("str() of a DTensor is the whole, and collective; print(repr(x)) where one rank prints.")
+            raise
+        indented = repr(whole).replace("\n", "\n" + " " * len("DTensor("))
+        return f"DTensor({indented}, {self._spec.layout})"
+
+    def __copy__(self) -> Self:
+        """Another tensor of the same part."""
+        twin = type(self)(_up_to_date(self), self._spec.owned(), requires_grad=self.requires_grad)
+        vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LayoutError(
+            "pickle",
+            "a DTensor is one rank's part of a tensor, and means nothing to another process.",
+            "Save with disttrain.checkpoint, or pickle full_tensor().",
+            rank=self.device_mesh.get_rank(),
+        )
 
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
@@ -186,7 +227,7 @@ class DTensor(torch.Tensor):
         return self._spec.placements
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DTensor(local={self._local_tensor}, shape={tuple(self.shape)}, {self._spec.layout})"
+        return f"DTensor(local={self._local_tensor!r}, shape={tuple(self.shape)}, {self._spec.layout})"
 
 
 use_foreach_for(DTensor)
@@ -222,25 +263,31 @@ def _gradient_placements(placements: Placements) -> Placements:
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
-def _as_part(grad: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The part of gradient `grad` that belongs to a tensor of spec `spec`."""
+def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
     if not isinstance(grad, DTensor):
-        raise LayoutError("backward", "a plain gradient came for a DTensor.", rank=spec.mesh.get_rank())
-    wanted = spec.layout.with_placements(_gradient_placements(spec.placements))
-    return redistribute_local(grad._local_tensor, grad._spec, wanted)
+        raise LayoutError(
+            "backward",
+            f"a plain gradient of shape {tuple(grad.shape)} came for a DTensor.",
+            "A hook or function on the way made it; let it return a DTensor: distribute_tensor or DTensor.from_local.",
+            rank=layout.mesh.get_rank(),
+        )
+    if torch.is_grad_enabled():
+        return grad.redistribute(placements=layout.placements).to_local()
+    return redistribute_local(_up_to_date(grad), grad._spec, layout)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
-        ctx.spec = spec
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, grad_layout: Layout) -> DTensor:
+        ctx.grad_layout = grad_layout
         # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
         part = local.detach().resolve_conj().resolve_neg()
         return DTensor(part, spec, requires_grad=local.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
-        return _as_part(grads[0], ctx.spec), None
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
+        return _as_part(grads[0], ctx.grad_layout), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -255,7 +302,11 @@ class _ToLocal(torch.autograd.Function):
         spec: Spec = ctx.spec
         # The gradient of a sum is one number, expanded: it could not be written to, as clipping does.
         grad = grads[0].contiguous()
-        return DTensor(grad, Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)), None
+        grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
+        if not torch.is_grad_enabled():
+            return DTensor(grad, grad_spec), None
+        own = ctx.grad_layout.with_placements(_gradient_placements(grad_spec.placements))
+        return cast(DTensor, _FromLocal.apply(grad, grad_spec, own)), None  # type: ignore[no-untyped-call]
 
 
 class _Redistribute(torch.autograd.Function):
@@ -269,4 +320,6 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         spec: Spec = ctx.spec
         layout = spec.layout.with_placements(_gradient_placements(spec.placements))
-        return DTensor(_as_part(grads[0], spec), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None
+        if torch.is_grad_enabled() and isinstance(grads[0], DTensor):
+            return cast(DTensor, _Redistribute.apply(grads[0], layout)), None  # type: ignore[no-untyped-call]
+        return DTensor(_as_part(grads[0], layout), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None
