@@ -10,9 +10,11 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "DispatchMode",
     "OpFacts",
     "OpOverload",
     "become",

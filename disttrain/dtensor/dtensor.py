@@ -12,6 +12,7 @@ from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import BackendError, LayoutError
@@ -150,6 +151,7 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
         layout = _layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
+        before_redistribution(self, layout)
         return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -178,7 +180,7 @@ class DTensor(torch.Tensor):
         if self._local_tensor.device.type == "meta" or self._spec.is_symbolic:
             return repr(self)
         try:
-            whole = self.detach().full_tensor()
+            whole = cast(DTensor, self.detach()).full_tensor()
         except BackendError as error:
             error.add_note("str() of a DTensor is the whole, and collective; print(repr(x)) where one rank prints.")
             raise
