@@ -10,6 +10,7 @@ from disttrain.dtensor.factories import distribute_tensor
 from disttrain.dtensor.implicit import implicit_replication
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.local_map import local_map
+from disttrain.dtensor.local_step import use_local_steps
 from disttrain.dtensor.modules import distribute_module
 from disttrain.dtensor.picture import visualize_sharding
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
@@ -41,3 +42,5 @@ __all__ = [
     "visualize_sharding",
     "zeros",
 ]
+
+use_local_steps()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -14,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "BOUND_FUNCTIONS",
+    "BOUND_METHODS",
     "DispatchMode",
     "OpFacts",
     "OpOverload",
     "become",
+    "binding_of",
     "change_wrapper",
     "facts_of",
     "is_called_by_autograd",
@@ -35,6 +39,62 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of a class with a shape and no storage: (class, size, strides, storage offset, memory format, dtype, layout,
 device, pin memory, requires grad, ...)."""
+
+
+BOUND_FUNCTIONS = frozenset(
+    [
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "abs",
+        "add",
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "clone",
+        "cos",
+        "div",
+        "exp",
+        "log",
+        "mean",
+        "mm",
+        "mul",
+        "native_layer_norm",
+        "neg",
+        "relu",
+        "rsqrt",
+        "sigmoid",
+        "sin",
+        "sqrt",
+        "stack",
+        "sub",
+        "sum",
+        "t",
+        "tanh",
+        "transpose",
+        "unsqueeze",
+        "where",
+        "zeros_like",
+    ]
+)
+BOUND_METHODS = frozenset(["add_", "copy_", "detach", "div_", "expand", "mul_", "permute", "sub_", "view", "zero_"])
+"""Operators of which torch's Python functions and methods of this name take what the operator itself takes."""
+
+
+def binding_of(op: OpOverload) -> Callable[..., Any]:
+    """The shortest way from Python to `op`: a generated binding parses arguments in half the time of a schema's call.
+
+    `op` itself where there is none that is known to be the same.
+    """
+    if op.namespace == "aten" and op._overloadname != "out":
+        name = op._schema.name.partition("::")[2]
+        if name in BOUND_FUNCTIONS or name.startswith(("_foreach_", "_fused_adam")):
+            return cast(Callable[..., Any], getattr(torch._C._VariableFunctions, name))
+        if name in BOUND_METHODS:
+            return cast(Callable[..., Any], getattr(torch._C.TensorBase, name))
+    return op
 
 
 def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

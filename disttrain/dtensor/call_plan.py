@@ -6,12 +6,12 @@ once. The usual calls, where nothing moves and one tensor comes out, have closur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import OpFacts, change_wrapper
+from disttrain.dtensor._torch import OpFacts, binding_of, change_wrapper
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import AS_CONTIGUOUS, Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
@@ -28,6 +28,8 @@ Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
     """The closure for all calls with operands of the same specs and the same other arguments."""
     compute: Compute = call.op if rule.localize is None else rule.localize(call, propagation)
+    if compute is call.op:
+        compute = binding_of(call.op)
     specs = [
         Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype)
         for layout, output in zip(propagation.results, call.outputs, strict=True)
@@ -42,13 +44,39 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
     fetch = _fetch(call, rule, propagation)
     if fetch is not None or call.facts.is_view:
         return _viewing(wrap, call, compute, fetch, specs)
-    if not moves and len(specs) == 1 and leads_with_tensors(call):
-        if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
-            return _inplace(compute, len(call.operands))
+    if not moves and specs and _takes_tensors_apart(call):
+        if len(specs) == 1 and leads_with_tensors(call):
+            if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
+                return _inplace(compute, len(call.operands))
+            if not call.facts.mutated:
+                return simple(wrap, compute, len(call.operands), len(call.arguments), call.keywords, specs[0])
         if not call.facts.mutated:
-            return simple(wrap, compute, len(call.operands), specs[0])
+            return _placed(wrap, compute, call, specs)
+    if not moves and len(specs) == 1 and _is_of_one_list(call):
+        return _of_list(wrap, compute, specs[0])
     run = _general(wrap, call, compute, moves, specs, propagation)
     return _apart(run) if moves and call.facts.name == "aten._unsafe_view" else run
+
+
+def _takes_tensors_apart(call: OpCall) -> bool:
+    """True when the operands are DTensors all, arguments by themselves, and the results are tensors by themselves."""
+    return (
+        None not in call.operands
+        and len(call.operands) == sum(isinstance(argument, torch.Tensor) for argument in call.arguments)
+        and not call.facts.returns_list
+    )
+
+
+def _is_of_one_list(call: OpCall) -> bool:
+    """True when the operands, DTensors all, are the list that comes first, and one new tensor returns."""
+    return (
+        None not in call.operands
+        and isinstance(call.arguments[0], list)
+        and len(call.arguments[0]) == len(call.operands)
+        and call.facts.returned == (None,)
+        and not call.facts.returns_list
+        and not call.facts.mutated
+    )
 
 
 def leads_with_tensors(call: OpCall) -> bool:
@@ -64,27 +92,59 @@ def leads_with_tensors(call: OpCall) -> bool:
     )
 
 
-def simple(wrap: Wrap, compute: Compute, num_operands: int, spec: Spec) -> Run:
+def simple(
+    wrap: Wrap, compute: Compute, num_operands: int, num_arguments: int, keywords: Mapping[str, Any], spec: Spec
+) -> Run:
     """For a call whose first arguments are its operands, of which nothing moves: one tensor of `spec` comes out."""
-    if num_operands == 1:
+    arity = None if keywords else (num_operands, num_arguments)
+    if arity == (1, 1):
+        return lambda args, _: wrap(compute(args[0]._local_tensor), spec)
+    if arity == (1, 2):
+        return lambda args, _: wrap(compute(args[0]._local_tensor, args[1]), spec)
+    if arity == (1, 3):
+        return lambda args, _: wrap(compute(args[0]._local_tensor, args[1], args[2]), spec)
+    if arity == (2, 2):
+        return lambda args, _: wrap(compute(args[0]._local_tensor, args[1]._local_tensor), spec)
+    if arity == (3, 3):
+        return lambda args, _: wrap(compute(args[0]._local_tensor, args[1]._local_tensor, args[2]._local_tensor), spec)
 
-        def run_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return wrap(compute(args[0]._local_tensor, *args[1:], **kwargs), spec)
-
-        return run_one
-
-    if num_operands == 2:
-
-        def run_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return wrap(compute(args[0]._local_tensor, args[1]._local_tensor, *args[2:], **kwargs), spec)
-
-        return run_two
-
-    def run_many(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = [tensor._local_tensor for tensor in args[:num_operands]]
         return wrap(compute(*parts, *args[num_operands:], **kwargs), spec)
 
-    return run_many
+    return run
+
+
+def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return wrap(compute([tensor._local_tensor for tensor in args[0]], *args[1:], **kwargs), spec)
+
+    return run
+
+
+def _placed(wrap: Wrap, compute: Compute, call: OpCall, specs: Sequence[Spec]) -> Run:
+    """For a call with operands here and there among its arguments, of which nothing moves."""
+    places = [place for place, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
+
+    def local_results(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = list(args)
+        for place in places:
+            parts[place] = args[place]._local_tensor
+        return compute(*parts, **kwargs)
+
+    if len(specs) == 1:
+        only = specs[0]
+        return lambda args, kwargs: wrap(local_results(args, kwargs), only)
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(
+            [
+                wrap(part, spec) if isinstance(part, torch.Tensor) else part
+                for part, spec in zip(local_results(args, kwargs), specs, strict=True)
+            ]
+        )
+
+    return run
 
 
 def _inplace(compute: Compute, num_operands: int) -> Run:

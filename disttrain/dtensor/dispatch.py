@@ -17,7 +17,7 @@ from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
-from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
+from disttrain.dtensor.keys import form_of_call, key_of_call
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.lent import is_lent, run_lent
 from disttrain.dtensor.mixed import (
@@ -50,30 +50,35 @@ class _Planned(NamedTuple):
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors."""
-    first = args[0] if args else None
-    if type(first) is list and first:
-        if op.name().startswith(("aten::_foreach_", "aten::_fused_")):
-            result = foreach.run_known(wrap, op, args, kwargs)
-            if result is not foreach.MOVES:
-                return result
-            return _dispatch_once(wrap, op, args, kwargs, None, None)
-        first, others = first[0], args
-    else:
-        others = args[1:]
-    spec: Spec | None = getattr(first, "_spec", None)
+    first: Any = args[0] if args else None
+    is_list = type(first) is list and bool(first)
+    if is_list and op.name().startswith(("aten::_foreach_", "aten::_fused_")):
+        result = foreach.run_known(wrap, op, args, kwargs)
+        return _dispatch_once(wrap, op, args, kwargs, None, None) if result is foreach.MOVES else result
+    spec: Spec | None = getattr(first[0] if is_list else first, "_spec", None)
     if spec is None or spec.is_symbolic or spec.loan is not None:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
-    try:
-        if kwargs:
-            key: Any = (op, *map(key_of, others), *kwargs, *map(key_of, kwargs.values()))
-        else:
-            key = (op, *map(key_of, others))
-    except Unkeyed:
+    key = key_of_call(op, (None, *args) if is_list else args, kwargs)
+    if key is None:
         return _dispatch_once(wrap, op, args, kwargs, None, None)
     run = spec.plans.get(key)
     if run is not None:
         return run(args, kwargs)
     return _dispatch_once(wrap, op, args, kwargs, spec.plans, key)
+
+
+def follow_recipe(
+    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec, key: tuple[Any, ...]
+) -> torch.Tensor | None:
+    """What `op` returns where it was planned for other sizes, kept as `key` for those of `spec`; else None."""
+    recipe: Recipe | None = spec.layout.plans.get(form_of_call(op, args, kwargs))
+    if recipe is None:
+        return None
+    result, result_spec = recipe.follow(wrap, args, kwargs)
+    if result_spec is not None:
+        run = simple(wrap, recipe.compute, recipe.num_operands, len(args), kwargs, result_spec)
+        _keep(spec.plans, key, _while_dtype_lasts(wrap, op, run, (spec,), result_spec.dtype))
+    return result
 
 
 def _dispatch_once(
@@ -110,11 +115,6 @@ def _dispatch_once(
     form = form_of_call(op, args, kwargs)
     assert specs[0] is not None
     recipes: dict[Any, Recipe] = specs[0].layout.plans
-    if form is not None and (recipe := recipes.get(form)) is not None:
-        result, spec = recipe.follow(wrap, op, args, kwargs)
-        if spec is not None:
-            _keep(plans, key, _while_dtype_lasts(wrap, op, simple(wrap, op, len(specs), spec), specs, spec.dtype))
-            return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
         return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
@@ -134,6 +134,8 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
 def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], first: Run) -> Run:
     """A closure that is good for calls with the same floats, and plans anew for others."""
     numbers = _numbers(args, kwargs)
+    if not numbers:
+        return first
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _numbers(args, kwargs) == numbers:

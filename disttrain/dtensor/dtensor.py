@@ -9,7 +9,8 @@ import torch
 
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.agreement import agreed_shape, spread_first
-from disttrain.dtensor.dispatch import dispatch
+from disttrain.dtensor.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from disttrain.dtensor.rank_comparison import before_redistribution
@@ -52,25 +53,25 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # The usual calls are looked up right here; see `dispatch` for what a key is made of.
+        # Calls like one before are looked up right here, the shortest ones without a function's help.
+        spec = getattr(args[0], "_spec", None) if args else None
+        if spec is None:
+            return dispatch(_made, func, args, kwargs or _NOTHING)
         num_args = len(args)
-        if not kwargs and 0 < num_args < 3:
-            spec = getattr(args[0], "_spec", None)
-            if spec is not None:
-                if num_args == 1:
-                    run = spec.plans.get((func,))
-                else:
-                    other = args[1]
-                    kind = type(other)
-                    if kind is DTensor:
-                        run = spec.plans.get((func, other._spec))
-                    elif kind is float:
-                        run = spec.plans.get((func, float))
-                    else:
-                        run = None
-                if run is not None:
-                    return run(args, _NOTHING)
-        return dispatch(_made, func, args, kwargs or {})
+        if num_args == 1 and not kwargs:
+            key: tuple[Any, ...] | None = (func,)
+        elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
+            key = (func, args[1]._spec if kind is DTensor else kind)
+        else:
+            key = key_of_call(func, args, kwargs)
+        run = spec.plans.get(key)
+        if run is not None:
+            return run(args, kwargs or _NOTHING)
+        if key is not None:
+            result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
+            if result is not None:
+                return result
+        return dispatch(_made, func, args, kwargs or _NOTHING)
 
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
@@ -233,6 +234,7 @@ class DTensor(torch.Tensor):
 
 
 use_foreach_for(DTensor)
+_KEYED = frozenset({DTensor, float})
 _NOTHING: dict[str, Any] = {}
 
 

@@ -6,32 +6,38 @@ one comparison of lists, and unwrapped without a look at each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import NormPartial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.errors import LayoutError
 
+_local_of: Final = attrgetter("_local_tensor")
+_spec_of: Final = attrgetter("_spec")
+_NORM: Final = torch.ops.aten._foreach_norm.Scalar
 Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
 
 
 def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `run`, where `op` has been run on such lists before and nothing moves; else MOVES, and nothing is done."""
     specs = _specs_of(args[0])
-    known: _Known | None = None if specs is None else specs[0].plans.get(op)
-    if known is None or specs != known.specs:
+    known: _Known | None = None if specs is None else specs[0].plans.get(_key(op, specs, args, kwargs))
+    if known is None or specs is None:
         return MOVES
-    local_args = [_unwrapped(value, known.specs) for value in args]
-    local_kwargs = {name: _unwrapped(value, known.specs) for name, value in kwargs.items()}
+    local_args = [[*map(_local_of, args[0])], *[_unwrapped(value, specs) for value in args[1:]]]
+    local_kwargs = {name: _unwrapped(value, specs) for name, value in kwargs.items()}
     if any(value is MOVES for value in (*local_args, *local_kwargs.values())):
         return MOVES
-    results = op(*local_args, **local_kwargs)
-    return None if known.mutates else _wrapped(wrap, results, known.specs)
+    results = known.compute(*local_args, **local_kwargs)
+    if known.norms is not None:
+        return [*map(wrap, results, known.norms)]
+    return None if known.mutates else _wrapped(wrap, results, specs)
 
 
 def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,14 +50,20 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
     leaders = [_leader(facts, tensor) for tensor in args[0]]
     local_args = [_localized(facts, value, leaders) for value in args]
     local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
+    specs = _specs_of(args[0])
+    may_be_known = specs is not None and specs == leaders and not any(spec.is_symbolic for spec in specs)
     if facts.name == "aten._foreach_norm":
-        return _norms(wrap, local_args, local_kwargs, leaders)
+        norms = _norms(wrap, local_args, local_kwargs, leaders)
+        if specs is not None and may_be_known and all(part.numel() for part in local_args[0]):
+            norm_specs = [norm._spec for norm in norms]  # type: ignore[attr-defined]
+            known = _Known(binding_of(op), mutates=False, norms=norm_specs)
+            specs[0].plans[_key(op, specs, args, kwargs)] = known
+        return norms
     results = op(*local_args, **local_kwargs)
     if not facts.mutated:
         _check_shapes(facts, results, leaders)
-    specs = _specs_of(args[0])
-    if specs is not None and specs == leaders and not any(spec.is_symbolic for spec in specs):
-        specs[0].plans[op] = _Known(specs, bool(facts.mutated))
+    if specs is not None and may_be_known:
+        specs[0].plans[_key(op, specs, args, kwargs)] = _Known(binding_of(op), bool(facts.mutated))
     if facts.mutated:
         _write_back(facts, args, local_args, leaders)
         return None
@@ -62,10 +74,17 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
 
 
 class _Known(NamedTuple):
-    """First lists of these specs need no look at each: nothing of them is partial."""
+    """First lists of some specs need no look at each: nothing of them is partial."""
 
-    specs: list[Spec]
+    compute: Callable[..., Any]
     mutates: bool
+    norms: list[Spec] | None = None
+    """The results' specs, where the operator computes norms."""
+
+
+def _key(op: OpOverload, specs: Sequence[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What lists are known under; the order and dtype of norms say how they lie."""
+    return (op, *specs) if op is not _NORM else (op, *specs, *args[1:], *kwargs.items())
 
 
 MOVES: Final = object()
@@ -75,7 +94,7 @@ MOVES: Final = object()
 def _specs_of(tensors: Sequence[Any]) -> list[Spec] | None:
     """The specs of a list of DTensors; None where there is a plain tensor among them, or none at all."""
     try:
-        return [tensor._spec for tensor in tensors] or None
+        return [*map(_spec_of, tensors)] or None
     except AttributeError:
         return None
 
@@ -90,7 +109,7 @@ def _unwrapped(value: Any, specs: list[Spec]) -> Any:
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], torch.Tensor):
         return value
     if _specs_of(value) == specs:
-        return [tensor._local_tensor for tensor in value]
+        return [*map(_local_of, value)]
     return value if all(tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value) else MOVES
 
 

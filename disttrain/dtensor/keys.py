@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,9 +13,32 @@ from disttrain.dtensor._torch import OpOverload
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
+_INTS = {int}
+_spec_of = attrgetter("_spec")
+
 
 class Unkeyed(Exception):
     """An argument that no key can be made of."""
+
+
+def key_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...] | None:
+    """What of a call its plan depends on beside its first argument's spec; None where no key can be made."""
+    parts: list[Any] = [op]
+    try:
+        for value in args[1:]:
+            kind = type(value)
+            if kind in _BY_VALUE:
+                parts += (kind, value)
+            elif kind is list and {*map(type, value)} == _INTS:
+                parts.append((*value,))
+            else:
+                parts.append(key_of(value))
+        if kwargs:
+            parts += kwargs
+            parts += map(key_of, kwargs.values())
+    except Unkeyed:
+        return None
+    return tuple(parts)
 
 
 def key_of(value: Any) -> Any:
@@ -27,6 +52,8 @@ def key_of(value: Any) -> Any:
     if kind in _BY_VALUE:
         return kind, value
     if kind is list or kind is tuple:
+        if value and all(map(hasattr, value, repeat("_spec"))):
+            return (*map(_spec_of, value),)
         return tuple([key_of(item) for item in value])
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return kind, value.dtype
@@ -35,16 +62,19 @@ def key_of(value: Any) -> Any:
 
 def form_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """As the key of a call, but whatever the sizes of its operands; None where an operand's cut is uneven."""
+    parts: list[Any] = [op]
     try:
-        return (op, *map(_form_of, args), *kwargs, *map(_form_of, kwargs.values()))
+        for value in args:
+            spec = getattr(value, "_spec", None)
+            if spec is None:
+                parts.append(key_of(value))
+            elif spec.form is None:
+                return None
+            else:
+                parts.append(spec.form)
+        if kwargs:
+            parts += kwargs
+            parts += map(key_of, kwargs.values())
     except Unkeyed:
         return None
-
-
-def _form_of(value: Any) -> Any:
-    spec = getattr(value, "_spec", None)
-    if spec is None:
-        return key_of(value)
-    if spec.form is None:
-        raise Unkeyed
-    return spec.form
+    return tuple(parts)

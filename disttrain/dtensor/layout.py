@@ -22,6 +22,8 @@ from disttrain.dtensor.shard_sizes import (
 )
 from disttrain.mesh import DeviceMesh
 
+_INTS = {int}
+
 
 class Layout:
     """How a tensor lies on a mesh: one placement per mesh axis. Says nothing about sizes."""
@@ -112,12 +114,17 @@ class Spec:
 
     def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
         sizes, strides = tuple(shape), tuple(stride)
-        if any(type(number) is not int for number in (*sizes, *strides)):
+        if {*map(type, sizes), *map(type, strides)} - _INTS:
             return cls._made(layout, sizes, strides, dtype, is_symbolic=True)
-        key = (layout, sizes, strides, dtype)
+        return cls.interned(layout, sizes, strides, dtype)
+
+    @classmethod
+    def interned(cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """The one spec of these; there are no symbols among the sizes."""
+        key = (layout, shape, stride, dtype)
         found = _SPECS.get(key)
         if found is None:
-            found = _SPECS.setdefault(key, cls._made(layout, sizes, strides, dtype, is_symbolic=False))
+            found = _SPECS.setdefault(key, cls._made(layout, shape, stride, dtype, is_symbolic=False))
         return cast(Self, found)
 
     @classmethod
@@ -176,11 +183,13 @@ class Spec:
         return Spec(layout, self.shape, self.stride, self.dtype)
 
     def _found_form(self) -> tuple[Any, ...] | None:
+        if self.is_symbolic or self.loan is not None:
+            return None
         left = list(self.shape)
         for num_pieces, placement in zip(self.mesh.shape, self.placements, strict=True):
             dim = placement.cut_dim
             if dim is not None:
-                if self.is_symbolic or not left[dim] or left[dim] % (num_pieces * num_blocks(placement)):
+                if not left[dim] or left[dim] % (num_pieces * num_blocks(placement)):
                     return None
                 left[dim] //= num_pieces
         is_contiguous = self.stride == contiguous_strides(self.shape)

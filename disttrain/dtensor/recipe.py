@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor._torch import binding_of
 from disttrain.dtensor.call_plan import Wrap, leads_with_tensors
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.rules import OpCall, Propagation, Rule
+from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.shard_sizes import contiguous_strides
 
 Source = tuple[int, int] | None
@@ -25,16 +25,17 @@ Source = tuple[int, int] | None
 class Recipe(NamedTuple):
     """How one tensor comes of operands of one form; for operators whose parts are computed by themselves."""
 
+    compute: Compute
     num_operands: int
     layout: Layout
     sources: tuple[Source, ...]
 
     def follow(
-        self, wrap: Wrap, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, wrap: Wrap, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[torch.Tensor | None, Spec | None]:
-        """The result of `op` and its spec; neither where strides don't tell what it is."""
+        """The result and its spec; neither where strides don't tell what it is."""
         operands = args[: self.num_operands]
-        part = op(*[operand._local_tensor for operand in operands], *args[self.num_operands :], **kwargs)
+        part = self.compute(*[operand._local_tensor for operand in operands], *args[self.num_operands :], **kwargs)
         if not part.is_contiguous():
             return None, None
         shape = tuple(
@@ -43,7 +44,7 @@ class Recipe(NamedTuple):
                 for size, source in zip(part.shape, self.sources, strict=True)
             ]
         )
-        spec = Spec(self.layout, shape, contiguous_strides(shape), part.dtype)
+        spec = Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
         return wrap(part, spec), spec
 
 
@@ -63,7 +64,7 @@ def recipe_for(call: OpCall, rule: Rule, propagation: Propagation) -> Recipe | N
     sources = _sources(call, layout, tuple(output.shape))
     if sources is None or not output.is_contiguous():
         return None
-    return Recipe(len(call.operands), layout, sources)
+    return Recipe(binding_of(call.op), len(call.operands), layout, sources)
 
 
 def _sources(call: OpCall, layout: Layout, shape: tuple[int, ...]) -> tuple[Source, ...] | None:
