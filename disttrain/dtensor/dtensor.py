@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
@@ -109,8 +111,7 @@ class DTensor(torch.Tensor):
         if isinstance(local_tensor, DTensor):
             raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
         layout = _layout("from_local", device_mesh, placements, local_tensor.ndim)
-        wanted = _gradient_placements(layout.placements) if grad_placements is None else grad_placements
-        grad_layout = _layout("from_local", device_mesh, wanted, local_tensor.ndim)
+        grad_layout = _gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
         if run_check:
             shape = agreed_shape(local_tensor, layout, shape)
             spread_first(local_tensor, layout)
@@ -143,8 +144,7 @@ class DTensor(torch.Tensor):
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _up_to_date(self).detach()
-        wanted = grad_placements if grad_placements is not None else _gradient_placements(self.placements)
-        layout = _layout("to_local", self.device_mesh, wanted, self.ndim)
+        layout = _gradient_layout("to_local", self._spec.layout, grad_placements, self.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
 
     def redistribute(
@@ -187,6 +187,19 @@ class DTensor(torch.Tensor):
             raise
         indented = repr(whole).replace("\n", "\n" + " " * len("DTensor("))
         return f"DTensor({indented}, {self._spec.layout})"
+
+    def register_hook(self, hook: Callable[[DTensor], torch.Tensor | None]) -> Any:
+        """Call `hook` with the gradient, a DTensor, once it is known; what it returns, if a DTensor, takes its place.
+
+        A plain tensor is refused: it may be a part or the whole. Within `implicit_replication()` it is the whole.
+        """
+
+        @functools.wraps(hook)
+        def run(grad: DTensor) -> torch.Tensor | None:
+            result = hook(grad)
+            return result if result is None or isinstance(result, DTensor) else _as_gradient(result, grad)
+
+        return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Self:
         """Another tensor of the same part."""
@@ -262,6 +275,25 @@ def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | 
         raise LayoutError(operation, f"{error}.", rank=mesh.get_rank(), where=str(mesh.layout)) from None
 
 
+def _gradient_layout(operation: str, layout: Layout, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
+    """How the gradient of a part lies: as `placements` say, which must leave each rank the part that it has."""
+    if placements is None:
+        return layout.with_placements(_gradient_placements(layout.placements))
+    wanted = _layout(operation, layout.mesh, placements, num_dims)
+    if any(
+        one != other and (one.cut_dim is not None or other.cut_dim is not None)
+        for one, other in zip(wanted.placements, layout.placements, strict=True)
+    ):
+        raise LayoutError(
+            operation,
+            f"grad_placements {list(wanted.placements)} cut other dims than placements {list(layout.placements)}.",
+            "The gradient of a part has its shape: give Shard where that is, else Replicate or Partial.",
+            rank=layout.mesh.get_rank(),
+            where=str(layout.mesh.layout),
+        )
+    return wanted
+
+
 def _gradient_placements(placements: Placements) -> Placements:
     """How the gradient of a tensor lies: a partial tensor's is whole, since every part counts in full."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
@@ -279,6 +311,21 @@ def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
     if torch.is_grad_enabled():
         return grad.redistribute(placements=layout.placements).to_local()
     return redistribute_local(_up_to_date(grad), grad._spec, layout)
+
+
+def _as_gradient(result: torch.Tensor, grad: DTensor) -> DTensor:
+    """A plain tensor that a hook returns for `grad`, where all ranks are said to return the same."""
+    mesh = grad.device_mesh
+    if not replicates_plain(mesh.world):
+        raise LayoutError(
+            "register_hook",
+            f"a hook returns a plain tensor of shape {tuple(result.shape)} for the gradient of a DTensor.",
+            "Return a DTensor, made by distribute_tensor or DTensor.from_local, or, where all ranks return the same "
+            "whole, call backward() within implicit_replication().",
+            rank=mesh.get_rank(),
+            where=str(mesh.layout),
+        )
+    return DTensor.from_local(result, mesh)
 
 
 class _FromLocal(torch.autograd.Function):

@@ -25,7 +25,7 @@ def mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh:
 
 
 def are_scalars_among_plain(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
-    """True where scalar DTensors, say norms, meet a plain tensor, or each other on several meshes: each is its value."""
+    """True where scalar DTensors, say norms, meet a plain tensor, or those of other meshes: each is its value."""
     meshes = {tensor._spec.mesh for tensor in tensors if not is_plain(tensor)}  # type: ignore[attr-defined]
     if len(meshes) < 2 and not any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors):
         return False
