@@ -10,11 +10,12 @@ import torch
 
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.agreement import agreed_shape, spread_first
+from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.shard_sizes import contiguous_strides
@@ -110,8 +111,8 @@ class DTensor(torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
-        layout = _layout("from_local", device_mesh, placements, local_tensor.ndim)
-        grad_layout = _gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
+        layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)
+        grad_layout = gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
         if run_check:
             shape = agreed_shape(local_tensor, layout, shape)
             spread_first(local_tensor, layout)
@@ -144,14 +145,14 @@ class DTensor(torch.Tensor):
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _up_to_date(self).detach()
-        layout = _gradient_layout("to_local", self._spec.layout, grad_placements, self.ndim)
+        layout = gradient_layout("to_local", self._spec.layout, grad_placements, self.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
         """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
-        layout = _layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
+        layout = checked_layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
         before_redistribution(self, layout)
         return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
 
@@ -268,37 +269,6 @@ def _up_to_date(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
-    try:
-        return Layout(mesh, normalized(placements, mesh.ndim, num_dims))
-    except ValueError as error:
-        raise LayoutError(operation, f"{error}.", rank=mesh.get_rank(), where=str(mesh.layout)) from None
-
-
-def _gradient_layout(operation: str, layout: Layout, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
-    """How the gradient of a part lies: as `placements` say, which must leave each rank the part that it has."""
-    if placements is None:
-        return layout.with_placements(_gradient_placements(layout.placements))
-    wanted = _layout(operation, layout.mesh, placements, num_dims)
-    if any(
-        one != other and (one.cut_dim is not None or other.cut_dim is not None)
-        for one, other in zip(wanted.placements, layout.placements, strict=True)
-    ):
-        raise LayoutError(
-            operation,
-            f"grad_placements {list(wanted.placements)} cut other dims than placements {list(layout.placements)}.",
-            "The gradient of a part has its shape: give Shard where that is, else Replicate or Partial.",
-            rank=layout.mesh.get_rank(),
-            where=str(layout.mesh.layout),
-        )
-    return wanted
-
-
-def _gradient_placements(placements: Placements) -> Placements:
-    """How the gradient of a tensor lies: a partial tensor's is whole, since every part counts in full."""
-    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
-
-
 def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
     if not isinstance(grad, DTensor):
@@ -356,7 +326,7 @@ class _ToLocal(torch.autograd.Function):
         grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
         if not torch.is_grad_enabled():
             return DTensor(grad, grad_spec), None
-        own = ctx.grad_layout.with_placements(_gradient_placements(grad_spec.placements))
+        own = ctx.grad_layout.with_placements(gradient_placements(grad_spec.placements))
         return cast(DTensor, _FromLocal.apply(grad, grad_spec, own)), None  # type: ignore[no-untyped-call]
 
 
@@ -370,7 +340,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         spec: Spec = ctx.spec
-        layout = spec.layout.with_placements(_gradient_placements(spec.placements))
+        layout = spec.layout.with_placements(gradient_placements(spec.placements))
         if torch.is_grad_enabled() and isinstance(grads[0], DTensor):
             return cast(DTensor, _Redistribute.apply(grads[0], layout)), None  # type: ignore[no-untyped-call]
         return DTensor(_as_part(grads[0], layout), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None
