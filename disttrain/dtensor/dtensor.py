@@ -149,12 +149,21 @@ class DTensor(torch.Tensor):
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
 
     def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
+        """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh.
+
+        Values travel as `forward_dtype`, which the result has then, their gradients as `backward_dtype`; default for
+        both: the tensor's own, which the gradient has in the end.
+        """
         layout = checked_layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
         before_redistribution(self, layout)
-        return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
+        return cast(DTensor, _Redistribute.apply(self, layout, forward_dtype, backward_dtype))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, as a plain tensor on every rank. Differentiable. Collective over the mesh."""
@@ -271,16 +280,21 @@ def _up_to_date(tensor: DTensor) -> torch.Tensor:
 
 def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
+    _check_gradient(grad, layout.mesh)
+    assert isinstance(grad, DTensor)
+    if torch.is_grad_enabled():
+        return grad.redistribute(placements=layout.placements).to_local()
+    return redistribute_local(_up_to_date(grad), grad._spec, layout)
+
+
+def _check_gradient(grad: torch.Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(grad, DTensor):
         raise LayoutError(
             "backward",
             f"a plain gradient of shape {tuple(grad.shape)} came for a DTensor.",
-            "A hook or function on the way made it; let it return a DTensor: distribute_tensor or DTensor.from_local.",
-            rank=layout.mesh.get_rank(),
+            "A function on the way made it; let it return a DTensor: distribute_tensor or DTensor.from_local.",
+            rank=mesh.get_rank(),
         )
-    if torch.is_grad_enabled():
-        return grad.redistribute(placements=layout.placements).to_local()
-    return redistribute_local(_up_to_date(grad), grad._spec, layout)
 
 
 def _as_gradient(result: torch.Tensor, grad: DTensor) -> DTensor:
@@ -332,15 +346,21 @@ class _ToLocal(torch.autograd.Function):
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, layout: Layout) -> DTensor:
-        ctx.spec = tensor._spec
-        local = redistribute_local(_up_to_date(tensor), tensor._spec, layout)
-        return DTensor(local.detach(), tensor._spec.with_layout(layout), requires_grad=tensor.requires_grad)
+    def forward(
+        ctx: Any, tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+    ) -> DTensor:
+        spec = ctx.spec = tensor._spec
+        ctx.backward_dtype = backward_dtype or spec.dtype
+        local = _up_to_date(tensor)
+        if forward_dtype is not None and forward_dtype is not spec.dtype:
+            local, spec = local.to(forward_dtype), Spec(spec.layout, spec.shape, spec.stride, forward_dtype)
+        local = redistribute_local(local, spec, layout)
+        return DTensor(local.detach(), spec.with_layout(layout), requires_grad=tensor.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
         spec: Spec = ctx.spec
         layout = spec.layout.with_placements(gradient_placements(spec.placements))
-        if torch.is_grad_enabled() and isinstance(grads[0], DTensor):
-            return cast(DTensor, _Redistribute.apply(grads[0], layout)), None  # type: ignore[no-untyped-call]
-        return DTensor(_as_part(grads[0], layout), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None
+        _check_gradient(grads[0], layout.mesh)
+        grad = _Redistribute.apply(grads[0], layout, ctx.backward_dtype, None)  # type: ignore[no-untyped-call]
+        return grad if grad.dtype is spec.dtype else grad.to(spec.dtype), None, None, None

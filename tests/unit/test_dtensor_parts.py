@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 from tests.sharding_cases import collectives_of, mesh_of, normal
@@ -141,5 +141,36 @@ def test_gradients_are_cut_as_their_tensor_is() -> None:
                 tensor.to_local(grad_placements=[wanted])
             with pytest.raises(LayoutError, match=r"from_local: grad_placements .* cut other dims"):
                 DTensor.from_local(local, mesh, [Shard(0)], grad_placements=[wanted])
+
+    run_threads(2, body)
+
+
+def test_values_and_gradients_travel_in_the_dtypes_that_are_asked_for() -> None:
+    def body() -> None:
+        mesh = mesh_of((2,))
+        x = distribute_tensor(X.float(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        for forward_dtype, backward_dtype in (
+            (None, None),
+            (torch.bfloat16, None),
+            (None, torch.bfloat16),
+            (torch.float64, torch.float16),
+        ):
+            x.grad = None
+            sizes: list[int] = []
+            with CommDebugMode() as comms:
+                whole = x.redistribute(
+                    placements=[Replicate()], forward_dtype=forward_dtype, backward_dtype=backward_dtype
+                )
+                sizes.append(comms.get_total_bytes())
+                part = DTensor.from_local(torch.ones_like(whole.to_local()), mesh, [Partial()])
+                whole.backward(part)
+                sizes.append(comms.get_total_bytes() - sizes[0])
+            assert whole.dtype == (forward_dtype or torch.float32)
+            torch.testing.assert_close(whole.full_tensor(), X.float().to(whole.dtype))
+            assert x.grad is not None
+            assert x.grad.dtype == torch.float32
+            assert x.grad.full_tensor().eq(2).all()
+            # Three rows of three, padded to four rows where halves are kept.
+            assert sizes == [9 * whole.dtype.itemsize, 18 * (backward_dtype or torch.float32).itemsize]
 
     run_threads(2, body)
