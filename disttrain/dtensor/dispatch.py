@@ -21,10 +21,9 @@ from disttrain.dtensor.keys import form_of_call, key_of_call
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.lent import is_lent, run_lent
 from disttrain.dtensor.mixed import (
-    are_scalars_among_plain,
+    are_scalars_apart,
     as_replicated,
     has_small_ones_only,
-    is_plain,
     meets_plain,
     mesh_of,
     specs_of,
@@ -32,7 +31,7 @@ from disttrain.dtensor.mixed import (
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
 from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
-from disttrain.dtensor.whole import run_whole, whole_of
+from disttrain.dtensor.whole import run_whole, values_of
 
 MAX_PLANS = 4096
 """Closures kept for one first operand's spec; past it, all are forgotten."""
@@ -96,9 +95,8 @@ def _dispatch_once(
     if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     written = written_tensors(op_facts, args, kwargs)
-    if are_scalars_among_plain(tensors, written):
-        values = [tensor if is_plain(tensor) else whole_of(tensor) for tensor in tensors]
-        plain_args, plain_kwargs = replaced(args, kwargs, values)
+    if are_scalars_apart(tensors, written):
+        plain_args, plain_kwargs = replaced(args, kwargs, values_of(tensors))
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors, written)
     if specs is None:

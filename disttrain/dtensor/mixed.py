@@ -24,14 +24,21 @@ def mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     return mesh
 
 
-def are_scalars_among_plain(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
-    """True where scalar DTensors, say norms, meet a plain tensor, or those of other meshes: each is its value."""
-    meshes = {tensor._spec.mesh for tensor in tensors if not is_plain(tensor)}  # type: ignore[attr-defined]
-    if len(meshes) < 2 and not any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors):
-        return False
+def are_scalars_apart(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """True where all DTensors are scalars that stand for their values, and nothing else that is written to.
+
+    They do where a plain tensor, say a gradient, meets them, and where they lie on several meshes, as the norms of
+    parameters do.
+    """
     if not all(is_plain(tensor) for tensor in written):
         return False
-    return all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors)
+    if not all(is_plain(tensor) or tensor.ndim == 0 for tensor in tensors):
+        return False
+    return any(tensor.ndim > 0 and is_plain(tensor) for tensor in tensors) or len(_meshes_of(tensors)) > 1
+
+
+def _meshes_of(tensors: Sequence[torch.Tensor]) -> set[DeviceMesh]:
+    return {tensor._spec.mesh for tensor in tensors if not is_plain(tensor)}  # type: ignore[attr-defined]
 
 
 def specs_of(
@@ -43,7 +50,7 @@ def specs_of(
     takes no scalar for the tensor that it works on.
     """
     specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
-    meshes = {spec.mesh for spec in specs if spec is not None}
+    meshes = _meshes_of(tensors)
     if len(meshes) > 1:
         raise LayoutError(
             facts.name,

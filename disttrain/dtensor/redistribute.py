@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from disttrain.dtensor.redistribute_plan import (
     ReduceScatter,
     Split,
     Step,
+    merged,
     plan_redistribute,
 )
 from disttrain.dtensor.shard_sizes import cut, piece, piece_size
@@ -48,29 +50,31 @@ def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch
             rank=spec.mesh.world.rank,
         )
     placements = list(spec.placements)
-    for step in plan_redistribute(spec.placements, layout.placements):
+    steps = plan_redistribute(spec.placements, layout.placements)
+    for step in merged(steps, spec.placements, spec.shape, spec.mesh.shape) if len(steps) > 1 else steps:
         local = _run(step, local, spec, placements)
-        placements[step.axis] = step.result
+        for axis in step.axes:
+            placements[axis] = step.result
     return local
 
 
 def _run(step: Step, local: torch.Tensor, spec: Spec, placements: list[Placement]) -> torch.Tensor:
-    mesh = spec.mesh
+    mesh, axis = spec.mesh, step.axes[0]
     match step:
         case AllGather():
-            size = _extent(spec, placements, step.dim, step.axis)
-            return _by_blocks(_all_gather, local, step.dim, step.num_blocks, size, mesh, step.axis)
+            size = _extent(spec, placements, step.dim, axis)
+            return _by_blocks(_all_gather, local, step.dim, step.num_blocks, size, mesh, step.axes)
         case AllToAll():
-            size = _extent(spec, placements, step.source_dim, step.axis)
-            return _all_to_all(local, step.source_dim, step.dim, size, mesh, step.axis)
+            size = _extent(spec, placements, step.source_dim, axis)
+            return _all_to_all(local, step.source_dim, step.dim, size, mesh, axis)
         case AllReduce():
-            return _all_reduce(local, step.partial, mesh, step.axis)
+            return _all_reduce(local, step.partial, mesh, step.axes)
         case ReduceScatter():
-            return _reduce_scatter(local, step.dim, step.partial, mesh, step.axis)
+            return _reduce_scatter(local, step.dim, step.partial, mesh, axis)
         case Split():
-            return _by_blocks(_split, local, step.dim, step.num_blocks, local.shape[step.dim], mesh, step.axis)
+            return _by_blocks(_split, local, step.dim, step.num_blocks, local.shape[step.dim], mesh, step.axes)
         case MakePartial():
-            return _make_partial(local, step.partial, mesh.get_local_rank(step.axis))
+            return _make_partial(local, step.partial, mesh.get_local_rank(axis))
     raise AssertionError(step)
 
 
@@ -84,32 +88,33 @@ def _extent(spec: Spec, placements: list[Placement], dim: int, axis: int) -> int
 
 
 def _by_blocks(
-    run: Callable[[torch.Tensor, int, int, DeviceMesh, int], torch.Tensor],
+    run: Callable[[torch.Tensor, int, int, DeviceMesh, tuple[int, ...]], torch.Tensor],
     local: torch.Tensor,
     dim: int,
     num_blocks: int,
     size: int,
     mesh: DeviceMesh,
-    axis: int,
+    axes: tuple[int, ...],
 ) -> torch.Tensor:
     """Do to each block of `dim`, which has `size` elements in all, what `run` does to a dim."""
     if num_blocks == 1:
-        return run(local, dim, size, mesh, axis)
+        return run(local, dim, size, mesh, axes)
     blocks = local.unflatten(dim, (num_blocks, local.shape[dim] // num_blocks))
-    return run(blocks, dim + 1, size // num_blocks, mesh, axis).flatten(dim, dim + 1)
+    return run(blocks, dim + 1, size // num_blocks, mesh, axes).flatten(dim, dim + 1)
 
 
-def _split(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+def _split(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
+    (axis,) = axes
     own_size, offset = piece(size, mesh.shape[axis], mesh.get_local_rank(axis))
     # A view would keep the whole's memory, and writing to it would write to the whole.
     return local.narrow(dim, offset, own_size).clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    num_pieces = mesh.shape[axis]
+def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
+    num_pieces = math.prod(mesh.shape[axis] for axis in axes)
     padded = _padded(local, dim, piece_size(size, num_pieces))
     gathered = padded.new_empty((num_pieces * padded.shape[0], *padded.shape[1:]))
-    all_gather_into_tensor(gathered, padded, group=mesh.get_group(axis))
+    all_gather_into_tensor(gathered, padded, group=mesh.group_along(axes))
     return gathered.narrow(0, 0, size).transpose(0, dim).contiguous()
 
 
@@ -151,18 +156,18 @@ def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return padded
 
 
-def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    group = mesh.get_group(axis)
+def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
+    group = mesh.group_along(axes)
     if isinstance(partial, NormPartial):
         if partial.order == float("inf"):
-            return _all_reduce(local, Partial("max"), mesh, axis)
+            return _all_reduce(local, Partial("max"), mesh, axes)
         # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
         powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
         all_reduce(powers, group=group)
         return powers.pow_(1.0 / partial.order).to(local.dtype)
     if _is_extremum_of_floats(local, partial):
         keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
-        return from_order_keys(_all_reduce(keys, partial, mesh, axis), local.dtype)
+        return from_order_keys(_all_reduce(keys, partial, mesh, axes), local.dtype)
     reduced = local.clone(memory_format=torch.contiguous_format)
     all_reduce(reduced, _REDUCE_OPS[partial.reduce_op], group=group)
     return reduced

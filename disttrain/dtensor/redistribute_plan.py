@@ -1,7 +1,9 @@
-"""How to get from one layout to another on the same mesh: a list of steps, each on one mesh axis. Pure."""
+"""How to get from one layout to another on the same mesh: a list of steps along mesh axes. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, StridedShard
@@ -15,9 +17,9 @@ _LINEAR = frozenset({Partial("sum"), Partial("avg")})
 
 @dataclass(frozen=True)
 class Step:
-    """Abstract: something done along mesh axis `axis`, after which that axis has placement `result`."""
+    """Abstract: something done along mesh axes `axes`, in their order, after which they have placement `result`."""
 
-    axis: int
+    axes: tuple[int, ...]
 
     @property
     def result(self) -> Placement:
@@ -101,23 +103,23 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
             if (exchange := _exchange(axis, source, target)) is not None:
                 steps.append(exchange)
             else:
-                steps.append(AllGather(axis, dim, num_blocks(placement)))
+                steps.append(AllGather((axis,), dim, num_blocks(placement)))
             current[axis] = steps[-1].result
     for axis, placement in enumerate(current):
         wanted = target[axis]
         if isinstance(placement, Partial) and _must_reduce(axis, source, target):
             if isinstance(wanted, Shard) and placement.reduce_op in _SCATTERED:
-                steps.append(ReduceScatter(axis, wanted.dim, placement))
+                steps.append(ReduceScatter((axis,), wanted.dim, placement))
             else:
-                steps.append(AllReduce(axis, placement))
+                steps.append(AllReduce((axis,), placement))
             current[axis] = steps[-1].result
         if isinstance(wanted, Shard | StridedShard) and current[axis] != wanted:
-            steps.append(Split(axis, wanted.dim, num_blocks(wanted)))
+            steps.append(Split((axis,), wanted.dim, num_blocks(wanted)))
             current[axis] = wanted
     # From the last axis to the first, as they are reduced from the first to the last: neutral elements stay neutral.
     for axis, wanted in reversed(list(enumerate(target))):
         if isinstance(wanted, Partial) and current[axis] != wanted:
-            steps.append(MakePartial(axis, wanted))
+            steps.append(MakePartial((axis,), wanted))
     return tuple(steps)
 
 
@@ -139,6 +141,36 @@ def _commute(one: Placement, other: Placement) -> bool:
     return one == other or (one.is_partial() and other.is_partial() and {one, other} <= _LINEAR)
 
 
+def merged(
+    steps: Sequence[Step], source: Placements, shape: Sequence[int], mesh_shape: Sequence[int]
+) -> tuple[Step, ...]:
+    """The steps of a plan, with one in place of several that follow each other and do the same along other axes.
+
+    Reductions of one kind make one over all their ranks. So do gathers of one dim, which has `shape[dim]` elements,
+    where all its pieces are of one size: those of several axes are then pieces of one cut.
+    """
+    found: list[Step] = []
+    for step in steps:
+        last = found[-1] if found else None
+        if isinstance(step, AllReduce) and isinstance(last, AllReduce) and step.partial == last.partial:
+            found[-1] = AllReduce((*last.axes, *step.axes), step.partial)
+        elif (
+            isinstance(step, AllGather)
+            and isinstance(last, AllGather)
+            and (step.dim, step.num_blocks, last.num_blocks) == (last.dim, 1, 1)
+            and _is_even(step.dim, source, shape, mesh_shape)
+        ):
+            found[-1] = AllGather((*step.axes, *last.axes), step.dim)
+        else:
+            found.append(step)
+    return tuple(found)
+
+
+def _is_even(dim: int, placements: Placements, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
+    cuts = [size for size, placement in zip(mesh_shape, placements, strict=True) if placement.cut_dim == dim]
+    return shape[dim] % math.prod(cuts) == 0
+
+
 def _must_gather(axis: int, dim: int, source: Placements, target: Placements) -> bool:
     """True unless this axis, and every earlier one that has to do with `dim`, stays as it is."""
     return any(
@@ -158,4 +190,4 @@ def _exchange(axis: int, source: Placements, target: Placements) -> AllToAll | N
         for place, placement in enumerate(placements)
         if place != axis
     ]
-    return None if old.dim in others or new.dim in others else AllToAll(axis, old.dim, new.dim)
+    return None if old.dim in others or new.dim in others else AllToAll((axis,), old.dim, new.dim)

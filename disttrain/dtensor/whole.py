@@ -22,10 +22,21 @@ _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
 """Random operators that look at nothing and need not draw all at once."""
 
 
-def whole_of(tensor: Any) -> torch.Tensor:
-    """The global value of a DTensor. Collective over its mesh."""
-    spec: Spec = tensor._spec
-    return redistribute_local(tensor._local_tensor, spec, spec.layout.replicated())
+def values_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors as they are, but of DTensors, scalars all, the values. Collective over their meshes, once for those
+    that lie alike."""
+    values = list(tensors)
+    alike: dict[tuple[Layout, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        spec: Spec | None = getattr(tensor, "_spec", None)
+        if spec is not None:
+            alike.setdefault((spec.layout, spec.dtype), []).append(place)
+    for (layout, dtype), places in alike.items():
+        stacked = torch.stack([tensors[place]._local_tensor for place in places])
+        whole = redistribute_local(stacked, Spec.of(layout, (len(places),), dtype), layout.replicated())
+        for place, value in zip(places, whole.unbind(0), strict=True):
+            values[place] = value
+    return values
 
 
 def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) -> Any:

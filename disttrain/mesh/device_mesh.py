@@ -107,6 +107,13 @@ class DeviceMesh:
             self._position("get_group")
         return self._groups[axis]
 
+    def group_along(self, axes: Sequence[int]) -> ProcessGroup:
+        """The process group of the ranks that differ from this one along the given axes only, in the axes' order."""
+        if len(axes) == 1:
+            return self.get_group(axes[0])
+        self._position("group_along")
+        return self.world.shared_group(self.layout.along(self.world.rank, axes).ranks)
+
     def get_all_groups(self) -> list[ProcessGroup]:
         """The process groups along all axes, through this rank."""
         return [self.get_group(axis) for axis in range(self.ndim)]

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from disttrain.dtensor.redistribute_plan import AllGather, AllReduce, ReduceScatter, Split, plan_redistribute
+from disttrain.dtensor.redistribute_plan import AllGather, AllReduce, ReduceScatter, Split, merged, plan_redistribute
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
+from tests.dtensor_cases import collectives_of
 
 placements_2d = st.lists(
     st.sampled_from([Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("max")]), min_size=1, max_size=3
@@ -26,18 +27,45 @@ def test_a_plan_ends_at_its_target(data: st.DataObject) -> None:
     )
     current = list(source)
     for step in plan_redistribute(source, target):
-        current[step.axis] = step.result
+        for axis in step.axes:
+            current[axis] = step.result
     assert tuple(current) == target
 
 
 def test_the_usual_plans_are_one_step() -> None:
     shard, whole, partial = Shard(0), Replicate(), Partial()
     assert plan_redistribute((shard,), (shard,)) == ()
-    assert plan_redistribute((shard,), (whole,)) == (AllGather(0, 0),)
-    assert plan_redistribute((whole,), (shard,)) == (Split(0, 0),)
-    assert plan_redistribute((partial,), (whole,)) == (AllReduce(0, partial),)
-    assert plan_redistribute((partial,), (shard,)) == (ReduceScatter(0, 0, partial),)
-    assert plan_redistribute((shard, shard), (shard, whole)) == (AllGather(1, 0),)
+    assert plan_redistribute((shard,), (whole,)) == (AllGather((0,), 0),)
+    assert plan_redistribute((whole,), (shard,)) == (Split((0,), 0),)
+    assert plan_redistribute((partial,), (whole,)) == (AllReduce((0,), partial),)
+    assert plan_redistribute((partial,), (shard,)) == (ReduceScatter((0,), 0, partial),)
+    assert plan_redistribute((shard, shard), (shard, whole)) == (AllGather((1,), 0),)
+
+
+def test_steps_that_do_the_same_along_several_axes_are_one() -> None:
+    shard, whole, partial = Shard(0), Replicate(), Partial()
+    reduced = merged(
+        plan_redistribute((partial, whole, partial), (whole,) * 3), (partial, whole, partial), (), (2, 3, 4)
+    )
+    assert reduced == (AllReduce((0, 2), partial),)
+    source = (shard, partial, shard)
+    plan = plan_redistribute(source, (whole,) * 3)
+    assert merged(plan, source, (16,), (2, 3, 4)) == (AllGather((0, 2), 0), AllReduce((1,), partial))
+    assert merged(plan, source, (18,), (2, 3, 4)) == plan
+    mixed = (partial, Partial("max"))
+    assert len(merged(plan_redistribute(mixed, (whole,) * 2), mixed, (), (2, 2))) == 2
+
+
+def test_a_merged_step_is_one_collective() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2, 3))
+        whole = torch.arange(24.0).view(12, 2)
+        for begin in ((Shard(0), Shard(0)), (Partial(), Partial()), (Partial("max"), Partial("max"))):
+            tensor = distribute_tensor(whole, mesh, [Replicate()] * 2).redistribute(placements=begin)
+            assert len(collectives_of(lambda tensor=tensor: tensor.redistribute(placements=[Replicate()] * 2))) == 1
+            assert torch.equal(tensor.full_tensor(), whole)
+
+    run_threads(6, body)
 
 
 MESHES = [(2,), (3,), (2, 2), (2, 3)]
@@ -47,7 +75,7 @@ MESHES = [(2,), (3,), (2, 2), (2, 3)]
 @given(st.data())
 def test_values_survive_every_redistribution(data: st.DataObject) -> None:
     mesh_shape = data.draw(st.sampled_from(MESHES))
-    shape = data.draw(st.tuples(st.integers(1, 5), st.integers(0, 4)))
+    shape = data.draw(st.tuples(st.integers(1, 12), st.integers(0, 4)))
     kinds = st.sampled_from([Replicate(), Shard(0), Shard(1)])
     begin = data.draw(st.tuples(*[kinds for _ in mesh_shape]))
     with_partial = st.sampled_from([Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("max")])
