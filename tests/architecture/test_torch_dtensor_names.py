@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import tensor
 
 import disttrain
 from disttrain import dtensor
@@ -79,3 +80,18 @@ def _explained() -> set[str]:
     )
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return set(re.findall(r"`([\w.()]+)`", " ".join(rows)))
+
+
+def test_placements_are_made_and_asked_alike() -> None:
+    for theirs, ours in (
+        (tensor.Shard(dim=1), dtensor.Shard(dim=1)),
+        (tensor.Replicate(), dtensor.Replicate()),
+        (tensor.Partial(), dtensor.Partial()),
+        (tensor.Partial(reduce_op="max"), dtensor.Partial(reduce_op="max")),
+    ):
+        assert isinstance(ours, dtensor.Placement)
+        for question in ("is_shard", "is_replicate", "is_partial"):
+            assert getattr(ours, question)() == getattr(theirs, question)()
+        assert ours.is_shard(dim=0) == theirs.is_shard(dim=0)
+        assert ours.is_partial(reduce_op="max") == theirs.is_partial(reduce_op="max")
+        assert getattr(ours, "reduce_op", None) == getattr(theirs, "reduce_op", None)
