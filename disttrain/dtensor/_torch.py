@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
@@ -16,6 +18,7 @@ __all__ = [
     "OpFacts",
     "OpOverload",
     "become",
+    "catch_operator",
     "change_wrapper",
     "facts_of",
     "is_called_by_autograd",
@@ -61,6 +64,15 @@ def is_called_by_autograd() -> bool:
     caller = frame.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
+
+
+def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
+    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `op.decompose` goes on."""
+    _ATEN.impl(op.name().removeprefix("aten::"), partial(kernel, op), "PythonTLSSnapshot")
+
+
+# What is registered holds as long as this does.
+_ATEN: Final = torch.library.Library("aten", "IMPL")
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ tensors, which is right for every operator but moves bytes, and says so once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -168,6 +169,8 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
+    if rule.outputs is not None:
+        call = replace(call, outputs=rule.outputs(call))
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
     return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation))
 

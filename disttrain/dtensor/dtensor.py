@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 import torch
 
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
@@ -190,6 +191,7 @@ class DTensor(torch.Tensor):
 
 
 use_foreach_for(DTensor)
+catch_all()
 _NOTHING: dict[str, Any] = {}
 
 
