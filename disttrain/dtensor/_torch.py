@@ -20,6 +20,7 @@ __all__ = [
     "become",
     "catch_operator",
     "change_wrapper",
+    "composed",
     "facts_of",
     "is_called_by_autograd",
     "make_wrapper",
@@ -67,8 +68,13 @@ def is_called_by_autograd() -> bool:
 
 
 def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `op.decompose` goes on."""
+    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `composed` goes on."""
     _ATEN.impl(op.name().removeprefix("aten::"), partial(kernel, op), "PythonTLSSnapshot")
+
+
+def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`op` by other operators, as torch composes it."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 # What is registered holds as long as this does.

@@ -13,6 +13,7 @@ from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.sequences import with_places
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
@@ -158,6 +159,17 @@ class DTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         """`f"{loss:.3f}"` is the whole's number, and collective; without a format it is the `repr`, and is not."""
         return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.Tensor.__getitem__(self, index if type(index) is int else with_places(index, self._replicated))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, with_places(index, self._replicated), value)
+
+    def _replicated(self, value: torch.Tensor) -> DTensor:
+        """`value`, which all ranks have alike, beside this tensor."""
+        layout = self._spec.layout.replicated()
+        return DTensor(value.to(self.device), Spec.of(layout, tuple(value.shape), value.dtype))
 
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute

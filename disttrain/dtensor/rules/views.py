@@ -92,7 +92,10 @@ def _unfold(call: OpCall) -> dict[int, int]:
 
 def _unfold_backward(call: OpCall) -> dict[int, int]:
     num_dims = len(call.output_shape)
-    return unchanged(num_dims, {dim_of(call, "dim", num_dims)}) if num_dims else {}
+    # torch's own istft gives it a gradient that is to be broadcast.
+    sizes = zip(call.operand.shape, call.output_shape, strict=False)
+    blocked = {dim for dim, (given, size) in enumerate(sizes) if given != size}
+    return unchanged(num_dims, {*blocked, dim_of(call, "dim", num_dims)}) if num_dims else {}
 
 
 def _unbind(call: OpCall) -> dict[int, int]:
