@@ -10,6 +10,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, become
 from disttrain.dtensor.call_plan import Wrap, replaced, written_tensors
+from disttrain.dtensor.counted_places import check_begins_there, counts_from_start
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.implicit import may_gather
 from disttrain.dtensor.layout import Layout, Spec
@@ -34,6 +35,8 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     layout = specs[0].layout.replicated()
     if call.facts.name in _DRAWN and call.operands[0] is not None and len(specs) == 1:
         return _drawn(op, call, tensors[0], call.operands[0])
+    if counts_from_start(call.facts, call.arguments, call.keywords) and call.operands[0] is not None:
+        check_begins_there(call.facts.name, tensors[0]._local_tensor, call.operands[0])
     if call.facts.changes_shape:
         return _kept(call.facts, specs[0], call.arguments)
     if not all(spec.layout.is_replicated for spec in specs):

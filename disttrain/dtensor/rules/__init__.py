@@ -28,6 +28,7 @@ from disttrain.dtensor.rules import (
     slicing,
     softmax,
     stacking,
+    strided,
     views,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
@@ -69,6 +70,7 @@ _RULES: dict[str, Rule] = {
     **slicing.RULES,
     **softmax.RULES,
     **stacking.RULES,
+    **strided.RULES,
     **views.RULES,
 }
 """By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
