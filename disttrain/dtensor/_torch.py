@@ -12,7 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "OpFacts",
@@ -26,6 +26,7 @@ __all__ = [
     "make_wrapper",
     "no_torch_function",
     "tree_flatten",
+    "tree_leaves",
     "tree_unflatten",
     "use_foreach_for",
 ]

@@ -11,6 +11,7 @@ from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreac
 from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.lone_errors import tell_of
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.sequences import with_places
@@ -52,25 +53,29 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # The usual calls are looked up right here; see `dispatch` for what a key is made of.
-        num_args = len(args)
-        if not kwargs and 0 < num_args < 3:
-            spec = getattr(args[0], "_spec", None)
-            if spec is not None:
-                if num_args == 1:
-                    run = spec.plans.get((func,))
-                else:
-                    other = args[1]
-                    kind = type(other)
-                    if kind is DTensor:
-                        run = spec.plans.get((func, other._spec))
-                    elif kind is float:
-                        run = spec.plans.get((func, float))
+        try:
+            # The usual calls are looked up right here; see `dispatch` for what a key is made of.
+            num_args = len(args)
+            if not kwargs and 0 < num_args < 3:
+                spec = getattr(args[0], "_spec", None)
+                if spec is not None:
+                    if num_args == 1:
+                        run = spec.plans.get((func,))
                     else:
-                        run = None
-                if run is not None:
-                    return run(args, _NOTHING)
-        return dispatch(_made, func, args, kwargs or {})
+                        other = args[1]
+                        kind = type(other)
+                        if kind is DTensor:
+                            run = spec.plans.get((func, other._spec))
+                        elif kind is float:
+                            run = spec.plans.get((func, float))
+                        else:
+                            run = None
+                    if run is not None:
+                        return run(args, _NOTHING)
+            return dispatch(_made, func, args, kwargs or {})
+        except Exception as error:
+            tell_of(error, func, (args, kwargs))
+            raise
 
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
