@@ -16,6 +16,7 @@ import torch
 
 from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
+from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import Unkeyed, form_of_call, key_of
@@ -104,7 +105,7 @@ def _dispatch_once(
     if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
         planned = _planned(wrap, op, op_facts, args, kwargs, specs)
         if planned is None:
-            return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+            return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
     form = form_of_call(op, args, kwargs)
     assert specs[0] is not None
@@ -116,12 +117,19 @@ def _dispatch_once(
             return result
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
-        return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+        return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
     run = planned.run
     _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
     return run(args, kwargs)
+
+
+def _without_plan(wrap: Wrap, call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
+    by_others = BY_OTHERS.get(call.op)
+    if by_others is not None:
+        return by_others(*call.arguments, **call.keywords)
+    return run_whole(wrap, call.op, call, tensors)
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:

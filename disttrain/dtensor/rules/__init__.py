@@ -9,6 +9,7 @@ from disttrain.dtensor.rules import (
     batched,
     contraction,
     convolution,
+    counting,
     dropout,
     embedding,
     extremes,
@@ -16,6 +17,7 @@ from disttrain.dtensor.rules import (
     indexing,
     likelihood,
     loss,
+    masked,
     moments,
     normalization,
     ordered,
@@ -29,6 +31,7 @@ from disttrain.dtensor.rules import (
     softmax,
     stacking,
     strided,
+    together,
     views,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
@@ -51,6 +54,7 @@ _RULES: dict[str, Rule] = {
     **batched.RULES,
     **contraction.RULES,
     **convolution.RULES,
+    **counting.RULES,
     **dropout.RULES,
     **embedding.RULES,
     **extremes.RULES,
@@ -58,6 +62,7 @@ _RULES: dict[str, Rule] = {
     **indexing.RULES,
     **likelihood.RULES,
     **loss.RULES,
+    **masked.RULES,
     **moments.RULES,
     **normalization.RULES,
     **ordered.RULES,
@@ -71,6 +76,7 @@ _RULES: dict[str, Rule] = {
     **softmax.RULES,
     **stacking.RULES,
     **strided.RULES,
+    **together.RULES,
     **views.RULES,
 }
 """By the operator's name, with its overload where overloads differ; in-place forms share the rule of the others."""
