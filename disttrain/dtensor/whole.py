@@ -17,6 +17,7 @@ from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
+from disttrain.dtensor.shard_sizes import is_permuted
 from disttrain.errors import LayoutError
 
 _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
@@ -111,7 +112,11 @@ def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> 
         return local.view_as(local) if is_written else local
     if skips_values:
         return local.new_empty(spec.shape)
-    return redistribute_local(local, spec, spec.layout.replicated())
+    whole = redistribute_local(local, spec, spec.layout.replicated())
+    if tuple(whole.stride()) == spec.stride or spec.is_symbolic or not is_permuted(spec.shape, spec.stride):
+        return whole
+    # Some operators ask for a certain order of dims in memory, and others keep the order that they find.
+    return whole.new_empty_strided(spec.shape, spec.stride).copy_(whole)
 
 
 def _write_back(wrap: Wrap, facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from disttrain.dtensor import (
     implicit_replication,
 )
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.shard_sizes import is_permuted
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.testing import run_threads
 from tests.dtensor_ops.cases import MESHES, Case, calls_of, cases_of, num_parts, plain_result, run_call
@@ -257,6 +258,9 @@ def distributed(
     tensor: torch.Tensor, mesh: disttrain.DeviceMesh, placements: Sequence[Placement], needs_grad: bool = False
 ) -> DTensor:
     """The tensor laid out, without communication. A partial one has parts on all ranks that add up exactly."""
+    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    if order != sorted(order) and is_permuted(tensor.shape, tensor.stride()):
+        return _permuted(tensor, order, mesh, placements, needs_grad)
     shards = [Replicate() if isinstance(place, Partial) else place for place in placements]
     layout = Layout(mesh, shards)
     spec = Spec.of(layout, tuple(tensor.shape), tensor.dtype)
@@ -268,6 +272,21 @@ def distributed(
             local = _addend(local, mesh.shape[axis], mesh.get_local_rank(axis))
     spec = Spec.of(layout.with_placements(placements), tuple(tensor.shape), tensor.dtype)
     return DTensor(local, spec, requires_grad=needs_grad and tensor.requires_grad)
+
+
+def _permuted(
+    tensor: torch.Tensor,
+    order: Sequence[int],
+    mesh: disttrain.DeviceMesh,
+    placements: Sequence[Placement],
+    needs_grad: bool,
+) -> DTensor:
+    """The tensor laid out, its dims in memory in the order that they have."""
+    moved = [Shard(order.index(place.dim)) if isinstance(place, Shard) else place for place in placements]
+    contiguous = distributed(tensor.detach().permute(*order), mesh, moved)
+    part = contiguous._local_tensor.permute(*[order.index(dim) for dim in range(tensor.ndim)])
+    spec = Spec(Layout(mesh, placements), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return DTensor(part, spec, requires_grad=needs_grad and tensor.requires_grad)
 
 
 def _addend(value: torch.Tensor, num_parts: int, position: int) -> torch.Tensor:
