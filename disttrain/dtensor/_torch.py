@@ -93,7 +93,7 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
-    shares memory with its first argument; `changes_shape` when it makes a view of its argument and leaves that in its
+    shares memory with its first argument; `is_composed` when torch can compute it by other operators; `changes_shape` when it makes a view of its argument and leaves that in its
     place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
     `returns_list` when it is a list of tensors;
     `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
@@ -107,6 +107,7 @@ class OpFacts:
     is_pointwise: bool
     is_random: bool
     is_view: bool
+    is_composed: bool
     changes_shape: bool
     returns_data: bool
     returns_list: bool
@@ -149,6 +150,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_composed=torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"),
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
+from disttrain.dtensor._torch import OpFacts, OpOverload, composed, facts_of, is_called_by_autograd
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
@@ -33,7 +33,7 @@ from disttrain.dtensor.mixed import (
 )
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
-from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
+from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, whole_of
 
 MAX_PLANS = 4096
@@ -85,6 +85,8 @@ def _dispatch_once(
     key: Any,
 ) -> Any:
     op_facts = facts(op)
+    if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
+        return composed(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)

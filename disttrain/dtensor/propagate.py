@@ -23,7 +23,9 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
         possible = [
             signature
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
-            if (rule.shards_unevenly or _is_even(signature, left, axis_size)) and not _mixes(call, signature, axis)
+            if (rule.shards_unevenly or _is_even(signature, left, axis_size))
+            and not _mixes(call, signature, axis)
+            and not _adds_up_plain(call, signature)
         ]
         best = min(possible, key=lambda signature: _cost(call, signature, axis, axis_size))
         chosen.append(best)
@@ -82,6 +84,14 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
         and spec is not None
         and spec.placements[axis] != wanted
         and any(isinstance(other, Partial) and other != wanted for other in spec.placements)
+        for spec, wanted in zip(call.operands, signature.operands, strict=True)
+    )
+
+
+def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
+    """Whether a plain scalar, which every rank has, would count once for each rank."""
+    return any(
+        spec is None and isinstance(wanted, Partial)
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
     )
 

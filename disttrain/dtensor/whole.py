@@ -91,7 +91,8 @@ def _lent(wrap: Wrap, op: OpOverload, call: OpCall, tensor: Any, spec: Spec) -> 
     loan = Loan(tensor, Fetch(read, write))
 
     def lent(part: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return wrap(part, spec.lent(loan))
+        with torch.inference_mode(mode=tensor.is_inference()):
+            return wrap(part, spec.lent(loan))
 
     args, kwargs = replaced(call.arguments, call.keywords, [loan.moved])
     return _wrapped_wholes(lent, call.facts, op(*args, **kwargs), layout, {})

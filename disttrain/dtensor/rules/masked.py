@@ -90,7 +90,5 @@ def _counted(mask: torch.Tensor, part: Spec, axes: Sequence[int]) -> tuple[int, 
 
 RULES = {
     "aten.masked_scatter": Rule(masked_scatter, localize_masked_scatter, takes_blocks=False),
-    "aten.masked_scatter_backward": Rule(
-        masked_scatter_backward, localize_masked_scatter_backward, takes_blocks=False
-    ),
+    "aten.masked_scatter_backward": Rule(masked_scatter_backward, localize_masked_scatter_backward, takes_blocks=False),
 }

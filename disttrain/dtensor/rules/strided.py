@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.dtensor.counted_places import check_begins_there, counts_from_start
-from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
