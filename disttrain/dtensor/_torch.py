@@ -93,10 +93,10 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
-    shares memory with its first argument; `is_composed` when torch can compute it by other operators; `changes_shape` when it makes a view of its argument and leaves that in its
-    place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
-    `returns_list` when it is a list of tensors;
-    `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
+    shares memory with its first argument; `is_composed` when torch computes it by other operators; `changes_shape` when
+    it makes a view of its argument and leaves that in its place; `returned` are, per result, the position of the
+    argument that it is, None for a new tensor; `returns_list` when it is a list of tensors; `returns_data` when the
+    result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str

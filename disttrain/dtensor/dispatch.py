@@ -99,9 +99,7 @@ def _dispatch_once(
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors, written)
     if specs is None:
-        may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
-        if not (may_replicate or is_called_by_autograd()):
-            raise meets_plain(op_facts, tensors)
+        _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
     if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
@@ -125,6 +123,12 @@ def _dispatch_once(
     run = planned.run
     _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
     return run(args, kwargs)
+
+
+def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
+    may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
+    if not (may_replicate or is_called_by_autograd()):
+        raise meets_plain(op_facts, tensors)
 
 
 def _without_plan(wrap: Wrap, call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
