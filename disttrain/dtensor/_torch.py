@@ -74,7 +74,9 @@ def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
 
 
 def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """`op` by other operators, as torch composes it."""
+    """`op` by other operators, as torch composes it: in Python, where it has a way to, while the compiler traces."""
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher):
+        return op.decompose(*args, **kwargs)
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

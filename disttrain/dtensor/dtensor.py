@@ -14,7 +14,7 @@ from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.lone_errors import tell_of
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from disttrain.dtensor.redistribute import redistribute_local
-from disttrain.dtensor.sequences import with_places
+from disttrain.dtensor.sequences import has_places, with_places
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
@@ -166,10 +166,10 @@ class DTensor(torch.Tensor):
         return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
 
     def __getitem__(self, index: Any) -> Any:
-        return torch.Tensor.__getitem__(self, index if type(index) is int else with_places(index, self._replicated))
+        return _getitem(self, with_places(index, self._replicated) if has_places(index) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        torch.Tensor.__setitem__(self, with_places(index, self._replicated), value)
+        _setitem(self, with_places(index, self._replicated) if has_places(index) else index, value)
 
     def _replicated(self, value: torch.Tensor) -> DTensor:
         """`value`, which all ranks have alike, beside this tensor."""
@@ -209,6 +209,7 @@ class DTensor(torch.Tensor):
 
 use_foreach_for(DTensor)
 catch_all()
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _NOTHING: dict[str, Any] = {}
 
 

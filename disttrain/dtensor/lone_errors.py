@@ -20,12 +20,15 @@ def tell_of(error: Exception, op: OpOverload, values: Any) -> None:
     """This rank is about to raise `error` from an operator on `values`: nobody on their mesh must wait for it."""
     if isinstance(error, DisttrainError) and not isinstance(error, BackendError):
         return  # decided by what all ranks know
-    specs = [leaf._spec for leaf in tree_leaves(values) if hasattr(leaf, "_spec") and _is_real(leaf)]
-    if specs and specs[0].mesh.get_coordinate() is not None:
-        mesh = specs[0].mesh
-        for axis, axis_size in enumerate(mesh.shape):
+    meshes = [leaf._spec.mesh for leaf in tree_leaves(values) if hasattr(leaf, "_spec") and _is_real(leaf)]
+    if not meshes or meshes[0].get_coordinate() is None:
+        return
+    try:
+        for axis, axis_size in enumerate(meshes[0].shape):
             if axis_size > 1:
-                mesh.get_group(axis).refuse(str(op), error, ANY)
+                meshes[0].get_group(axis).refuse(str(op), error, ANY)
+    except DisttrainError as reason:
+        error.add_note(f"The other ranks could not be told: {reason}")
 
 
 def _is_real(tensor: Any) -> bool:

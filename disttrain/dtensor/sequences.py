@@ -11,6 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+_SEQUENCES = frozenset({list, range, np.ndarray})
+
+
+def has_places(index: Any) -> bool:
+    """False where `with_places` would change nothing."""
+    return type(index) in _SEQUENCES or (type(index) is tuple and not _SEQUENCES.isdisjoint(map(type, index)))
+
 
 def with_places(index: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`index` with what `make` makes of lists, ranges and arrays of numbers in place of them."""
