@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "BOUND_FUNCTIONS",
@@ -22,12 +23,15 @@ __all__ = [
     "OpOverload",
     "become",
     "binding_of",
+    "catch_operator",
     "change_wrapper",
+    "composed",
     "facts_of",
     "is_called_by_autograd",
     "make_wrapper",
     "no_torch_function",
     "tree_flatten",
+    "tree_leaves",
     "tree_unflatten",
     "use_foreach_for",
 ]
@@ -125,6 +129,22 @@ def is_called_by_autograd() -> bool:
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
 
 
+def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
+    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `composed` goes on."""
+    _ATEN.impl(op.name().removeprefix("aten::"), partial(kernel, op), "PythonTLSSnapshot")
+
+
+def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`op` by other operators, as torch composes it: in Python, where it has a way to, while the compiler traces."""
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher):
+        return op.decompose(*args, **kwargs)
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+# What is registered holds as long as this does.
+_ATEN: Final = torch.library.Library("aten", "IMPL")
+
+
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give wrapper `tensor` the shape and dtype of wrapper `other`."""
     torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
@@ -136,10 +156,10 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
-    shares memory with its first argument; `changes_shape` when it makes a view of its argument and leaves that in its
-    place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
-    `returns_list` when it is a list of tensors;
-    `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
+    shares memory with its first argument; `is_composed` when torch computes it by other operators; `changes_shape` when
+    it makes a view of its argument and leaves that in its place; `returned` are, per result, the position of the
+    argument that it is, None for a new tensor; `returns_list` when it is a list of tensors; `returns_data` when the
+    result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
@@ -150,6 +170,7 @@ class OpFacts:
     is_pointwise: bool
     is_random: bool
     is_view: bool
+    is_composed: bool
     changes_shape: bool
     returns_data: bool
     returns_list: bool
@@ -192,6 +213,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_composed=torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"),
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,

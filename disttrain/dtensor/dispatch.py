@@ -8,13 +8,15 @@ tensors, which is right for every operator but moves bytes, and says so once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, facts_of, is_called_by_autograd
+from disttrain.dtensor._torch import OpFacts, OpOverload, composed, facts_of, is_called_by_autograd
+from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import form_of_call, key_of_call
@@ -30,7 +32,7 @@ from disttrain.dtensor.mixed import (
 )
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
-from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
+from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, values_of
 
 MAX_PLANS = 4096
@@ -89,6 +91,8 @@ def _dispatch_once(
     key: Any,
 ) -> Any:
     op_facts = facts(op)
+    if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
+        return composed(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
@@ -100,27 +104,38 @@ def _dispatch_once(
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors, written)
     if specs is None:
-        may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
-        if not (may_replicate or is_called_by_autograd()):
-            raise meets_plain(op_facts, tensors)
+        _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
     if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
         planned = _planned(wrap, op, op_facts, args, kwargs, specs)
         if planned is None:
-            return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+            return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
     form = form_of_call(op, args, kwargs)
     assert specs[0] is not None
     recipes: dict[Any, Recipe] = specs[0].layout.plans
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
-        return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+        return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
     run = _by_numbers(wrap, op, args, kwargs, planned.run) if planned.rule.reads_numbers else planned.run
     _keep(plans, key, _while_dtype_lasts(wrap, op, run, specs, planned.dtype))
     return run(args, kwargs)
+
+
+def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
+    may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
+    if not (may_replicate or is_called_by_autograd()):
+        raise meets_plain(op_facts, tensors)
+
+
+def _without_plan(wrap: Wrap, call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
+    by_others = BY_OTHERS.get(call.op)
+    if by_others is not None:
+        return by_others(*call.arguments, **call.keywords)
+    return run_whole(wrap, call.op, call, tensors)
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -190,6 +205,8 @@ def _planned(
     rule = find_rule(call)
     if rule is None:
         return None
+    if rule.outputs is not None:
+        call = replace(call, outputs=rule.outputs(call))
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
     dtype = outputs[0].dtype if outputs else torch.bool
     return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation), dtype)

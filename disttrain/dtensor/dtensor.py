@@ -10,14 +10,17 @@ import torch
 
 from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.agreement import agreed_shape, spread_first
+from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.lone_errors import tell_of
 from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.sequences import has_places, with_places
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
@@ -56,25 +59,29 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Calls like one before are looked up right here, the shortest ones without a function's help.
-        spec = getattr(args[0], "_spec", None) if args else None
-        if spec is None:
+        try:
+            # Calls like one before are looked up right here, the shortest ones without a function's help.
+            spec = getattr(args[0], "_spec", None) if args else None
+            if spec is None:
+                return dispatch(_made, func, args, kwargs or _NOTHING)
+            num_args = len(args)
+            if num_args == 1 and not kwargs:
+                key: tuple[Any, ...] | None = (func,)
+            elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
+                key = (func, args[1]._spec if kind is DTensor else kind)
+            else:
+                key = key_of_call(func, args, kwargs)
+            run = spec.plans.get(key)
+            if run is not None:
+                return run(args, kwargs or _NOTHING)
+            if key is not None:
+                result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
+                if result is not None:
+                    return result
             return dispatch(_made, func, args, kwargs or _NOTHING)
-        num_args = len(args)
-        if num_args == 1 and not kwargs:
-            key: tuple[Any, ...] | None = (func,)
-        elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
-            key = (func, args[1]._spec if kind is DTensor else kind)
-        else:
-            key = key_of_call(func, args, kwargs)
-        run = spec.plans.get(key)
-        if run is not None:
-            return run(args, kwargs or _NOTHING)
-        if key is not None:
-            result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
-            if result is not None:
-                return result
-        return dispatch(_made, func, args, kwargs or _NOTHING)
+        except Exception as error:
+            tell_of(error, func, (args, kwargs))
+            raise
 
     # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
 
@@ -225,6 +232,17 @@ class DTensor(torch.Tensor):
             rank=self.device_mesh.get_rank(),
         )
 
+    def __getitem__(self, index: Any) -> Any:
+        return _getitem(self, with_places(index, self._replicated) if has_places(index) else index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _setitem(self, with_places(index, self._replicated) if has_places(index) else index, value)
+
+    def _replicated(self, value: torch.Tensor) -> DTensor:
+        """`value`, which all ranks have alike, beside this tensor."""
+        layout = self._spec.layout.replicated()
+        return DTensor(value.to(self.device), Spec.of(layout, tuple(value.shape), value.dtype))
+
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
         """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""
@@ -258,6 +276,8 @@ class DTensor(torch.Tensor):
 
 use_foreach_for(DTensor)
 _KEYED = frozenset({DTensor, float})
+catch_all()
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _NOTHING: dict[str, Any] = {}
 
 
