@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from disttrain.fsdp2.fully_shard import FSDPModule, fully_shard
-from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]

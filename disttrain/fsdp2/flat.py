@@ -1,8 +1,8 @@
 """How the shards of several parameters lie in one flat buffer. Pure arithmetic.
 
-Dim 0 of every parameter is cut as `torch.chunk` cuts; each rank's piece is padded to the size of the first. A rank's
-buffer is its pieces one after the other, so one all-gather brings all parameters: row r of its result is rank r's
-buffer.
+One dim of every parameter is cut as `torch.chunk` cuts, and brought to the front; each rank's piece is padded to the
+size of the first. A rank's buffer is its pieces one after the other, so one all-gather brings all parameters: row r of
+its result is rank r's buffer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from disttrain.dtensor.shard_sizes import piece_size
 
 @dataclass(frozen=True)
 class FlatSlot:
-    """One parameter's place: `offset` and `padded_numel` in the buffer; `padded_rows` times the ranks cover dim 0."""
+    """One parameter's place: `offset` and `padded_numel` in the buffer; `padded_rows` times the ranks cover its dim.
+
+    `shape` has the cut dim in front.
+    """
 
     shape: tuple[int, ...]
     padded_rows: int
@@ -25,7 +28,7 @@ class FlatSlot:
 
     @property
     def row_numel(self) -> int:
-        """Elements in one row of dim 0."""
+        """Elements in one row of the cut dim."""
         return math.prod(self.shape[1:])
 
 
@@ -44,7 +47,7 @@ class FlatPlan:
 
 
 def plan_flat(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatPlan:
-    """Places for parameters of these shapes (at least one dim each), cut for `num_shards` ranks."""
+    """Places for parameters of these shapes, their cut dims in front, cut for `num_shards` ranks."""
     slots: list[FlatSlot] = []
     offset = 0
     for shape in shapes:

@@ -6,12 +6,21 @@ import torch
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import base_of
-from disttrain.fsdp2.collectives import Gather, Reduction, copy_out, start_gather, start_reduction
+from disttrain.fsdp2.collectives import (
+    Averaging,
+    Gather,
+    Hook,
+    Reduction,
+    ReductionPlan,
+    copy_out,
+    start_gather,
+    start_reduction,
+)
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
-from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
-from disttrain.mesh import DeviceMesh
 
 
 class Comm:
@@ -21,6 +30,8 @@ class Comm:
         self.streams = CommStreams(device)
         self.copied_out: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.reducing: tuple[ParamGroup, Reduction, FlatPlan, list[ShardedParam | None]] | None = None
+        self.offloaded: torch.cuda.Event | None = None
+        """Gradients are on their way to the host until then."""
 
     def release_gathered(self) -> None:
         """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
@@ -36,6 +47,12 @@ class Comm:
             self.reducing = None
             reduction.wait(self.streams)
 
+    def finish_offload(self) -> None:
+        """Wait, on the host, until all gradients that go there have come."""
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
+            self.offloaded = None
+
     def finish_reduction(self) -> None:
         """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
         if self.reducing is not None:
@@ -50,18 +67,35 @@ class ParamGroup:
     Sharded values of all parameters lie in one flat buffer, so gathering copies nothing in, or casts once.
     """
 
-    def __init__(self, params: list[ShardedParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        device: torch.device,
+    ) -> None:
         self.params = params
         self.comm: Comm | None = None
-        self.reduces_grads = True
-        self._mesh = mesh
-        self._policy = policy
-        self._orig_dtype = params[0].orig_dtype
-        self._num_shards = mesh.size()
-        self._plan = plan_flat([param.shape for param in params], self._num_shards)
-        self._flat: torch.Tensor | None = None
-        self._gather: Gather | None = None
+        self.sharding = sharding
+        self.reduces_over_replicas = True
+        self.divide_factor: float | None = None
+        self.hook: Hook | None = None
+        self.hook_stream: torch.cuda.Stream | None = None
         self.is_unsharded = False
+        self._policy = policy
+        self._offload = offload
+        self._device = device
+        self._orig_dtype = params[0].orig_dtype
+        self._plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
+        self._is_cut_in_front = all(param.dim == 0 for param in params)
+        self._flat: torch.Tensor | None = None
+        self._kept: tuple[torch.Tensor, int] | None = None
+        """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
+        number."""
+        self._gather: Gather | None = None
+        self._unreduced: torch.Tensor | None = None
+        """Averages over the shards' ranks of backward passes that were not reduced over the replicas."""
         self.lay_out()
 
     @property
@@ -71,7 +105,8 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        return {**self.__dict__, "comm": None, "_flat": None, "_gather": None, "is_unsharded": False}
+        gone = dict.fromkeys(("comm", "_flat", "_gather", "_kept", "_unreduced"))
+        return {**self.__dict__, **gone, "is_unsharded": False}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -83,12 +118,25 @@ class ParamGroup:
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
         # Parameters outlive an inference; what is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
-            flat = torch.zeros(self._plan.shard_numel, dtype=self._orig_dtype, device=locals_[0].device)
+            flat = self._new_flat(self._shard_device(locals_[0]), self._orig_dtype)
             for param, local, slot in zip(self.params, locals_, self._plan.slots, strict=True):
                 view = param.slot_view(flat, slot)
                 view.copy_(local)
                 param.lay_out(view)
         self._flat = flat
+
+    def _shard_device(self, local: torch.Tensor) -> torch.device:
+        is_offloaded = isinstance(self._offload, CPUOffloadPolicy) and local.device.type != "meta"
+        return torch.device("cpu") if is_offloaded else local.device
+
+    def _new_flat(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        is_pinned = (
+            isinstance(self._offload, CPUOffloadPolicy)
+            and self._offload.pin_memory
+            and device.type == "cpu"
+            and self._device.type == "cuda"
+        )
+        return torch.zeros(self._plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
     def _common_dtype(self) -> torch.dtype:
         dtypes = {param.orig_dtype: param.fqn for param in self.params}
@@ -97,7 +145,7 @@ class ParamGroup:
                 "fully_shard",
                 f"parameters that are gathered together have become of different dtypes: {dtypes}.",
                 "Convert all of them alike, or before fully_shard.",
-                rank=self._mesh.get_rank(),
+                rank=self.sharding.mesh.get_rank(),
             )
         return next(iter(dtypes))
 
@@ -109,8 +157,13 @@ class ParamGroup:
         comm = self._comm()
         assert self._flat is not None
         comm.release_gathered()
-        group = self._mesh.get_group()
-        self._gather = start_gather(self._flat, self.compute_dtype, self._num_shards, group, comm.streams)
+        shard, group = self._flat, self.sharding.shard_group
+        if self._kept is not None:
+            shard, num_ranks = self._kept
+            group = self.sharding.group_after_forward(num_ranks)
+            self._kept = None
+        num_shards = self.sharding.num_shards
+        self._gather = start_gather(shard, self.compute_dtype, self._device, num_shards, group, comm.streams)
 
     def wait_for_unshard(self) -> None:
         """Have the modules compute with the gathered parameters."""
@@ -120,26 +173,46 @@ class ParamGroup:
         self._gather = None
         gather.wait(comm.streams)
         with torch.inference_mode(False), torch.no_grad():
-            buffers = [
-                param.make_unsharded(slot, self._num_shards, self.compute_dtype, gather.output.device)
-                for param, slot in zip(self.params, self._plan.slots, strict=True)
-            ]
-            copy_out(gather.output, self._plan, buffers)
+            pairs = list(zip(self.params, self._plan.slots, strict=True))
+            num_shards, device = self.sharding.num_shards, gather.output.device
+            buffers = [param.make_unsharded(slot, num_shards, self.compute_dtype, device) for param, slot in pairs]
+            if self._is_cut_in_front:
+                copy_out(gather.output, self._plan, buffers)
+            else:
+                for (param, slot), rows in zip(pairs, gather.output.split(self._plan.split_sizes, dim=1), strict=True):
+                    param.take_gathered(rows, slot)
         # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
         comm.copied_out = (gather.output, comm.streams.mark())
         for param in self.params:
             param.show_unsharded()
         self.is_unsharded = True
 
-    def reshard(self) -> None:
-        """Free the gathered parameters; a gather that nobody has waited for is waited for first."""
+    def reshard(self, keep_on: int | None = None) -> None:
+        """Free the gathered parameters; a gather that nobody has waited for is waited for first.
+
+        `keep_on` that many neighbouring ranks: keep this rank's part of what they hold together, for the next gather.
+        """
         self.wait_for_unshard()
+        self._kept = None
         if not self.is_unsharded:
             return
+        if keep_on is not None:
+            self._kept = self._own_part(keep_on), keep_on
         for param in self.params:
             param.show_sharded()
             param.free_unsharded()
         self.is_unsharded = False
+
+    def _own_part(self, num_ranks: int) -> torch.Tensor:
+        """The flat buffers of this rank's part of the gathered parameters, where `num_ranks` neighbours share them."""
+        count = self.sharding.num_shards // num_ranks
+        first = self.sharding.shard_rank % num_ranks * count
+        with torch.inference_mode(False), torch.no_grad():
+            rows = [
+                param.rows_of_whole(slot, first, count)
+                for param, slot in zip(self.params, self._plan.slots, strict=True)
+            ]
+            return torch.cat(rows, dim=1)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""
@@ -147,7 +220,8 @@ class ParamGroup:
         return any(param.unsharded is base for param in self.params)
 
     def drop_grads(self) -> None:
-        """Forget whole gradients that have not been reduced."""
+        """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
+        self._unreduced = None
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -171,37 +245,63 @@ class ParamGroup:
 
         A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks, but gets none.
         """
-        if not self.reduces_grads or not self.has_grads():
+        if not self.has_grads():
             return
         comm = self._comm()
-        trainable = [(param, param.unsharded) for param in self.params if param.unsharded is not None]
         # What has no elements has nothing to reduce.
-        trainable = [(param, whole) for param, whole in trainable if whole.requires_grad and whole.numel() > 0]
-        receivers = [None if whole.grad is None else param for param, whole in trainable]
-        grads = [torch.zeros_like(whole) if whole.grad is None else whole.grad for _, whole in trainable]
-        for _, whole in trainable:
-            whole.grad = None
+        trainable = [param for param in self.params if param.is_trained]
+        with torch.no_grad():
+            grads = [param.whole_grad() for param in trainable]
+        receivers = [None if grad is None else param for param, grad in zip(trainable, grads, strict=True)]
+        for param in trainable:
+            param.drop_grad()
         comm.finish_reduction()
         plan = self._plan
         if len(trainable) < len(self.params):
-            plan = plan_flat([param.shape for param, _ in trainable], self._num_shards)
+            plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
         dtype = self._policy.reduce_dtype or self.compute_dtype
+        num_ranks = self.sharding.num_shards * self.sharding.num_replicas
+        averaging = Averaging.over(num_ranks, dtype, self.divide_factor)
+        what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
+        unreduced, self._unreduced = self._unreduced, None
         with torch.no_grad():
-            reduction = start_reduction(grads, plan, dtype, self._mesh.get_group(), comm.streams)
+            packed = [
+                torch.zeros(slot.shape, dtype=self.compute_dtype, device=self._device) if grad is None else grad
+                for grad, slot in zip(grads, plan.slots, strict=True)
+            ]
+            reduction = start_reduction(packed, plan, dtype, what, unreduced, comm.streams)
         comm.reducing = (self, reduction, plan, receivers)
 
     def take_reduced(self, reduction: Reduction, plan: FlatPlan, receivers: list[ShardedParam | None]) -> None:
         """Order the current stream after a reduction of this group, and give each receiver its gradient."""
-        reduction.wait(self._comm().streams)
+        comm = self._comm()
+        reduction.wait(comm.streams)
+        if not self.reduces_over_replicas and self.sharding.replicate_group is not None:
+            self._unreduced = reduction.output
+            return
         with torch.no_grad():
             flat = reduction.output.to(self._orig_dtype)
+            if isinstance(self._offload, CPUOffloadPolicy):
+                flat = self._offloaded(flat, plan, receivers, comm)
             for param, slot in zip(receivers, plan.slots, strict=True):
                 if param is not None:
                     param.accumulate_grad(param.slot_view(flat, slot))
 
+    def _offloaded(
+        self, flat: torch.Tensor, plan: FlatPlan, receivers: list[ShardedParam | None], comm: Comm
+    ) -> torch.Tensor:
+        """The reduced gradients on the host; where they are added to earlier ones, once they are there."""
+        on_host = torch.empty(
+            plan.shard_numel, dtype=flat.dtype, pin_memory=self._flat is not None and self._flat.is_pinned()
+        )
+        on_host.copy_(flat, non_blocking=True)
+        comm.offloaded = comm.streams.mark()
+        if any(param is not None and param.sharded.grad is not None for param in receivers):
+            comm.finish_offload()
+        return on_host
+
     def _comm(self) -> Comm:
         """The model's shared buffers; a group that is used before the model's first forward gets its own."""
         if self.comm is None:
-            assert self._flat is not None
-            self.comm = Comm(self._flat.device)
+            self.comm = Comm(self._device)
         return self.comm

@@ -83,6 +83,7 @@ class RootContext:
             state.post_backward()
             state.is_kept_unsharded = False
         self.comm.finish_reduction()
+        self.comm.finish_offload()
         self.comm.release_gathered()
         self._backward = None
 
@@ -103,7 +104,7 @@ class ShardState:
         groups: list[ParamGroup],
         policy: MixedPrecisionPolicy,
         device: torch.device,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.module = module
         self.groups = groups
@@ -141,9 +142,9 @@ class ShardState:
         for group in self.groups:
             group.wait_for_unshard()
 
-    def reshard(self) -> None:
+    def reshard(self, keep_on: int | None = None) -> None:
         for group in self.groups:
-            group.reshard()
+            group.reshard(keep_on)
 
     def _show_shards(self, *_: object) -> None:
         self.reshard()
@@ -207,7 +208,7 @@ class ShardState:
         is_unseen = grad_will_come and num_outputs == 0
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
-            self.reshard()
+            self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
@@ -216,7 +217,10 @@ class ShardState:
 
     def _frees_after_forward(self) -> bool:
         # The root's backward comes right after its forward: freeing in between would only gather twice.
-        return not self._is_root if self._reshard_after_forward is None else self._reshard_after_forward
+        return not self._is_root if self._reshard_after_forward is None else self._reshard_after_forward is not False
+
+    def _ranks_after_forward(self) -> int | None:
+        return None if isinstance(self._reshard_after_forward, bool | None) else self._reshard_after_forward
 
     def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
