@@ -44,11 +44,12 @@ def start_gather(
     num_shards: int,
     group: ProcessGroup,
     streams: CommStreams,
+    ready: torch.Event | None,
 ) -> Gather:
     """Gather the `num_shards` flat buffers of which every rank of `group` holds as many in `shard`, one after the
     other, cast to `dtype`, on the all-gather stream. Collective."""
     # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
-    written = streams.mark()
+    written = streams.mark() if ready is None else ready
     with streams.gathering():
         streams.follow(written)
         if shard.device != device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from disttrain.dtensor import Placement, Shard
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
@@ -21,54 +22,6 @@ from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-class FSDPModule:
-    """What a module gains by `fully_shard`: it is an instance of this class as well as of its own."""
-
-    def unshard(self) -> None:
-        """Gather the module's own parameters, and keep them until `reshard` or the end of a backward. Collective."""
-        state = _state(self)
-        state.unshard()
-        state.wait_for_unshard()
-        state.is_kept_unsharded = True
-
-    def reshard(self) -> None:
-        """Free the gathered parameters of the module itself."""
-        state = _state(self)
-        state.reshard()
-        state.is_kept_unsharded = False
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile the module's forward, in place, with these arguments; gathering and freeing stay outside."""
-        module = cast(nn.Module, self)
-        module.forward = torch.compile(module.forward, *args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""
-        for child in cast(nn.Module, self).modules():
-            state = state_of(child)
-            for group in state.groups if state is not None else ():
-                group.zero_grads(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `half`, `to` and the like change is the shards, also while the module computes with whole parameters.
-        _state(self).reshard()
-        return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
-
-    def __getstate__(self) -> object:
-        """What a deep copy takes over; its parameters are shards."""
-        _state(self).reshard()
-        return super().__getstate__()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
-        module = cast(nn.Module, self)
-        for child in module.modules() if recurse else [module]:
-            state = state_of(child)
-            if state is not None:
-                state.requires_gradient_sync = requires_gradient_sync
 
 
 def fully_shard(
@@ -216,9 +169,3 @@ def _unmanaged_modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if state_of(child) is None:
             yield from _unmanaged_modules(child)
-
-
-def _state(module: object) -> ShardState:
-    state = state_of(cast(nn.Module, module))
-    assert state is not None, "fully_shard sets the state together with the class"
-    return state

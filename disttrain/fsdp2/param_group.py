@@ -30,6 +30,8 @@ class Comm:
         self.streams = CommStreams(device)
         self.copied_out: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.reducing: tuple[ParamGroup, Reduction, FlatPlan, list[ShardedParam | None]] | None = None
+        self.ready: torch.Event | None = None
+        """What gathers of this forward pass wait for, in place of everything on the current stream."""
         self.offloaded: torch.cuda.Event | None = None
         """Gradients are on their way to the host until then."""
 
@@ -79,6 +81,8 @@ class ParamGroup:
         self.comm: Comm | None = None
         self.sharding = sharding
         self.reduces_over_replicas = True
+        self.reduces_unused = False
+        self.only_sums = False
         self.divide_factor: float | None = None
         self.hook: Hook | None = None
         self.hook_stream: torch.cuda.Stream | None = None
@@ -150,7 +154,10 @@ class ParamGroup:
         return next(iter(dtypes))
 
     def unshard(self) -> None:
-        """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective."""
+        """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
+
+        On CUDA it follows what is on the current stream now, or `Comm.ready`.
+        """
         if self.is_unsharded or self._gather is not None:
             return
         self.lay_out()
@@ -163,7 +170,9 @@ class ParamGroup:
             group = self.sharding.group_after_forward(num_ranks)
             self._kept = None
         num_shards = self.sharding.num_shards
-        self._gather = start_gather(shard, self.compute_dtype, self._device, num_shards, group, comm.streams)
+        self._gather = start_gather(
+            shard, self.compute_dtype, self._device, num_shards, group, comm.streams, comm.ready
+        )
 
     def wait_for_unshard(self) -> None:
         """Have the modules compute with the gathered parameters."""
@@ -240,12 +249,17 @@ class ParamGroup:
         wholes = [param.unsharded for param in self.params if param.unsharded is not None]
         return any(whole.grad is not None and whole.numel() > 0 for whole in wholes)
 
+    @property
+    def is_trained(self) -> bool:
+        """True once a parameter that gradients are asked for has been gathered."""
+        return any(param.is_trained for param in self.params)
+
     def reduce_grads(self) -> None:
         """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
 
         A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks, but gets none.
         """
-        if not self.has_grads():
+        if not (self.has_grads() or (self.reduces_unused and self.is_trained)):
             return
         comm = self._comm()
         # What has no elements has nothing to reduce.
@@ -261,7 +275,8 @@ class ParamGroup:
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
         dtype = self._policy.reduce_dtype or self.compute_dtype
         num_ranks = self.sharding.num_shards * self.sharding.num_replicas
-        averaging = Averaging.over(num_ranks, dtype, self.divide_factor)
+        factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
+        averaging = Averaging.over(num_ranks, dtype, factor)
         what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
         unreduced, self._unreduced = self._unreduced, None
         with torch.no_grad():

@@ -50,7 +50,7 @@ class CommStreams:
         """An event at this point of the current stream."""
         return torch.cuda.current_stream(self._device).record_event() if self.is_cuda else None
 
-    def follow(self, event: torch.cuda.Event | None) -> None:
+    def follow(self, event: torch.Event | None) -> None:
         """Queue nothing more on the current stream before `event`."""
-        if event is not None:
+        if event is not None and self.is_cuda:
             torch.cuda.current_stream(self._device).wait_event(event)
