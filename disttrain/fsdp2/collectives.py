@@ -61,11 +61,6 @@ def start_gather(
         return Gather(output, work, streams.mark())
 
 
-def copy_out(gathered: torch.Tensor, plan: FlatPlan, buffers: Sequence[torch.Tensor]) -> None:
-    """Spread gathered rows over the parameters' own buffers, each (num_shards, padded elements)."""
-    torch.split_with_sizes_copy(gathered, plan.split_sizes, dim=1, out=list(buffers))
-
-
 @dataclass(frozen=True)
 class Averaging:
     """How sums of gradients become averages: before the sum they are divided by `before`, after it by `after`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from disttrain.dtensor.shard_sizes import piece_size
 
@@ -27,9 +28,9 @@ class FlatSlot:
     offset: int
 
     @property
-    def row_numel(self) -> int:
-        """Elements in one row of the cut dim."""
-        return math.prod(self.shape[1:])
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class FlatPlan:
     shard_numel: int
     num_shards: int
 
-    @property
+    @cached_property
     def split_sizes(self) -> list[int]:
         """Elements of each parameter in a rank's buffer."""
         return [slot.padded_numel for slot in self.slots]

@@ -28,9 +28,8 @@ class Owner:
 class ShardedParam:
     """A parameter that is cut along dim `dim`.
 
-    `sharded` is a DTensor whose local part is a view of the group's flat buffer. `unsharded` keeps its identity from
-    step to step, since autograd saves views of it: only its storage comes and goes. Where the parameter was a DTensor
-    already, of another parallelism, the whole is this rank's part of that, and `unsharded` a DTensor again.
+    `sharded` is a DTensor whose local part is a view of the group's flat buffer; `unsharded` is the whole, once it has
+    been gathered for the first time. `whole_spec` is that of a whole which is a DTensor of another parallelism.
     """
 
     def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, sharding: Sharding, dim: int) -> None:
@@ -40,7 +39,7 @@ class ShardedParam:
         self.fqn = fqn
         self.dim = dim
         self.orig_dtype = parameter.dtype
-        self._whole_spec: Spec | None = getattr(parameter, "_spec", None)
+        self.whole_spec: Spec | None = getattr(parameter, "_spec", None)
         whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self.shape = tuple(whole.shape)
         """Of the whole, as the module computes with it on this rank."""
@@ -50,14 +49,13 @@ class ShardedParam:
         local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self._spec), requires_grad=parameter.requires_grad)
         self._shard_view: torch.Tensor | None = None
+        self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
-        self._buffer: torch.Tensor | None = None
-        self._buffer_bytes = 0
-        self.show_sharded()
+        self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: the shard alone."""
-        return {**self.__dict__, "unsharded": None, "_buffer": None, "_shard_view": None}
+        return {**self.__dict__, "unsharded": None, "_shard_view": None}
 
     @property
     def front_shape(self) -> tuple[int, ...]:
@@ -79,7 +77,7 @@ class ShardedParam:
         if registered is not None and registered is not self.sharded:
             self._check_fits(registered)
             self.sharded = registered
-            self.show_sharded()
+            self.show(self.sharded)
         self._spec = self.sharded._spec  # type: ignore[attr-defined]
         self.orig_dtype = self._spec.dtype
 
@@ -100,65 +98,21 @@ class ShardedParam:
 
     def slot_view(self, flat: torch.Tensor, slot: FlatSlot) -> torch.Tensor:
         """This parameter's part of a rank's flat buffer, without padding."""
+        if self._view_of is None:
+            self._view_of = self._strided_view(slot)
+        shape, strides = self._view_of
+        return flat.as_strided(shape, strides, slot.offset)
+
+    def _strided_view(self, slot: FlatSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
         rows = self._spec.local_shape[self.dim]
-        view = flat.narrow(0, slot.offset, rows * slot.row_numel).view(rows, *slot.shape[1:])
-        return view if self.dim == 0 else view.movedim(0, self.dim)
+        front = torch.empty((rows, *slot.shape[1:]), device="meta")
+        view = front.movedim(0, self.dim)
+        return tuple(view.shape), view.stride()
 
-    def make_unsharded(self, slot: FlatSlot, num_shards: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the whole, with its padding where the first dim is cut, and return its memory, to be written to."""
-        if self._buffer is None or self._buffer.dtype != dtype or self._buffer.device != device:
-            numel = num_shards * slot.padded_numel if self.dim == 0 else slot.shape[0] * slot.row_numel
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-            self._buffer_bytes = buffer.untyped_storage().nbytes()
-            # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
-            # change to autograd, which holds views of the parameter from the forward pass.
-            whole = buffer[: slot.shape[0] * slot.row_numel].view(self.shape).data
-            self._buffer = buffer.data.view(num_shards, slot.padded_numel) if self.dim == 0 else buffer.data
-            if self._whole_spec is not None:
-                spec = self._whole_spec
-                whole = DTensor(whole, Spec(spec.layout, spec.shape, spec.stride, dtype))
-            self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        else:
-            self._buffer.untyped_storage().resize_(self._buffer_bytes)
-        return self._buffer
-
-    def take_gathered(self, rows: torch.Tensor, slot: FlatSlot) -> None:
-        """Write all ranks' `rows` (num_shards, padded elements) of this parameter into its memory."""
-        assert self._buffer is not None
-        if self.dim == 0:
-            self._buffer.copy_(rows)
-            return
-        front = rows.reshape(-1, *slot.shape[1:]).narrow(0, 0, slot.shape[0])
-        self._buffer.view(self.shape).copy_(front.movedim(0, self.dim))
-
-    def rows_of_whole(self, slot: FlatSlot, first: int, count: int) -> torch.Tensor:
-        """The rows of shards `first` to `first + count` of the gathered whole, as flat buffers have them."""
-        assert self._buffer is not None
-        if self.dim == 0:
-            return self._buffer.narrow(0, first, count)
-        front = self._buffer.view(self.shape).movedim(self.dim, 0)
-        start, stop = (min(rank * slot.padded_rows, slot.shape[0]) for rank in (first, first + count))
-        rows = front.new_zeros((count * slot.padded_rows, *slot.shape[1:]))
-        rows.narrow(0, 0, stop - start).copy_(front.narrow(0, start, stop - start))
-        return rows.view(count, slot.padded_numel)
-
-    def free_unsharded(self) -> None:
-        """Give back the memory of the whole."""
-        if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(0)
-
-    def show_unsharded(self) -> None:
-        """Let the modules compute with the whole."""
-        assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
+    def show(self, parameter: nn.Parameter) -> None:
+        """Let the modules, and so the user, see this: the shard, or the whole to compute with."""
         for owner in self.owners:
-            swap_parameter(owner.module, owner.name, self.unsharded)
-
-    def show_sharded(self) -> None:
-        """Let the modules, and so the user, see the shard."""
-        for owner in self.owners:
-            swap_parameter(owner.module, owner.name, self.sharded)
+            swap_parameter(owner.module, owner.name, parameter)
 
     @property
     def is_trained(self) -> bool:

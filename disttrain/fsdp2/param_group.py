@@ -12,7 +12,6 @@ from disttrain.fsdp2.collectives import (
     Hook,
     Reduction,
     ReductionPlan,
-    copy_out,
     start_gather,
     start_reduction,
 )
@@ -21,6 +20,7 @@ from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
+from disttrain.fsdp2.wholes import Wholes
 
 
 class Comm:
@@ -92,7 +92,7 @@ class ParamGroup:
         self._device = device
         self._orig_dtype = params[0].orig_dtype
         self._plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
-        self._is_cut_in_front = all(param.dim == 0 for param in params)
+        self._wholes: Wholes | None = None
         self._flat: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
@@ -109,7 +109,7 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = dict.fromkeys(("comm", "_flat", "_gather", "_kept", "_unreduced"))
+        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_unreduced"))
         return {**self.__dict__, **gone, "is_unsharded": False}
 
     def lay_out(self) -> None:
@@ -181,20 +181,27 @@ class ParamGroup:
         comm, gather = self._comm(), self._gather
         self._gather = None
         gather.wait(comm.streams)
+        wholes = self._allocated_wholes()
         with torch.inference_mode(False), torch.no_grad():
-            pairs = list(zip(self.params, self._plan.slots, strict=True))
-            num_shards, device = self.sharding.num_shards, gather.output.device
-            buffers = [param.make_unsharded(slot, num_shards, self.compute_dtype, device) for param, slot in pairs]
-            if self._is_cut_in_front:
-                copy_out(gather.output, self._plan, buffers)
-            else:
-                for (param, slot), rows in zip(pairs, gather.output.split(self._plan.split_sizes, dim=1), strict=True):
-                    param.take_gathered(rows, slot)
+            wholes.write(gather.output)
         # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
         comm.copied_out = (gather.output, comm.streams.mark())
-        for param in self.params:
-            param.show_unsharded()
+        for param, whole in zip(self.params, wholes.parameters, strict=True):
+            if whole.requires_grad != param.sharded.requires_grad:
+                whole.requires_grad_(param.sharded.requires_grad)
+            param.show(whole)
         self.is_unsharded = True
+
+    def _allocated_wholes(self) -> Wholes:
+        """Memory for the gathered parameters; new tensors where what they are to be has changed."""
+        wholes, dtype = self._wholes, self.compute_dtype
+        if wholes is not None and wholes.dtype == dtype and wholes.device == self._device:
+            wholes.allocate()
+            return wholes
+        wholes = self._wholes = Wholes(self.params, self._plan, dtype, self._device)
+        for param, whole in zip(self.params, wholes.parameters, strict=True):
+            param.unsharded = whole
+        return wholes
 
     def reshard(self, keep_on: int | None = None) -> None:
         """Free the gathered parameters; a gather that nobody has waited for is waited for first.
@@ -208,20 +215,18 @@ class ParamGroup:
         if keep_on is not None:
             self._kept = self._own_part(keep_on), keep_on
         for param in self.params:
-            param.show_sharded()
-            param.free_unsharded()
+            param.show(param.sharded)
+        assert self._wholes is not None
+        self._wholes.free()
         self.is_unsharded = False
 
     def _own_part(self, num_ranks: int) -> torch.Tensor:
         """The flat buffers of this rank's part of the gathered parameters, where `num_ranks` neighbours share them."""
         count = self.sharding.num_shards // num_ranks
         first = self.sharding.shard_rank % num_ranks * count
+        assert self._wholes is not None
         with torch.inference_mode(False), torch.no_grad():
-            rows = [
-                param.rows_of_whole(slot, first, count)
-                for param, slot in zip(self.params, self._plan.slots, strict=True)
-            ]
-            return torch.cat(rows, dim=1)
+            return self._wholes.rows(first, count)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""

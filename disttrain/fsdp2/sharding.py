@@ -20,6 +20,10 @@ class Sharding:
 
     mesh: DeviceMesh
 
+    def __deepcopy__(self, _: object) -> Sharding:
+        """Itself: copies of a module lie on the same ranks."""
+        return self
+
     @property
     def num_shards(self) -> int:
         """Ranks that a parameter is cut for."""

@@ -369,7 +369,7 @@ def test_each_mistake_gets_one_clear_error() -> None:
         ("the mesh has 3 axes", lambda: fully_shard(nn.Linear(2, 2), mesh=cube)),
         ("=3 does not divide the 2 ranks", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3)),
         (
-            r"gave Shard\(dim=2\) for parameter",
+            r"gave Shard\(2\) for parameter",
             lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
         ),
         ("scale is a scalar", lambda: fully_shard(scalar)),
