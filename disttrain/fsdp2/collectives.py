@@ -17,16 +17,18 @@ from disttrain.process_group import (
     ReduceOp,
     Work,
     all_gather_into_tensor,
+    all_gather_into_tensor_coalesced,
     all_reduce,
     reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
 )
 
 
 @dataclass
 class Gather:
-    """An all-gather under way. Row r of `output` is the flat buffer of shard r."""
+    """An all-gather under way. Row r of `output` is the flat buffer of shard r; None where all is in its place."""
 
-    output: torch.Tensor
+    output: torch.Tensor | None
     work: Work | None
     done: torch.cuda.Event | None
 
@@ -59,6 +61,31 @@ def start_gather(
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
         work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
         return Gather(output, work, streams.mark())
+
+
+def start_gather_in_place(
+    shard: torch.Tensor,
+    dtype: torch.dtype,
+    plan: FlatPlan,
+    places: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    streams: CommStreams,
+    ready: torch.Event | None,
+) -> Gather:
+    """Gather each parameter right into its place, (num_shards, padded elements), all in one launch. Collective.
+
+    The places must have been allocated on the current stream: who had their memory before is done before that.
+    """
+    written = streams.mark() if ready is None else ready
+    with streams.gathering():
+        streams.follow(written)
+        if shard.device != places[0].device:
+            shard = shard.to(places[0].device, non_blocking=True)
+        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        pairs = [pair for pair in zip(places, sent.split(plan.split_sizes), strict=True) if pair[1].numel()]
+        outputs, inputs = [place for place, _ in pairs], [part for _, part in pairs]
+        all_gather_into_tensor_coalesced(outputs, inputs, group=group)
+        return Gather(None, None, streams.mark())
 
 
 @dataclass(frozen=True)
@@ -95,7 +122,7 @@ class Reduction:
     """
 
     output: torch.Tensor
-    packed: torch.Tensor
+    packed: Sequence[torch.Tensor]
     work: Work | None
     done: torch.cuda.Event | None
     rest: Callable[[], None] | None
@@ -125,6 +152,11 @@ class ReductionPlan:
         """What the transport does to gradients."""
         return ReduceOp.AVG if self.averaging.before is None else ReduceOp.SUM
 
+    def has_rest(self, unreduced: torch.Tensor | None) -> bool:
+        """True where the reduce-scatter is not all."""
+        is_copied = self.reduces_over_replicas and self.sharding.replicate_group is not None
+        return unreduced is not None or is_copied or self.averaging.after is not None or self.hook is not None
+
     def rest(self, output: torch.Tensor, unreduced: torch.Tensor | None, streams: CommStreams) -> None:
         """Everything after the reduce-scatter, on the current stream."""
         if unreduced is not None:
@@ -151,21 +183,46 @@ def start_reduction(
 
     `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas.
     """
-    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
-    chunk_cat(grads, plan.num_shards, out=packed)
+    packed = _in_places(grads, plan, dtype) if streams.is_cuda else [_in_one(grads, plan, dtype)]
     if what.averaging.before not in (None, 1.0):
-        packed.div_(what.averaging.before)
+        for tensor in packed:
+            tensor.div_(what.averaging.before)
+    group = what.sharding.shard_group
+    if not streams.is_cuda:
+        output = packed[0].new_empty(plan.shard_numel)
+        work = reduce_scatter_tensor(output, packed[0], what.op, group=group, async_op=True)
+        return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
-        output = packed.new_empty(plan.shard_numel)
-        group = what.sharding.shard_group
-        work = reduce_scatter_tensor(output, packed, what.op, group=group, async_op=not streams.is_cuda)
-        if not streams.is_cuda:
-            return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
+        output = packed[0].new_empty(plan.shard_numel)
+        reduce_scatter_tensor_coalesced(output.split(plan.split_sizes), packed, what.op, group=group)
         scattered = streams.mark()
+        if not what.has_rest(unreduced):
+            return Reduction(output, packed, None, scattered, None)
     with streams.replicating():
         # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
         streams.follow(scattered)
         what.rest(output, unreduced, streams)
-        return Reduction(output, packed, work, streams.mark(), None)
+        return Reduction(output, packed, None, streams.mark(), None)
+
+
+def _in_one(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> torch.Tensor:
+    """All gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
+    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
+    chunk_cat(grads, plan.num_shards, out=packed)
+    return packed
+
+
+def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each gradient, cast and padded, by itself: (num_shards * padded elements)."""
+    numels = [slot.padded_numel * plan.num_shards for slot in plan.slots]
+    memory = torch.empty(sum(numels), dtype=dtype, device=grads[0].device)
+    places = list(memory.split(numels))
+    filled = []
+    for place, grad, slot in zip(places, grads, plan.slots, strict=True):
+        if place.numel() > slot.numel:
+            place[slot.numel :].zero_()
+        filled.append(place[: slot.numel].view(grad.shape))
+    torch._foreach_copy_(filled, list(grads))
+    return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,11 @@ class ShardedParam:
         """The whole's shape with the cut dim in front."""
         return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole, as the module computes with it on this rank, in the parameter's own dtype."""
+        return math.prod(self.shape) * self.orig_dtype.itemsize
+
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
         owner = self.owners[0]
@@ -118,6 +124,11 @@ class ShardedParam:
     def is_trained(self) -> bool:
         """True where the whole has elements, and gradients that are asked for."""
         return self.unsharded is not None and self.unsharded.requires_grad and self.unsharded.numel() > 0
+
+    @property
+    def has_grad(self) -> bool:
+        """True when a backward pass has left a gradient of the whole that has not been reduced."""
+        return self.unsharded is not None and self.unsharded.grad is not None and self.unsharded.numel() > 0
 
     def drop_grad(self) -> None:
         """Forget the gradient of the whole."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
+from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import base_of
@@ -13,8 +17,10 @@ from disttrain.fsdp2.collectives import (
     Reduction,
     ReductionPlan,
     start_gather,
+    start_gather_in_place,
     start_reduction,
 )
+from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -29,9 +35,9 @@ class Comm:
     def __init__(self, device: torch.device) -> None:
         self.streams = CommStreams(device)
         self.copied_out: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self.reducing: tuple[ParamGroup, Reduction, FlatPlan, list[ShardedParam | None]] | None = None
+        self.reducing: UnderWay | None = None
         self.ready: torch.Event | None = None
-        """What gathers of this forward pass wait for, in place of everything on the current stream."""
+        """What the next gather waits for, in place of everything on the current stream."""
         self.offloaded: torch.cuda.Event | None = None
         """Gradients are on their way to the host until then."""
 
@@ -45,9 +51,8 @@ class Comm:
     def drop_reduction(self) -> None:
         """Wait for the reduce-scatter under way, if any, and forget what it brings."""
         if self.reducing is not None:
-            _, reduction, _, _ = self.reducing
-            self.reducing = None
-            reduction.wait(self.streams)
+            under_way, self.reducing = self.reducing, None
+            under_way.reduction.wait(self.streams)
 
     def finish_offload(self) -> None:
         """Wait, on the host, until all gradients that go there have come."""
@@ -58,9 +63,19 @@ class Comm:
     def finish_reduction(self) -> None:
         """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
         if self.reducing is not None:
-            group, reduction, plan, receivers = self.reducing
-            self.reducing = None
-            group.take_reduced(reduction, plan, receivers)
+            under_way, self.reducing = self.reducing, None
+            under_way.group.take_reduced(under_way)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient."""
+
+    group: ParamGroup
+    reduction: Reduction
+    plan: FlatPlan
+    params: tuple[ShardedParam, ...]
+    receivers: list[ShardedParam | None]
 
 
 class ParamGroup:
@@ -92,14 +107,18 @@ class ParamGroup:
         self._device = device
         self._orig_dtype = params[0].orig_dtype
         self._plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
+        self._is_cut_in_front = all(param.dim == 0 for param in params)
         self._wholes: Wholes | None = None
         self._flat: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
         self._gather: Gather | None = None
-        self._unreduced: torch.Tensor | None = None
+        self._unreduced: dict[tuple[ShardedParam, ...], torch.Tensor] = {}
         """Averages over the shards' ranks of backward passes that were not reduced over the replicas."""
+        self._early: EarlyParts | None = None
+        self._reduced: set[ShardedParam] = set()
+        """Those that this backward pass has reduced already."""
         self.lay_out()
 
     @property
@@ -109,8 +128,8 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_unreduced"))
-        return {**self.__dict__, **gone, "is_unsharded": False}
+        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early"))
+        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -163,16 +182,20 @@ class ParamGroup:
         self.lay_out()
         comm = self._comm()
         assert self._flat is not None
+        ready, comm.ready = comm.ready, None
+        dtype, group = self.compute_dtype, self.sharding.shard_group
+        if comm.streams.is_cuda and self._kept is None and self._is_cut_in_front:
+            places = self._allocated_wholes().places
+            self._gather = start_gather_in_place(self._flat, dtype, self._plan, places, group, comm.streams, ready)
+            return
         comm.release_gathered()
-        shard, group = self._flat, self.sharding.shard_group
+        shard = self._flat
         if self._kept is not None:
             shard, num_ranks = self._kept
             group = self.sharding.group_after_forward(num_ranks)
             self._kept = None
         num_shards = self.sharding.num_shards
-        self._gather = start_gather(
-            shard, self.compute_dtype, self._device, num_shards, group, comm.streams, comm.ready
-        )
+        self._gather = start_gather(shard, dtype, self._device, num_shards, group, comm.streams, ready)
 
     def wait_for_unshard(self) -> None:
         """Have the modules compute with the gathered parameters."""
@@ -181,11 +204,13 @@ class ParamGroup:
         comm, gather = self._comm(), self._gather
         self._gather = None
         gather.wait(comm.streams)
-        wholes = self._allocated_wholes()
-        with torch.inference_mode(False), torch.no_grad():
-            wholes.write(gather.output)
-        # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
-        comm.copied_out = (gather.output, comm.streams.mark())
+        if gather.output is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._allocated_wholes().write(gather.output)
+            # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
+            comm.copied_out = (gather.output, comm.streams.mark())
+        wholes = self._wholes
+        assert wholes is not None
         for param, whole in zip(self.params, wholes.parameters, strict=True):
             if whole.requires_grad != param.sharded.requires_grad:
                 whole.requires_grad_(param.sharded.requires_grad)
@@ -201,6 +226,8 @@ class ParamGroup:
         wholes = self._wholes = Wholes(self.params, self._plan, dtype, self._device)
         for param, whole in zip(self.params, wholes.parameters, strict=True):
             param.unsharded = whole
+        if self._early is not None:
+            self._early.watch()
         return wholes
 
     def reshard(self, keep_on: int | None = None) -> None:
@@ -235,7 +262,8 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
-        self._unreduced = None
+        self._unreduced.clear()
+        self._reduced.clear()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -249,26 +277,47 @@ class ParamGroup:
             else:
                 param.sharded.grad = torch.zeros_like(param.sharded.grad)
 
-    def has_grads(self) -> bool:
-        """True when a backward pass has left gradients of whole parameters that have not been reduced."""
-        wholes = [param.unsharded for param in self.params if param.unsharded is not None]
-        return any(whole.grad is not None and whole.numel() > 0 for whole in wholes)
-
     @property
     def is_trained(self) -> bool:
         """True once a parameter that gradients are asked for has been gathered."""
         return any(param.is_trained for param in self.params)
 
+    def reduce_early(self, module: nn.Module, may_reduce: Callable[[], bool]) -> None:
+        """Reduce the gradients of each of the root `module`'s large children when they are there, if `may_reduce`."""
+        parts = parts_by_child(module, self.params)
+        if len(parts) < 2 or self._early is not None:
+            return
+
+        def reduce(part: Sequence[ShardedParam]) -> None:
+            if may_reduce() and not self.reduces_unused:
+                self._reduced.update(part)
+                self._reduce(part)
+
+        self._early = EarlyParts(parts, reduce)
+        if self._wholes is not None:
+            self._early.watch()
+
+    def begin_backward(self) -> None:
+        """A backward pass begins: no gradient of it has been reduced."""
+        self._reduced.clear()
+        if self._early is not None:
+            self._early.begin()
+
     def reduce_grads(self) -> None:
+        """Reduce the gradients of this backward pass that have not been. Collective."""
+        rest = [param for param in self.params if param not in self._reduced] if self._reduced else self.params
+        self._reduced.clear()
+        if any(param.has_grad for param in rest) or (self.reduces_unused and self.is_trained):
+            self._reduce(rest)
+
+    def _reduce(self, params: Sequence[ShardedParam]) -> None:
         """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
 
         A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks, but gets none.
         """
-        if not (self.has_grads() or (self.reduces_unused and self.is_trained)):
-            return
         comm = self._comm()
         # What has no elements has nothing to reduce.
-        trainable = [param for param in self.params if param.is_trained]
+        trainable = [param for param in params if param.is_trained]
         with torch.no_grad():
             grads = [param.whole_grad() for param in trainable]
         receivers = [None if grad is None else param for param, grad in zip(trainable, grads, strict=True)]
@@ -283,36 +332,34 @@ class ParamGroup:
         factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
         averaging = Averaging.over(num_ranks, dtype, factor)
         what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
-        unreduced, self._unreduced = self._unreduced, None
+        unreduced = self._unreduced.pop(tuple(trainable), None)
         with torch.no_grad():
             packed = [
                 torch.zeros(slot.shape, dtype=self.compute_dtype, device=self._device) if grad is None else grad
                 for grad, slot in zip(grads, plan.slots, strict=True)
             ]
             reduction = start_reduction(packed, plan, dtype, what, unreduced, comm.streams)
-        comm.reducing = (self, reduction, plan, receivers)
+        comm.reducing = UnderWay(self, reduction, plan, tuple(trainable), receivers)
 
-    def take_reduced(self, reduction: Reduction, plan: FlatPlan, receivers: list[ShardedParam | None]) -> None:
+    def take_reduced(self, done: UnderWay) -> None:
         """Order the current stream after a reduction of this group, and give each receiver its gradient."""
         comm = self._comm()
-        reduction.wait(comm.streams)
+        done.reduction.wait(comm.streams)
         if not self.reduces_over_replicas and self.sharding.replicate_group is not None:
-            self._unreduced = reduction.output
+            self._unreduced[done.params] = done.reduction.output
             return
         with torch.no_grad():
-            flat = reduction.output.to(self._orig_dtype)
+            flat = done.reduction.output.to(self._orig_dtype)
             if isinstance(self._offload, CPUOffloadPolicy):
-                flat = self._offloaded(flat, plan, receivers, comm)
-            for param, slot in zip(receivers, plan.slots, strict=True):
+                flat = self._offloaded(flat, done.receivers, comm)
+            for param, slot in zip(done.receivers, done.plan.slots, strict=True):
                 if param is not None:
                     param.accumulate_grad(param.slot_view(flat, slot))
 
-    def _offloaded(
-        self, flat: torch.Tensor, plan: FlatPlan, receivers: list[ShardedParam | None], comm: Comm
-    ) -> torch.Tensor:
+    def _offloaded(self, flat: torch.Tensor, receivers: Sequence[ShardedParam | None], comm: Comm) -> torch.Tensor:
         """The reduced gradients on the host; where they are added to earlier ones, once they are there."""
         on_host = torch.empty(
-            plan.shard_numel, dtype=flat.dtype, pin_memory=self._flat is not None and self._flat.is_pinned()
+            flat.numel(), dtype=flat.dtype, pin_memory=self._flat is not None and self._flat.is_pinned()
         )
         on_host.copy_(flat, non_blocking=True)
         comm.offloaded = comm.streams.mark()

@@ -75,6 +75,8 @@ class RootContext:
             return
         if self._backward is not None:
             self._abandon_backward()
+        for group in self.root.groups:
+            group.begin_backward()
         end = _BackwardEnd(self)
         self._backward = weakref.ref(end)
         when_backward_ends(end)
@@ -315,6 +317,8 @@ class ShardState:
         for state in states:
             if state is not self:
                 state._is_root = False
+        for group in self.groups:
+            group.reduce_early(self.module, lambda: self.requires_gradient_sync)
         comm = self.shared_comm
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 

@@ -37,17 +37,18 @@ class Wholes:
             memory = torch.empty(end, dtype=dtype, device=device)
             self._storage = memory.untyped_storage()
             self._num_bytes = self._storage.nbytes()
-            self._places: list[torch.Tensor] = []
+            self.places: list[torch.Tensor] = []
+            """Where gathered values go: (num_shards, padded elements) each, or the whole where another dim is cut."""
             self.parameters: list[nn.Parameter] = []
             for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
                 # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
                 # change to autograd, which holds views of the parameter from the forward pass.
                 place = memory.narrow(0, offset, self._place_numel(param, slot)).data
                 local = place[: slot.numel].view(param.shape).data
-                self._places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
+                self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
                 whole = local if param.whole_spec is None else _wrapped(local, param.whole_spec)
                 self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
-        self._is_cut_in_front = all(param.dim == 0 for param in params)
+        self.is_cut_in_front = all(param.dim == 0 for param in params)
 
     def _place_numel(self, param: ShardedParam, slot: FlatSlot) -> int:
         """Where the first dim is cut, a whole is followed by its padding."""
@@ -63,11 +64,11 @@ class Wholes:
 
     def write(self, gathered: torch.Tensor) -> None:
         """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer)."""
-        if self._is_cut_in_front:
-            torch.split_with_sizes_copy(gathered, self._plan.split_sizes, dim=1, out=self._places)
+        if self.is_cut_in_front:
+            torch.split_with_sizes_copy(gathered, self._plan.split_sizes, dim=1, out=self.places)
             return
         columns = gathered.split(self._plan.split_sizes, dim=1)
-        for param, slot, place, rows in zip(self._params, self._plan.slots, self._places, columns, strict=True):
+        for param, slot, place, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):
             if param.dim == 0:
                 place.copy_(rows)
             else:
@@ -77,7 +78,7 @@ class Wholes:
     def rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the flat buffers of shards `first` to `first + count`."""
         columns = []
-        for param, slot, place in zip(self._params, self._plan.slots, self._places, strict=True):
+        for param, slot, place in zip(self._params, self._plan.slots, self.places, strict=True):
             if param.dim == 0:
                 columns.append(place.narrow(0, first, count))
                 continue

@@ -16,7 +16,7 @@ from torch import nn
 import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
-from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from disttrain.fsdp2 import MixedPrecisionPolicy, early, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -295,3 +295,35 @@ def test_parameters_of_several_dtypes_in_one_module() -> None:
         plain.zero_grad()
         plain(torch.ones(2, 3)).backward()
         torch.testing.assert_close(gradients(model), gradients(plain), rtol=2e-2, atol=2e-2)
+
+
+@on_ranks(2)
+def test_a_roots_gradients_are_reduced_as_soon_as_they_are_there() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7)).double()
+    usual = early.PART_BYTES
+    early.PART_BYTES = 128
+    try:
+        model = copy.deepcopy(plain)
+        fully_shard(model[1])
+        fully_shard(model)
+        tokens = torch.arange(8).remainder(7).view(2, 4)
+        for micro in range(4):
+            model.set_requires_gradient_sync(micro != 1)
+            with recorded() as names:
+                model(tokens[disttrain.get_rank()]).square().mean().backward()
+            # The head's, the block's, then those of norm and embedding.
+            assert names.count(SCATTER) == (0 if micro == 1 else 3)
+            assert names[-1] == (GATHER if micro == 1 else SCATTER)
+            plain(tokens).square().mean().backward()
+            if micro != 1:
+                torch.testing.assert_close(gradients(model), gradients(plain))
+        model[3].weight.requires_grad_(False)
+        model.zero_grad()
+        plain.zero_grad()
+        model(tokens[disttrain.get_rank()]).square().mean().backward()
+        plain[3].weight.requires_grad_(False)
+        plain(tokens).square().mean().backward()
+        torch.testing.assert_close(gradients(model), gradients(plain))
+    finally:
+        early.PART_BYTES = usual
