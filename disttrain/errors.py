@@ -17,6 +17,7 @@
     ├── ShapeError                   sizes, dtypes or memory formats that don't fit (a ValueError too)
     ├── MeshError                    a mesh that cannot be, or an axis it does not have (a ValueError too)
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
+    ├── RankMismatchError            compare_ranks() has found ranks that do different things, or hold different values
     ├── ShardingError                fully_shard or a parallel style on a module it cannot take
     ├── CheckpointError              a save that cannot be written or read
     │   └── CheckpointCorruptError       bytes that are not those that were saved
@@ -116,6 +117,10 @@ class MeshError(DisttrainError, ValueError):
 
 class LayoutError(DisttrainError):
     """Placements that cannot be, or an operation that has no rule for them."""
+
+
+class RankMismatchError(DisttrainError):
+    """compare_ranks() has found ranks that do different things to one DTensor, or hold different values of it."""
 
 
 class ShardingError(DisttrainError):

@@ -8,6 +8,7 @@ import torch
 import disttrain
 from disttrain import ReduceOp
 from disttrain.errors import DisttrainError
+from disttrain.process_group import all_gather_into_tensor_coalesced, reduce_scatter_tensor_coalesced
 
 MOVED = ("float32", "bfloat16", "int16", "bool", "complex64", "float8_e4m3fn", "uint32")
 NUMBERS = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64", "complex64")
@@ -52,6 +53,28 @@ def all_gather_along_and_across() -> None:
         output = filled(0, size, dtype)
         disttrain.all_gather_into_tensor(output, one)
         assert same(output, torch.cat([filled(other, 1, dtype) for other in range(size)]))
+
+
+def several_tensors_at_once() -> None:
+    rank, size = place()
+    for dtype in ("float32", "bfloat16"):
+        counts = (6, 1, 4096)
+        mine = [filled(rank, count, dtype) for count in counts]
+        outputs = [filled(0, count * size, dtype).view(size, count) for count in counts]
+        for async_op in (False, True):
+            work = all_gather_into_tensor_coalesced(outputs, mine, async_op=async_op)
+            if work is not None:
+                work.wait()
+            for count, output in zip(counts, outputs, strict=True):
+                assert same(output, torch.stack([filled(other, count, dtype) for other in range(size)]))
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            parts = [filled(7, count, dtype) for count in counts]
+            reduce_scatter_tensor_coalesced(parts, outputs, op)
+            for count, part in zip(counts, parts, strict=True):
+                whole = filled(rank, count, dtype)
+                assert same(part, whole if op == ReduceOp.AVG else whole * size)
+    with pytest.raises(DisttrainError, match="2 outputs and 1 inputs"):
+        all_gather_into_tensor_coalesced(outputs[:2], mine[:1])
 
 
 def gather_and_scatter() -> None:
@@ -301,6 +324,7 @@ CASES = {
     for case in (
         all_gather_of_lists,
         all_gather_along_and_across,
+        several_tensors_at_once,
         gather_and_scatter,
         reduce_to_one,
         every_reduction,

@@ -76,7 +76,7 @@ def _check_one(result: Any, value: torch.Tensor, note: str) -> None:
     assert isinstance(result, DTensor), note
     assert tuple(result.shape) == tuple(value.shape), f"{note}: {result.shape} is not {value.shape}"
     whole = result.full_tensor()
-    assert tuple(result.to_local().shape) == result._spec.local_shape, f"{note}: {result}"
+    assert tuple(result.to_local().shape) == result._spec.local_shape, f"{note}: {result!r}"
     torch.testing.assert_close(whole, value, msg=lambda text: f"{note}, result as {result.placements}:\n{text}")
 
 

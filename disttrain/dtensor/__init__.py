@@ -14,6 +14,7 @@ from disttrain.dtensor.local_step import use_local_steps
 from disttrain.dtensor.modules import distribute_module
 from disttrain.dtensor.picture import visualize_sharding
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.rank_comparison import compare_ranks
 from disttrain.dtensor.shard_sizes import local_shape_and_offset
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Shard",
     "Spec",
     "StridedShard",
+    "compare_ranks",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch._guards import detect_fake_mode
@@ -16,17 +16,21 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "BOUND_FUNCTIONS",
     "BOUND_METHODS",
+    "DispatchMode",
     "OpFacts",
     "OpOverload",
     "become",
     "as_one_call",
     "binding_of",
+    "catch_operator",
     "change_wrapper",
+    "composed",
     "facts_of",
     "hint_of",
     "hold_in_graphs",
@@ -39,6 +43,7 @@ __all__ = [
     "put_on_record",
     "refuse_caching",
     "tree_flatten",
+    "tree_leaves",
     "tree_unflatten",
     "use_foreach_for",
 ]
@@ -231,6 +236,22 @@ def refuse_caching(reason: str) -> NoReturn:
     raise BypassAOTAutogradCache(reason)
 
 
+def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
+    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `composed` goes on."""
+    _ATEN.impl(op.name().removeprefix("aten::"), partial(kernel, op), "PythonTLSSnapshot")
+
+
+def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`op` by other operators, as torch composes it: in Python, where it has a way to, while the compiler traces."""
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher):
+        return op.decompose(*args, **kwargs)
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+# What is registered holds as long as this does.
+_ATEN: Final = torch.library.Library("aten", "IMPL")
+
+
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give wrapper `tensor` the shape and dtype of wrapper `other`."""
     torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
@@ -242,10 +263,10 @@ class OpFacts:
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result
-    shares memory with its first argument; `changes_shape` when it makes a view of its argument and leaves that in its
-    place; `returned` are, per result, the position of the argument that it is, None for a new tensor;
-    `returns_list` when it is a list of tensors;
-    `returns_data` when the result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
+    shares memory with its first argument; `is_composed` when torch computes it by other operators; `changes_shape` when
+    it makes a view of its argument and leaves that in its place; `returned` are, per result, the position of the
+    argument that it is, None for a new tensor; `returns_list` when it is a list of tensors; `returns_data` when the
+    result is no tensor but values; `shape_depends_on_values` as of `nonzero`.
     """
 
     name: str
@@ -256,6 +277,7 @@ class OpFacts:
     is_pointwise: bool
     is_random: bool
     is_view: bool
+    is_composed: bool
     changes_shape: bool
     returns_data: bool
     returns_list: bool
@@ -298,6 +320,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         returned=tuple(written.get(_alias_of(value)) for value in schema.returns),
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_composed=torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"),
         is_view=not mutated and any(value.alias_info is not None for value in schema.returns),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,

@@ -182,11 +182,15 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
 
     def run_on_copy(args: tuple[Any, ...], kwargs: dict[str, Any], fetch: Fetch) -> Any:
         if not is_view:
-            return wrapped(compute(fetch.read(args[0]._local_tensor), *args[1:], **kwargs), specs)
+            return wrapped(args[0], compute(fetch.read(args[0]._local_tensor), *args[1:], **kwargs), specs)
         loan = Loan(args[0], fetch)
-        return wrapped(compute(loan.moved, *args[1:], **kwargs), [spec.lent(loan) for spec in specs])
+        return wrapped(args[0], compute(loan.moved, *args[1:], **kwargs), [spec.lent(loan) for spec in specs])
 
-    def wrapped(results: Any, specs: Sequence[Spec]) -> Any:
+    def wrapped(viewed: torch.Tensor, results: Any, specs: Sequence[Spec]) -> Any:
+        if is_view and torch.is_inference_mode_enabled() and not viewed.is_inference():
+            # A view counts versions if what it views does.
+            with torch.inference_mode(mode=False):
+                return wrapped(viewed, results, specs)
         if isinstance(results, torch.Tensor):
             return wrap(results, specs[0])
         return [wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
@@ -200,9 +204,9 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
         except (RuntimeError, ValueError):  # a compiler that traces it raises the latter
             # This part's strides, which nobody else knows, do not allow what the whole's strides allow.
             return run_on_copy(args, kwargs, AS_CONTIGUOUS)
-        if type(results) is torch.Tensor:
+        if type(results) is torch.Tensor and not torch.is_inference_mode_enabled():
             return wrap(results, specs[0])
-        return wrapped(results, specs)
+        return wrapped(args[0], results, specs)
 
     return run
 

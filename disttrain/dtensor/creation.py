@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import as_one_call
+from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.dtensor import DTensor
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Placement, normalized
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.placement import Placement
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 
@@ -157,10 +158,7 @@ def _made(
     requires_grad: bool,
 ) -> DTensor:
     shape = _shape(size)
-    try:
-        layout = Layout(mesh, normalized(placements, mesh.ndim, len(shape)))
-    except ValueError as error:
-        raise LayoutError(operation, f"{error}.", rank=mesh.get_rank()) from None
+    layout = checked_layout(operation, mesh, placements, len(shape))
     if layout.has_partial:
         raise LayoutError(
             operation,

@@ -8,6 +8,7 @@ tensors, which is right for every operator but moves bytes, and says so once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import (
     OpFacts,
     OpOverload,
+    composed,
     facts_of,
     is_called_by_autograd,
     is_traced,
     off_the_record,
     put_on_record,
 )
+from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import form_of_call, key_of_call
@@ -38,7 +41,7 @@ from disttrain.dtensor.mixed import (
 )
 from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
-from disttrain.dtensor.rules import OpCall, Rule, find_rule, has_own_rule
+from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, values_of
 
 MAX_PLANS = 4096
@@ -51,6 +54,8 @@ class _Planned(NamedTuple):
     run: Run
     rule: Rule
     recipe: Recipe | None
+    dtype: torch.dtype
+    """Of the first result."""
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +87,7 @@ def follow_recipe(
     result, result_spec = recipe.follow(wrap, args, kwargs)
     if result_spec is not None:
         run = simple(wrap, recipe.compute, recipe.num_operands, len(args), kwargs, result_spec)
-        _keep(spec.plans, key, run)
+        _keep(spec.plans, key, _while_dtype_lasts(wrap, op, run, (spec,), result_spec.dtype))
     return result
 
 
@@ -95,6 +100,8 @@ def _dispatch_once(
     key: Any,
 ) -> Any:
     op_facts = facts(op)
+    if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
+        return composed(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
@@ -106,28 +113,39 @@ def _dispatch_once(
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors, written)
     if specs is None:
-        may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
-        if not (may_replicate or is_called_by_autograd()):
-            raise meets_plain(op_facts, tensors)
+        _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
     has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
     if plans is None or has_symbols:
         planned = _planned(wrap, op, op_facts, args, kwargs, specs, has_symbols=has_symbols)
         if planned is None:
-            return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+            return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
     form = form_of_call(op, args, kwargs)
     assert specs[0] is not None
     recipes: dict[Any, Recipe] = specs[0].layout.plans
     planned = _planned(wrap, op, op_facts, args, kwargs, specs)
     if planned is None:
-        return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+        return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
-    run = planned.run
-    _keep(plans, key, _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run)
+    run = _by_numbers(wrap, op, args, kwargs, planned.run) if planned.rule.reads_numbers else planned.run
+    _keep(plans, key, _while_dtype_lasts(wrap, op, run, specs, planned.dtype))
     return run(args, kwargs)
+
+
+def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
+    may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
+    if not (may_replicate or is_called_by_autograd()):
+        raise meets_plain(op_facts, tensors)
+
+
+def _without_plan(wrap: Wrap, call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
+    by_others = BY_OTHERS.get(call.op)
+    if by_others is not None:
+        return by_others(*call.arguments, **call.keywords)
+    return run_whole(wrap, call.op, call, tensors)
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -148,6 +166,26 @@ def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[
         return _dispatch_once(wrap, op, args, kwargs, None, None)
 
     return run
+
+
+def _while_dtype_lasts(
+    wrap: Wrap, op: OpOverload, first: Run, specs: Sequence[Spec | None], result: torch.dtype
+) -> Run:
+    """A closure that is good as long as the default dtype is what it is now, where the result may be of that dtype."""
+    if not _is_inexact(result) or any(spec is not None and _is_inexact(spec.dtype) for spec in specs):
+        return first
+    dtype = torch.get_default_dtype()
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() is dtype:
+            return first(args, kwargs)
+        return _dispatch_once(wrap, op, args, kwargs, None, None)
+
+    return run
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | complex]:
@@ -196,9 +234,12 @@ def _planned_by_rule(
     rule = find_rule(call)
     if rule is None:
         return None
+    if rule.outputs is not None:
+        call = replace(call, outputs=rule.outputs(call))
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
+    dtype = outputs[0].dtype if outputs else torch.bool
     recipe = None if has_symbols else recipe_for(call, rule, propagation)
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe, dtype)
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:
@@ -225,10 +266,16 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     meta_kwargs.pop("pin_memory", None)
-    meta_kwargs.pop("generator", None)
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = None
     try:
         results = op(*args, **meta_kwargs)
     except NotImplementedError:
+        return None
+    except RuntimeError:
+        # An operator of the user's may say nothing of shapes; with values it shows whether it raises.
+        if op.namespace == "aten":
+            raise
         return None
     if results is None:
         return ()

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import (
-    as_one_call,
-    hold_in_graphs,
-    is_kept_for_later,
-    make_wrapper,
-    no_torch_function,
-    refuse_caching,
-    use_foreach_for,
-)
+from disttrain.dtensor._torch import as_one_call, is_traced, make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor.agreement import agreed_shape, spread_first
+from disttrain.dtensor.beneath import catch_all
+from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from disttrain.dtensor.lone_errors import tell_of
+from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
+from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.sequences import has_places, with_places
 from disttrain.dtensor.shard_sizes import contiguous_strides
-from disttrain.errors import LayoutError
+from disttrain.dtensor.traced import Traced
+from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 
 
-class DTensor(torch.Tensor):
+class DTensor(Traced, torch.Tensor):
     """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
 
     Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
@@ -59,54 +60,29 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Calls like one before are looked up right here, the shortest ones without a function's help.
-        spec = getattr(args[0], "_spec", None) if args else None
-        if spec is None:
+        try:
+            # Calls like one before are looked up right here, the shortest ones without a function's help.
+            spec = getattr(args[0], "_spec", None) if args else None
+            if spec is None:
+                return dispatch(_made, func, args, kwargs or _NOTHING)
+            num_args = len(args)
+            if num_args == 1 and not kwargs:
+                key: tuple[Any, ...] | None = (func,)
+            elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
+                key = (func, args[1]._spec if kind is DTensor else kind)
+            else:
+                key = key_of_call(func, args, kwargs)
+            run = spec.plans.get(key)
+            if run is not None:
+                return run(args, kwargs or _NOTHING)
+            if key is not None:
+                result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
+                if result is not None:
+                    return result
             return dispatch(_made, func, args, kwargs or _NOTHING)
-        num_args = len(args)
-        if num_args == 1 and not kwargs:
-            key: tuple[Any, ...] | None = (func,)
-        elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
-            key = (func, args[1]._spec if kind is DTensor else kind)
-        else:
-            key = key_of_call(func, args, kwargs)
-        run = spec.plans.get(key)
-        if run is not None:
-            return run(args, kwargs or _NOTHING)
-        if key is not None:
-            result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
-            if result is not None:
-                return result
-        return dispatch(_made, func, args, kwargs or _NOTHING)
-
-    # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
-
-    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
-        layout = self._spec.layout
-        # What a graph returns lies in one way: the layout cannot depend on the sizes of a call.
-        return ["_local_tensor"], layout.concrete() if layout.is_symbolic and is_kept_for_later() else layout
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], layout: Layout, outer_size: Sequence[int], outer_stride: Sequence[int]
-    ) -> DTensor:
-        local = inner["_local_tensor"]
-        spec = Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype)
-        if spec.is_symbolic and spec.local_shape != tuple(local.shape):
-            # It is; but to have asked tells the compiler how its symbols for the part and for the whole go together.
-            raise LayoutError("torch.compile", f"a part of shape {tuple(local.shape)} came for {spec!r}.")
-        return DTensor(local, spec)
-
-    def _stable_hash_for_caching(self) -> str:
-        refuse_caching("a traced DTensor knows this process's place on its mesh")
-
-    def __coerce_tangent_metadata__(self) -> DTensor:
-        """This as the gradient of a tensor that lies so, which a backward pass is traced with."""
-        return self.redistribute(placements=_gradient_placements(self.placements))
-
-    def __coerce_same_metadata_as_tangent__(self, layout: Layout, expected_type: type | None = None) -> DTensor | None:
-        """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
-        return self.redistribute(layout.mesh, layout.placements) if expected_type is None else None
+        except Exception as error:
+            tell_of(error, func, (args, kwargs))
+            raise
 
     @staticmethod
     @as_one_call
@@ -115,16 +91,31 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh,
         placements: Sequence[Placement] | None = None,
         *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """The DTensor of which every rank brings its part. Differentiable.
+        """The DTensor of which every rank brings its part, whose memory it shares. Differentiable.
 
-        Args: placements  one per mesh axis, default Replicate;  shape, stride  of the whole; needed where the parts are
-        not all of one size, else found by multiplying. Raises LayoutError when this rank's part is not of the shape
-        that the whole implies.
+        Args: placements       one per mesh axis, default Replicate.
+              run_check        compare the parts' shapes and dtypes first, find the whole's shape even where they are
+                               cut unevenly, and give all ranks the first one's values along Replicate axes; collective.
+              shape, stride    of the whole; without a check needed where parts are not all of one size, else found by
+                               multiplying.
+              grad_placements  how the gradient of the part is taken from the whole's; default: as the tensor lies,
+                               where a partial tensor's gradient is whole on every rank.
+        Raises: LayoutError when this rank's part is not of the shape that the whole implies; with a check on all ranks.
         """
-        layout = _layout("from_local", device_mesh, placements, local_tensor.ndim)
+        if isinstance(local_tensor, DTensor):
+            raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
+        layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)
+        grad_layout = gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
+        if run_check:
+            if is_traced():
+                raise LayoutError("from_local", "run_check compares ranks, which no graph can.", "Check outside of it.")
+            shape = agreed_shape(local_tensor, layout, shape)
+            spread_first(local_tensor, layout)
         if shape is None:
             whole = list(local_tensor.shape)
             for axis_size, placement in zip(device_mesh.shape, layout.placements, strict=True):
@@ -141,7 +132,7 @@ class DTensor(torch.Tensor):
                 rank=device_mesh.get_rank(),
                 where=str(device_mesh.layout),
             )
-        return cast(DTensor, _FromLocal.apply(local_tensor, spec))  # type: ignore[no-untyped-call]
+        return cast(DTensor, _FromLocal.apply(local_tensor, spec, grad_layout))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, as a view: no copy, no communication. Differentiable.
@@ -154,16 +145,25 @@ class DTensor(torch.Tensor):
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _up_to_date(self).detach()
-        wanted = grad_placements if grad_placements is not None else _gradient_placements(self.placements)
-        layout = _layout("to_local", self.device_mesh, wanted, self.ndim)
+        layout = gradient_layout("to_local", self._spec.layout, grad_placements, self.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
 
     def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh."""
-        layout = _layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
-        return cast(DTensor, _Redistribute.apply(self, layout))  # type: ignore[no-untyped-call]
+        """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh.
+
+        Values travel as `forward_dtype`, which the result has then, their gradients as `backward_dtype`; default for
+        both: the tensor's own, which the gradient has in the end.
+        """
+        layout = checked_layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
+        before_redistribution(self, layout)
+        return cast(DTensor, _Redistribute.apply(self, layout, forward_dtype, backward_dtype))  # type: ignore[no-untyped-call]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole, as a plain tensor on every rank. Differentiable. Collective over the mesh."""
@@ -183,8 +183,58 @@ class DTensor(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def __format__(self, format_spec: str) -> str:
-        """`f"{loss:.3f}"` is the whole's number, and collective; without a format it is the `repr`, and is not."""
-        return format(self.item(), format_spec) if format_spec and self.ndim == 0 else format(repr(self), format_spec)
+        """`f"{loss:.3f}"` is the number, as of a plain tensor; with dims it is as `str`. Collective both."""
+        return format(self.item() if self.ndim == 0 else str(self), format_spec)
+
+    def __str__(self) -> str:
+        """The whole, as `print` shows it. Collective over the mesh; `repr` is not, and shows this rank's part."""
+        if self._local_tensor.device.type == "meta" or self._spec.is_symbolic:
+            return repr(self)
+        try:
+            whole = cast(DTensor, self.detach()).full_tensor()
+        except BackendError as error:
+            error.add_note("str() of a DTensor is the whole, and collective; print(repr(x)) where one rank prints.")
+            raise
+        indented = repr(whole).replace("\n", "\n" + " " * len("DTensor("))
+        return f"DTensor({indented}, {self._spec.layout})"
+
+    def register_hook(self, hook: Callable[[DTensor], torch.Tensor | None]) -> Any:
+        """Call `hook` with the gradient, a DTensor, once it is known; what it returns, if a DTensor, takes its place.
+
+        A plain tensor is refused: it may be a part or the whole. Within `implicit_replication()` it is the whole.
+        """
+
+        @functools.wraps(hook)
+        def run(grad: DTensor) -> torch.Tensor | None:
+            result = hook(grad)
+            return result if result is None or isinstance(result, DTensor) else _as_gradient(result, grad)
+
+        return super().register_hook(run)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> Self:
+        """Another tensor of the same part."""
+        twin = type(self)(_up_to_date(self), self._spec.owned(), requires_grad=self.requires_grad)
+        vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LayoutError(
+            "pickle",
+            "a DTensor is one rank's part of a tensor, and means nothing to another process.",
+            "Save with disttrain.checkpoint, or pickle full_tensor().",
+            rank=self.device_mesh.get_rank(),
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        return _getitem(self, with_places(index, self._replicated) if has_places(index) else index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _setitem(self, with_places(index, self._replicated) if has_places(index) else index, value)
+
+    def _replicated(self, value: torch.Tensor) -> DTensor:
+        """`value`, which all ranks have alike, beside this tensor."""
+        layout = self._spec.layout.replicated()
+        return DTensor(value.to(self.device), Spec.of(layout, tuple(value.shape), value.dtype))
 
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
@@ -214,13 +264,13 @@ class DTensor(torch.Tensor):
         return self._spec.placements
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DTensor(local={self._local_tensor}, shape={tuple(self.shape)}, {self._spec.layout})"
+        return f"DTensor(local={self._local_tensor!r}, shape={tuple(self.shape)}, {self._spec.layout})"
 
 
 use_foreach_for(DTensor)
-hold_in_graphs(Placement, ["is_partial", "is_replicate", "is_shard"])
-hold_in_graphs(DeviceMesh, ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])
 _KEYED = frozenset({DTensor, float})
+catch_all()
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _NOTHING: dict[str, Any] = {}
 
 
@@ -241,37 +291,51 @@ def _up_to_date(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def _layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
-    try:
-        return Layout(mesh, normalized(placements, mesh.ndim, num_dims))
-    except ValueError as error:
-        raise LayoutError(operation, f"{error}.", rank=mesh.get_rank(), where=str(mesh.layout)) from None
+def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
+    _check_gradient(grad, layout.mesh)
+    assert isinstance(grad, DTensor)
+    if torch.is_grad_enabled():
+        return grad.redistribute(placements=layout.placements).to_local()
+    return redistribute_local(_up_to_date(grad), grad._spec, layout)
 
 
-def _gradient_placements(placements: Placements) -> Placements:
-    """How the gradient of a tensor lies: a partial tensor's is whole, since every part counts in full."""
-    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
-
-
-def _as_part(grad: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The part of gradient `grad` that belongs to a tensor of spec `spec`."""
+def _check_gradient(grad: torch.Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(grad, DTensor):
-        raise LayoutError("backward", "a plain gradient came for a DTensor.", rank=spec.mesh.get_rank())
-    wanted = spec.layout.with_placements(_gradient_placements(spec.placements))
-    return redistribute_local(grad._local_tensor, grad._spec, wanted)
+        raise LayoutError(
+            "backward",
+            f"a plain gradient of shape {tuple(grad.shape)} came for a DTensor.",
+            "A function on the way made it; let it return a DTensor: distribute_tensor or DTensor.from_local.",
+            rank=mesh.get_rank(),
+        )
+
+
+def _as_gradient(result: torch.Tensor, grad: DTensor) -> DTensor:
+    """A plain tensor that a hook returns for `grad`, where all ranks are said to return the same."""
+    mesh = grad.device_mesh
+    if not replicates_plain(mesh.world):
+        raise LayoutError(
+            "register_hook",
+            f"a hook returns a plain tensor of shape {tuple(result.shape)} for the gradient of a DTensor.",
+            "Return a DTensor, made by distribute_tensor or DTensor.from_local, or, where all ranks return the same "
+            "whole, call backward() within implicit_replication().",
+            rank=mesh.get_rank(),
+            where=str(mesh.layout),
+        )
+    return DTensor.from_local(result, mesh)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
-        ctx.spec = spec
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec, grad_layout: Layout) -> DTensor:
+        ctx.grad_layout = grad_layout
         # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
         part = local.detach().resolve_conj().resolve_neg()
         return DTensor(part, spec, requires_grad=local.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None]:
-        return _as_part(grads[0], ctx.spec), None
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
+        return _as_part(grads[0], ctx.grad_layout), None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -286,18 +350,30 @@ class _ToLocal(torch.autograd.Function):
         spec: Spec = ctx.spec
         # The gradient of a sum is one number, expanded: it could not be written to, as clipping does.
         grad = grads[0].contiguous()
-        return DTensor(grad, Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)), None
+        grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
+        if not torch.is_grad_enabled():
+            return DTensor(grad, grad_spec), None
+        own = ctx.grad_layout.with_placements(gradient_placements(grad_spec.placements))
+        return cast(DTensor, _FromLocal.apply(grad, grad_spec, own)), None  # type: ignore[no-untyped-call]
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, layout: Layout) -> DTensor:
-        ctx.spec = tensor._spec
-        local = redistribute_local(_up_to_date(tensor), tensor._spec, layout)
-        return DTensor(local.detach(), tensor._spec.with_layout(layout), requires_grad=tensor.requires_grad)
+    def forward(
+        ctx: Any, tensor: DTensor, layout: Layout, forward_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+    ) -> DTensor:
+        spec = ctx.spec = tensor._spec
+        ctx.backward_dtype = backward_dtype or spec.dtype
+        local = _up_to_date(tensor)
+        if forward_dtype is not None and forward_dtype is not spec.dtype:
+            local, spec = local.to(forward_dtype), Spec(spec.layout, spec.shape, spec.stride, forward_dtype)
+        local = redistribute_local(local, spec, layout)
+        return DTensor(local.detach(), spec.with_layout(layout), requires_grad=tensor.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
         spec: Spec = ctx.spec
-        layout = spec.layout.with_placements(_gradient_placements(spec.placements))
-        return DTensor(_as_part(grads[0], spec), Spec(layout, spec.shape, spec.stride, grads[0].dtype)), None
+        layout = spec.layout.with_placements(gradient_placements(spec.placements))
+        _check_gradient(grads[0], layout.mesh)
+        grad = _Redistribute.apply(grads[0], layout, ctx.backward_dtype, None)  # type: ignore[no-untyped-call]
+        return grad if grad.dtype is spec.dtype else grad.to(spec.dtype), None, None, None

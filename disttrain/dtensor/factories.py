@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.dtensor._torch import as_one_call
+from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.dtensor import DTensor
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, normalized
+from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.placement import Partial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.transfers import broadcast
 from disttrain.errors import LayoutError
@@ -33,10 +34,7 @@ def distribute_tensor(
     Returns: a leaf that requires a gradient if `tensor` does.
     Collective: every rank of the mesh, unless src_data_rank is None or the tensor is on the meta device.
     """
-    try:
-        layout = Layout(device_mesh, normalized(placements, device_mesh.ndim, tensor.ndim))
-    except ValueError as error:
-        raise LayoutError("distribute_tensor", f"{error}.", rank=device_mesh.get_rank()) from None
+    layout = checked_layout("distribute_tensor", device_mesh, placements, tensor.ndim)
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise LayoutError(
             "distribute_tensor",

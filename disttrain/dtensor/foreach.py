@@ -14,7 +14,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import NormPartial, Placement, Shard
+from disttrain.dtensor.placement import NormPartial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.errors import LayoutError
 
@@ -45,6 +45,8 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
 
     Results lie as the first list does, but for norms, whose sharded axes become partial.
     """
+    if facts.mutated and _can_go_one_by_one(facts) and any(_is_partial(tensor) for tensor in args[0]):
+        return _one_by_one(facts, args, kwargs)
     leaders = [_leader(facts, tensor) for tensor in args[0]]
     local_args = [_localized(facts, value, leaders) for value in args]
     local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
@@ -144,6 +146,26 @@ def _leader(facts: OpFacts, tensor: torch.Tensor) -> Spec | None:
     return spec.with_layout(spec.layout.replicated())
 
 
+def _is_partial(tensor: torch.Tensor) -> bool:
+    spec: Spec | None = getattr(tensor, "_spec", None)
+    return spec is not None and spec.layout.has_partial
+
+
+def _can_go_one_by_one(facts: OpFacts) -> bool:
+    return hasattr(torch.ops.aten, _name_for_one(facts))
+
+
+def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The operator for one tensor, on each: it knows what may be done to a partial one."""
+    op = getattr(torch.ops.aten, _name_for_one(facts))
+    for place in range(len(args[0])):
+        op(*[value[place] if isinstance(value, list | tuple) else value for value in args], **kwargs)
+
+
+def _name_for_one(facts: OpFacts) -> str:
+    return facts.name.removeprefix("aten._foreach_")
+
+
 def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> Any:
     if isinstance(value, torch.Tensor):
         spec = getattr(value, "_spec", None)
@@ -215,7 +237,7 @@ def _local_norms(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dty
 
 
 def _norm_layout(spec: Spec, order: float) -> Layout:
-    if order <= 0 and any(isinstance(placement, Shard) for placement in spec.placements):
+    if order <= 0 and any(placement.cut_dim is not None for placement in spec.placements):
         raise LayoutError(
             "_foreach_norm",
             f"norms of order {order:g} of sharded tensors cannot be put together from their parts.",
@@ -223,6 +245,6 @@ def _norm_layout(spec: Spec, order: float) -> Layout:
             rank=spec.mesh.world.rank,
         )
     placements: list[Placement] = [
-        NormPartial(order=order) if isinstance(placement, Shard) else placement for placement in spec.placements
+        placement if placement.cut_dim is None else NormPartial(order=order) for placement in spec.placements
     ]
     return spec.layout.with_placements(tuple(placements))

@@ -11,6 +11,7 @@ from disttrain.process_group import World, current_world
 
 # By world, not by thread: a backward pass runs in threads of its own, and meets the same plain tensors.
 _MODES: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
+_COMPOSING: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -32,9 +33,20 @@ def implicit_replication(enabled: bool = True) -> Iterator[None]:
             _MODES[world] = before
 
 
+@contextmanager
+def composing(world: World) -> Iterator[None]:
+    """Within it torch composes an operator, of DTensors alone; plain tensors are those that it makes on the way."""
+    before = _COMPOSING.get(world, False)
+    _COMPOSING[world] = True
+    try:
+        yield
+    finally:
+        _COMPOSING[world] = before
+
+
 def replicates_plain(world: World) -> bool:
-    """True within `implicit_replication()`."""
-    return _MODES.get(world) is True
+    """True within `implicit_replication()`, and while torch composes an operator."""
+    return _MODES.get(world) is True or _COMPOSING.get(world, False)
 
 
 def may_gather(world: World) -> bool:

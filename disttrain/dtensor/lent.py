@@ -9,6 +9,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, change_wrapper
 from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of, written_tensors
+from disttrain.dtensor.counted_places import counts_from_start, is_a_view
 from disttrain.dtensor.loan import Loan
 from disttrain.errors import LayoutError
 
@@ -29,7 +30,12 @@ def run_lent(
 ) -> Any:
     """`run` on stand-ins for the tensors on loan, which share their memory and are on no loan."""
     tensors: list[Any] = tensors_of([*args, *kwargs.values()])
+    if facts.is_view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
+        with torch.inference_mode(mode=False):
+            return run_lent(run, wrap, op, facts, args, kwargs)
     loans = list(dict.fromkeys(tensor._spec.loan for tensor in tensors if is_lent(tensor)))
+    if counts_from_start(facts, args, kwargs) and is_lent(tensors[0]):
+        raise is_a_view(facts.name, tensors[0]._spec.mesh)
     written = _written_loans(facts, args, kwargs)
     for loan in loans:
         loan.refresh()

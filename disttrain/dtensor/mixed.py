@@ -72,8 +72,12 @@ def _needs_layout(facts: OpFacts, tensor: torch.Tensor, place: int) -> bool:
 
 
 def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
-    """True when each plain tensor has one element at most: such a one is taken as a number is."""
-    return all(tensor.numel() < 2 for tensor in tensors if is_plain(tensor))
+    """True when each plain tensor has one element at most, expanded or not: such a one is taken as a number is."""
+    return all(_is_small(tensor) for tensor in tensors if is_plain(tensor))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() < 2 or not any(tensor.stride())
 
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:

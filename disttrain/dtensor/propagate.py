@@ -23,8 +23,8 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     for axis, axis_size in enumerate(mesh.shape):
         possible = [
             (_cost(call, signature, axis, axis_size), signature)
-            for signature in (*signatures, *(_blockwise(call, signatures, axis) if rule.takes_blocks else ()))
-            if not _mixes(call, signature, axis)
+            for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
+            if not _mixes(call, signature, axis) and not _adds_up_plain(call, signature)
         ]
         best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)
@@ -41,12 +41,18 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     return Propagation(operands, results)
 
 
-def _blockwise(call: OpCall, signatures: Sequence[Signature], axis: int) -> Iterable[Signature]:
-    """The signatures that cut a dim, for operands of which that dim is cut block by block: no matter which elements a
-    rank has of it, they are the same ones in all operands."""
+def _blockwise(call: OpCall, signatures: Sequence[Signature], chosen: Sequence[Signature]) -> Iterable[Signature]:
+    """The signatures that cut a dim, for operands of which the next axis cuts that dim block by block: no matter which
+    elements a rank has of it, they are the same ones in all operands.
+
+    Blocks are counted in what earlier axes leave of the dim, so these must cut it as they do now."""
+    axis = len(chosen)
     for place, spec in enumerate(call.operands):
         present = None if spec is None else spec.placements[axis]
-        if isinstance(present, StridedShard):
+        if isinstance(present, StridedShard) and spec is not None:
+            earlier = zip(spec.placements, [signature.operands[place] for signature in chosen], strict=False)
+            if any(old != new and present.dim in (old.cut_dim, new.cut_dim) for old, new in earlier):
+                continue
             for signature in signatures:
                 if signature.operands[place] == Shard(present.dim):
                     yield Signature(
@@ -99,6 +105,14 @@ def _cheapest(
                     raise AssertionError("costs are not what they were")
             return signature
     raise AssertionError("whole operands always will do")
+
+
+def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
+    """Whether a plain scalar, which every rank has, would count once for each rank."""
+    return any(
+        spec is None and isinstance(wanted, Partial)
+        for spec, wanted in zip(call.operands, signature.operands, strict=True)
+    )
 
 
 def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> int:

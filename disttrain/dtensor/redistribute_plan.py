@@ -12,6 +12,8 @@ from disttrain.dtensor.shard_sizes import num_blocks
 _SCATTERED = frozenset({"sum", "avg", "min", "max", "product"})
 """Reductions that a backend can reduce-scatter."""
 
+_LINEAR = frozenset({Partial("sum"), Partial("avg")})
+
 
 @dataclass(frozen=True)
 class Step:
@@ -105,17 +107,38 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
             current[axis] = steps[-1].result
     for axis, placement in enumerate(current):
         wanted = target[axis]
-        if isinstance(placement, Partial) and placement != wanted:
+        if isinstance(placement, Partial) and _must_reduce(axis, source, target):
             if isinstance(wanted, Shard) and placement.reduce_op in _SCATTERED:
                 steps.append(ReduceScatter((axis,), wanted.dim, placement))
             else:
                 steps.append(AllReduce((axis,), placement))
             current[axis] = steps[-1].result
-        step = _cut(axis, current[axis], wanted)
-        if step is not None:
-            steps.append(step)
-            current[axis] = step.result
+        if isinstance(wanted, Shard | StridedShard) and current[axis] != wanted:
+            steps.append(Split((axis,), wanted.dim, num_blocks(wanted)))
+            current[axis] = wanted
+    # From the last axis to the first, as they are reduced from the first to the last: neutral elements stay neutral.
+    for axis, wanted in reversed(list(enumerate(target))):
+        if isinstance(wanted, Partial) and current[axis] != wanted:
+            steps.append(MakePartial((axis,), wanted))
     return tuple(steps)
+
+
+def _must_reduce(axis: int, source: Placements, target: Placements) -> bool:
+    """True where a partial axis changes, or a later one does that is partial in another way: a tensor's value is what
+    comes out when its axes are reduced in their order."""
+    return source[axis] != target[axis] or any(
+        source[later] != target[later]
+        and any(
+            isinstance(placement, Partial) and not _commute(source[axis], placement)
+            for placement in (source[later], target[later])
+        )
+        for later in range(axis + 1, len(source))
+    )
+
+
+def _commute(one: Placement, other: Placement) -> bool:
+    """True when it makes no difference along which of two partial axes is reduced first."""
+    return one == other or (one.is_partial() and other.is_partial() and {one, other} <= _LINEAR)
 
 
 def merged(
@@ -168,13 +191,3 @@ def _exchange(axis: int, source: Placements, target: Placements) -> AllToAll | N
         if place != axis
     ]
     return None if old.dim in others or new.dim in others else AllToAll((axis,), old.dim, new.dim)
-
-
-def _cut(axis: int, placement: Placement, wanted: Placement) -> Step | None:
-    if placement == wanted:
-        return None
-    assert isinstance(placement, Replicate)
-    if isinstance(wanted, Shard | StridedShard):
-        return Split((axis,), wanted.dim, num_blocks(wanted))
-    assert isinstance(wanted, Partial)
-    return MakePartial((axis,), wanted)

@@ -71,3 +71,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """True for strides of a tensor that is contiguous but for the order of its dims."""
+    step = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != step:
+            return False
+        step *= size
+    return True

@@ -10,12 +10,14 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, become
 from disttrain.dtensor.call_plan import Wrap, replaced, written_tensors
+from disttrain.dtensor.counted_places import check_begins_there, counts_from_start
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.implicit import may_gather
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
+from disttrain.dtensor.shard_sizes import is_permuted
 from disttrain.errors import LayoutError
 
 _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
@@ -45,6 +47,8 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     layout = specs[0].layout.replicated()
     if call.facts.name in _DRAWN and call.operands[0] is not None and len(specs) == 1:
         return _drawn(op, call, tensors[0], call.operands[0])
+    if counts_from_start(call.facts, call.arguments, call.keywords) and call.operands[0] is not None:
+        check_begins_there(call.facts.name, tensors[0]._local_tensor, call.operands[0])
     if call.facts.changes_shape:
         return _kept(call.facts, specs[0], call.arguments)
     if not all(spec.layout.is_replicated for spec in specs):
@@ -98,7 +102,8 @@ def _lent(wrap: Wrap, op: OpOverload, call: OpCall, tensor: Any, spec: Spec) -> 
     loan = Loan(tensor, Fetch(read, write))
 
     def lent(part: torch.Tensor, spec: Spec) -> torch.Tensor:
-        return wrap(part, spec.lent(loan))
+        with torch.inference_mode(mode=tensor.is_inference()):
+            return wrap(part, spec.lent(loan))
 
     args, kwargs = replaced(call.arguments, call.keywords, [loan.moved])
     return _wrapped_wholes(lent, call.facts, op(*args, **kwargs), layout, {})
@@ -119,7 +124,11 @@ def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> 
         return local.view_as(local) if is_written else local
     if skips_values:
         return local.new_empty(spec.shape)
-    return redistribute_local(local, spec, spec.layout.replicated())
+    whole = redistribute_local(local, spec, spec.layout.replicated())
+    if tuple(whole.stride()) == spec.stride or spec.is_symbolic or not is_permuted(spec.shape, spec.stride):
+        return whole
+    # Some operators ask for a certain order of dims in memory, and others keep the order that they find.
+    return whole.new_empty_strided(spec.shape, spec.stride).copy_(whole)
 
 
 def _write_back(wrap: Wrap, facts: OpFacts, tensor: Any, spec: Spec, whole: torch.Tensor) -> None:

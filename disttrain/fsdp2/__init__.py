@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from disttrain.fsdp2.fully_shard import FSDPModule, fully_shard
-from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.fully_shard import fully_shard
+from disttrain.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,23 +1,34 @@
-"""The two collectives of a group of parameters: gather all of them at once, reduce all of their gradients at once."""
+"""The collectives of a group of parameters: gather all of them at once, reduce all of their gradients at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from disttrain.fsdp2._torch import chunk_cat
 from disttrain.fsdp2.flat import FlatPlan
+from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
-from disttrain.process_group import ProcessGroup, ReduceOp, Work, all_gather_into_tensor, reduce_scatter_tensor
+from disttrain.process_group import (
+    ProcessGroup,
+    ReduceOp,
+    Work,
+    all_gather_into_tensor,
+    all_gather_into_tensor_coalesced,
+    all_reduce,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
+)
 
 
 @dataclass
 class Gather:
-    """An all-gather under way. Row r of `output` is rank r's flat buffer."""
+    """An all-gather under way. Row r of `output` is the flat buffer of shard r; None where all is in its place."""
 
-    output: torch.Tensor
+    output: torch.Tensor | None
     work: Work | None
     done: torch.cuda.Event | None
 
@@ -28,54 +39,190 @@ class Gather:
         streams.follow(self.done)
 
 
-@dataclass
-class Reduction:
-    """A reduce-scatter under way. `output` is this rank's flat buffer of averaged gradients.
-
-    `packed`, its input, was allocated on another stream: it is held until that stream is ordered after the reduction.
-    """
-
-    output: torch.Tensor
-    packed: torch.Tensor
-    work: Work | None
-    done: torch.cuda.Event | None
-
-    def wait(self, streams: CommStreams) -> None:
-        """Order the current stream (CPU: the host) after it; the packed input may be reused then."""
-        if self.work is not None:
-            self.work.wait()
-        streams.follow(self.done)
-
-
 def start_gather(
-    shard: torch.Tensor, dtype: torch.dtype, num_shards: int, group: ProcessGroup, streams: CommStreams
+    shard: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_shards: int,
+    group: ProcessGroup,
+    streams: CommStreams,
+    ready: torch.Event | None,
 ) -> Gather:
-    """Gather every rank's flat `shard`, cast to `dtype`, on the all-gather stream. Collective."""
+    """Gather the `num_shards` flat buffers of which every rank of `group` holds as many in `shard`, one after the
+    other, cast to `dtype`, on the all-gather stream. Collective."""
     # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
-    written = streams.mark()
+    written = streams.mark() if ready is None else ready
     with streams.gathering():
         streams.follow(written)
+        if shard.device != device:
+            shard = shard.to(device, non_blocking=True)
         sent = shard if shard.dtype == dtype else shard.to(dtype)
-        output = sent.new_empty((num_shards, sent.numel()))
+        output = sent.new_empty((num_shards, sent.numel() * group.size() // num_shards))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
         work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
         return Gather(output, work, streams.mark())
 
 
-def copy_out(gathered: torch.Tensor, plan: FlatPlan, buffers: Sequence[torch.Tensor]) -> None:
-    """Spread gathered rows over the parameters' own buffers, each (num_shards, padded elements)."""
-    torch.split_with_sizes_copy(gathered, plan.split_sizes, dim=1, out=list(buffers))
+def start_gather_in_place(
+    shard: torch.Tensor,
+    dtype: torch.dtype,
+    plan: FlatPlan,
+    places: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    streams: CommStreams,
+    ready: torch.Event | None,
+) -> Gather:
+    """Gather each parameter right into its place, (num_shards, padded elements), all in one launch. Collective.
+
+    The places must have been allocated on the current stream: who had their memory before is done before that.
+    """
+    written = streams.mark() if ready is None else ready
+    with streams.gathering():
+        streams.follow(written)
+        if shard.device != places[0].device:
+            shard = shard.to(places[0].device, non_blocking=True)
+        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        pairs = [pair for pair in zip(places, sent.split(plan.split_sizes), strict=True) if pair[1].numel()]
+        outputs, inputs = [place for place, _ in pairs], [part for _, part in pairs]
+        all_gather_into_tensor_coalesced(outputs, inputs, group=group)
+        return Gather(None, None, streams.mark())
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How sums of gradients become averages: before the sum they are divided by `before`, after it by `after`.
+
+    Both None: the transport averages.
+    """
+
+    before: float | None = None
+    after: float | None = None
+
+    @classmethod
+    def over(cls, num_ranks: int, dtype: torch.dtype, factor: float | None) -> Averaging:
+        """Division by `factor`, or by the number of ranks."""
+        if factor is None and dtype != torch.float16:
+            return cls()
+        whole = float(num_ranks if factor is None else factor)
+        if dtype != torch.float16:
+            return cls(1.0, whole)
+        # Sums of 16 bits overflow, quotients underflow: half of the division comes first.
+        before = 2.0 ** math.ceil(math.log2(max(whole, 1.0)) / 2)
+        return cls(before, whole / before)
+
+
+Hook = Callable[[torch.Tensor], None]
+
+
+@dataclass
+class Reduction:
+    """A reduction under way. `output` is this rank's flat buffer of averaged gradients.
+
+    `packed`, its input, was allocated on another stream: it is held until that stream is ordered after the reduction.
+    """
+
+    output: torch.Tensor
+    packed: Sequence[torch.Tensor]
+    work: Work | None
+    done: torch.cuda.Event | None
+    rest: Callable[[], None] | None
+    """What is still to be done to `output` once the host has waited, where there are no streams."""
+
+    def wait(self, streams: CommStreams) -> None:
+        """Order the current stream (CPU: the host) after it; the packed input may be reused then."""
+        if self.work is not None:
+            self.work.wait()
+        if self.rest is not None:
+            self.rest()
+        streams.follow(self.done)
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """What is done to packed gradients: averaged over the shards' ranks, and over those that hold copies."""
+
+    sharding: Sharding
+    averaging: Averaging
+    reduces_over_replicas: bool
+    hook: Hook | None
+    hook_stream: torch.cuda.Stream | None
+
+    @property
+    def op(self) -> ReduceOp.RedOpType:
+        """What the transport does to gradients."""
+        return ReduceOp.AVG if self.averaging.before is None else ReduceOp.SUM
+
+    def has_rest(self, unreduced: torch.Tensor | None) -> bool:
+        """True where the reduce-scatter is not all."""
+        is_copied = self.reduces_over_replicas and self.sharding.replicate_group is not None
+        return unreduced is not None or is_copied or self.averaging.after is not None or self.hook is not None
+
+    def rest(self, output: torch.Tensor, unreduced: torch.Tensor | None, streams: CommStreams) -> None:
+        """Everything after the reduce-scatter, on the current stream."""
+        if unreduced is not None:
+            output.add_(unreduced)
+        group = self.sharding.replicate_group
+        if self.reduces_over_replicas and group is not None:
+            all_reduce(output, self.op, group=group)
+        if self.averaging.after is not None and self.reduces_over_replicas:
+            output.div_(self.averaging.after)
+        if self.hook is not None:
+            with streams.on(self.hook_stream, output):
+                self.hook(output)
 
 
 def start_reduction(
-    grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype, group: ProcessGroup, streams: CommStreams
+    grads: Sequence[torch.Tensor],
+    plan: FlatPlan,
+    dtype: torch.dtype,
+    what: ReductionPlan,
+    unreduced: torch.Tensor | None,
+    streams: CommStreams,
 ) -> Reduction:
-    """Average whole gradients over the ranks, scatter them as flat shards, on the reduce-scatter stream. Collective."""
-    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
-    chunk_cat(grads, plan.num_shards, out=packed)
+    """Average whole gradients over the ranks, scatter them as flat shards, on the reduce-scatter stream. Collective.
+
+    `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas.
+    """
+    packed = _in_places(grads, plan, dtype) if streams.is_cuda else [_in_one(grads, plan, dtype)]
+    if what.averaging.before not in (None, 1.0):
+        for tensor in packed:
+            tensor.div_(what.averaging.before)
+    group = what.sharding.shard_group
+    if not streams.is_cuda:
+        output = packed[0].new_empty(plan.shard_numel)
+        work = reduce_scatter_tensor(output, packed[0], what.op, group=group, async_op=True)
+        return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
-        output = packed.new_empty(plan.shard_numel)
-        work = reduce_scatter_tensor(output, packed, ReduceOp.AVG, group=group, async_op=not streams.is_cuda)
-        return Reduction(output, packed, work, streams.mark())
+        output = packed[0].new_empty(plan.shard_numel)
+        reduce_scatter_tensor_coalesced(output.split(plan.split_sizes), packed, what.op, group=group)
+        scattered = streams.mark()
+        if not what.has_rest(unreduced):
+            return Reduction(output, packed, None, scattered, None)
+    with streams.replicating():
+        # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
+        streams.follow(scattered)
+        what.rest(output, unreduced, streams)
+        return Reduction(output, packed, None, streams.mark(), None)
+
+
+def _in_one(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> torch.Tensor:
+    """All gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
+    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
+    chunk_cat(grads, plan.num_shards, out=packed)
+    return packed
+
+
+def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each gradient, cast and padded, by itself: (num_shards * padded elements)."""
+    numels = [slot.padded_numel * plan.num_shards for slot in plan.slots]
+    memory = torch.empty(sum(numels), dtype=dtype, device=grads[0].device)
+    places = list(memory.split(numels))
+    filled = []
+    for place, grad, slot in zip(places, grads, plan.slots, strict=True):
+        if place.numel() > slot.numel:
+            place[slot.numel :].zero_()
+        filled.append(place[: slot.numel].view(grad.shape))
+    torch._foreach_copy_(filled, list(grads))
+    return places

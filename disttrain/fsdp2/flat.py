@@ -1,8 +1,8 @@
 """How the shards of several parameters lie in one flat buffer. Pure arithmetic.
 
-Dim 0 of every parameter is cut as `torch.chunk` cuts; each rank's piece is padded to the size of the first. A rank's
-buffer is its pieces one after the other, so one all-gather brings all parameters: row r of its result is rank r's
-buffer.
+One dim of every parameter is cut as `torch.chunk` cuts, and brought to the front; each rank's piece is padded to the
+size of the first. A rank's buffer is its pieces one after the other, so one all-gather brings all parameters: row r of
+its result is rank r's buffer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from disttrain.dtensor.shard_sizes import piece_size
 
 
 @dataclass(frozen=True)
 class FlatSlot:
-    """One parameter's place: `offset` and `padded_numel` in the buffer; `padded_rows` times the ranks cover dim 0."""
+    """One parameter's place: `offset` and `padded_numel` in the buffer; `padded_rows` times the ranks cover its dim.
+
+    `shape` has the cut dim in front.
+    """
 
     shape: tuple[int, ...]
     padded_rows: int
@@ -24,9 +28,9 @@ class FlatSlot:
     offset: int
 
     @property
-    def row_numel(self) -> int:
-        """Elements in one row of dim 0."""
-        return math.prod(self.shape[1:])
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,14 @@ class FlatPlan:
     shard_numel: int
     num_shards: int
 
-    @property
+    @cached_property
     def split_sizes(self) -> list[int]:
         """Elements of each parameter in a rank's buffer."""
         return [slot.padded_numel for slot in self.slots]
 
 
 def plan_flat(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatPlan:
-    """Places for parameters of these shapes (at least one dim each), cut for `num_shards` ranks."""
+    """Places for parameters of these shapes, their cut dims in front, cut for `num_shards` ranks."""
     slots: list[FlatSlot] = []
     offset = 0
     for shape in shapes:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+from disttrain.dtensor import Placement, Shard
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
 from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
@@ -21,91 +24,59 @@ from disttrain.process_group import current_world
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class FSDPModule:
-    """What a module gains by `fully_shard`: it is an instance of this class as well as of its own."""
-
-    def unshard(self) -> None:
-        """Gather the module's own parameters, and keep them until `reshard` or the end of a backward. Collective."""
-        state = _state(self)
-        state.unshard()
-        state.wait_for_unshard()
-        state.is_kept_unsharded = True
-
-    def reshard(self) -> None:
-        """Free the gathered parameters of the module itself."""
-        state = _state(self)
-        state.reshard()
-        state.is_kept_unsharded = False
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile the module's forward, in place, with these arguments; gathering and freeing stay outside."""
-        module = cast(nn.Module, self)
-        module.forward = torch.compile(module.forward, *args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""
-        for child in cast(nn.Module, self).modules():
-            state = state_of(child)
-            for group in state.groups if state is not None else ():
-                group.zero_grads(set_to_none=set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `half`, `to` and the like change is the shards, also while the module computes with whole parameters.
-        _state(self).reshard()
-        return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
-
-    def __getstate__(self) -> object:
-        """What a deep copy takes over; its parameters are shards."""
-        _state(self).reshard()
-        return super().__getstate__()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
-        module = cast(nn.Module, self)
-        for child in module.modules() if recurse else [module]:
-            state = state_of(child)
-            if state is not None:
-                state.requires_gradient_sync = requires_gradient_sync
-
-
 def fully_shard(
     module: Module,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> Module:
-    """Shard the module's parameters over dim 0, and gather them only while it computes.
+    """Shard the module's parameters, and gather them only while it computes.
 
     Apply it to blocks, then to the root. Each call makes one group: the parameters of the module that no call on a part
     of it has taken. A group is gathered by one all-gather before forward and before backward, and its gradients are
     averaged by one reduce-scatter. The parameters become DTensors, before and after computing; build the optimizer
     after the last call.
 
-    Args:    mesh                   one axis; default: all ranks. Parameters move to its device, but those on "meta".
-             reshard_after_forward  free the whole parameters between forward and backward. Default: True, but False for
-                                    the root, whose backward comes at once.
+    Args:    mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
+                                    copies (hybrid sharding). Default: all ranks share. Parameters move to its device,
+                                    but those on "meta".
+             reshard_after_forward  free the whole parameters between forward and backward. A number: keep them on that
+                                    many neighbouring ranks in between, so that the second gather is among these.
+                                    Default: True, but False for the root, whose backward comes at once.
+             shard_placement_fn     says for a parameter which of its dims is cut: Shard(dim); None, the default: dim 0.
              mp_policy              dtypes for computing and reducing.
+             offload_policy         where shards, gradients and so the optimizer's state are kept between uses.
              ignored_params         parameters to leave as they are.
+    Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
+    sharded is each rank's part of them.
     Returns: the module, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
-             parameter that is a scalar, a DTensor, or shared with a part that is sharded already.
+             number that does not divide the ranks, a parameter that is a scalar, lies on a mesh of its own, or is
+             shared with a part that is sharded already.
     Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
     """
     mesh = mesh if mesh is not None else _whole_world(module)
-    _check(module, mesh)
+    _check(module, mesh, reshard_after_forward)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
+    sharding = Sharding(mesh)
     managed = list(_managed(module, ignored_params or set()))
+    dims = {}
     for fqn, parameter, _ in managed:
         check_can_shard(fqn, parameter, mesh.get_rank())
+        dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
+        sharding.spec_of(fqn, parameter, dims[fqn])
     _move_to(module, device)
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
-        by_dtype.setdefault(parameter.dtype, []).append(ShardedParam(owners, fqn, parameter, mesh))
-    groups = [ParamGroup(params, mesh, policy) for params in by_dtype.values()]
+        param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
+        by_dtype.setdefault(parameter.dtype, []).append(param)
+    groups = [ParamGroup(params, sharding, policy, offload, device) for params in by_dtype.values()]
     set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
     module.__class__ = _sharded_class(cast(Any, type(module)))
     return module
@@ -125,7 +96,7 @@ def _whole_world(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(device_type, (current_world("fully_shard").world_size,))
 
 
-def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
     rank = mesh.get_rank()
     name = type(module).__name__
     if state_of(module) is not None:
@@ -134,13 +105,41 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
         raise ShardingError(
             "fully_shard", f"a {name} has no forward of its own.", "Shard each of its modules instead.", rank=rank
         )
-    if mesh.ndim != 1:
+    if mesh.ndim > 2:
         raise ShardingError(
             "fully_shard",
-            f"the mesh has {mesh.ndim} axes ({mesh.layout}); parameters are sharded over one.",
-            "Give one axis of it, such as mesh['dp'].",
+            f"the mesh has {mesh.ndim} axes ({mesh.layout}); parameters are cut along one, copied along one before it.",
+            "Give one or two axes of it, such as mesh['dp'].",
             rank=rank,
         )
+    num_ranks = mesh.shape[-1]
+    if type(reshard_after_forward) is int and (reshard_after_forward < 1 or num_ranks % reshard_after_forward):
+        raise ShardingError(
+            "fully_shard",
+            f"reshard_after_forward={reshard_after_forward} does not divide the {num_ranks} ranks that share them.",
+            f"Give a divisor of {num_ranks}, such as the number of ranks on one machine, or True or False.",
+            rank=rank,
+        )
+
+
+def _cut_dim(
+    fqn: str,
+    parameter: nn.Parameter,
+    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None,
+    rank: int,
+) -> int:
+    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
+        raise ShardingError(
+            "fully_shard",
+            f"shard_placement_fn gave {placement} for parameter {fqn} of shape {tuple(parameter.shape)}.",
+            f"Return Shard(dim) with a dim from {-parameter.ndim} to {parameter.ndim - 1}, or None for dim 0.",
+            rank=rank,
+        )
+    dim: int = placement.dim % parameter.ndim
+    return dim
 
 
 def _move_to(module: nn.Module, device: torch.device) -> None:
@@ -170,9 +169,3 @@ def _unmanaged_modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if state_of(child) is None:
             yield from _unmanaged_modules(child)
-
-
-def _state(module: object) -> ShardState:
-    state = state_of(cast(nn.Module, module))
-    assert state is not None, "fully_shard sets the state together with the class"
-    return state

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from disttrain.dtensor import DTensor, Layout, Shard, Spec
+from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import registered_parameter, swap_parameter
 from disttrain.fsdp2.flat import FlatSlot
-from disttrain.mesh import DeviceMesh
+from disttrain.fsdp2.sharding import Sharding
 
 _SHARDED_AS = "_disttrain_sharded_as"
 """Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
@@ -26,32 +27,46 @@ class Owner:
 
 
 class ShardedParam:
-    """A parameter sharded over dim 0.
+    """A parameter that is cut along dim `dim`.
 
-    `sharded` is a DTensor whose local part is a view of the group's flat buffer. `unsharded` keeps its identity from
-    step to step, since autograd saves views of it: only its storage comes and goes.
+    `sharded` is a DTensor whose local part is a view of the group's flat buffer; `unsharded` is the whole, once it has
+    been gathered for the first time. `whole_spec` is that of a whole which is a DTensor of another parallelism.
     """
 
-    def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, sharding: Sharding, dim: int) -> None:
         """`check_can_shard` has been asked about `parameter`."""
         parameter.__dict__[_SHARDED_AS] = fqn
         self.owners = owners
         self.fqn = fqn
-        self.shape = tuple(parameter.shape)
+        self.dim = dim
         self.orig_dtype = parameter.dtype
-        self._spec = Spec.of(Layout(mesh, (Shard(0),)), self.shape, parameter.dtype)
-        rows, first_row = self._spec.local_shape[0], self._spec.local_offset[0]
-        local = parameter.detach().narrow(0, min(first_row, self.shape[0]), rows)
+        self.whole_spec: Spec | None = getattr(parameter, "_spec", None)
+        whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        self.shape = tuple(whole.shape)
+        """Of the whole, as the module computes with it on this rank."""
+        self._spec = sharding.spec_of(fqn, parameter, dim)
+        rows = self._spec.local_shape[dim]
+        first_row = min(-(-self.shape[dim] // sharding.num_shards) * sharding.shard_rank, self.shape[dim])
+        local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self._spec), requires_grad=parameter.requires_grad)
         self._shard_view: torch.Tensor | None = None
+        self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
-        self._buffer: torch.Tensor | None = None
-        self._buffer_bytes = 0
-        self.show_sharded()
+        self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: the shard alone."""
-        return {**self.__dict__, "unsharded": None, "_buffer": None, "_shard_view": None}
+        return {**self.__dict__, "unsharded": None, "_shard_view": None}
+
+    @property
+    def front_shape(self) -> tuple[int, ...]:
+        """The whole's shape with the cut dim in front."""
+        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole, as the module computes with it on this rank, in the parameter's own dtype."""
+        return math.prod(self.shape) * self.orig_dtype.itemsize
 
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
@@ -68,17 +83,17 @@ class ShardedParam:
         if registered is not None and registered is not self.sharded:
             self._check_fits(registered)
             self.sharded = registered
-            self.show_sharded()
+            self.show(self.sharded)
         self._spec = self.sharded._spec  # type: ignore[attr-defined]
         self.orig_dtype = self._spec.dtype
 
     def _check_fits(self, registered: nn.Parameter) -> None:
         spec: Spec | None = getattr(registered, "_spec", None)
-        if spec is None or spec.layout != self._spec.layout or spec.shape != self.shape:
+        if spec is None or spec.layout != self._spec.layout or spec.shape != self._spec.shape:
             raise ShardingError(
                 "fully_shard",
                 f"parameter {self.fqn} has become a {type(registered).__name__} of shape {tuple(registered.shape)}.",
-                f"Assign a DTensor of shape {self.shape} that lies as {self._spec.layout}.",
+                f"Assign a DTensor of shape {self._spec.shape} that lies as {self._spec.layout}.",
                 rank=self._spec.mesh.get_rank(),
             )
 
@@ -89,40 +104,46 @@ class ShardedParam:
 
     def slot_view(self, flat: torch.Tensor, slot: FlatSlot) -> torch.Tensor:
         """This parameter's part of a rank's flat buffer, without padding."""
-        rows = self._spec.local_shape[0]
-        return flat.narrow(0, slot.offset, rows * slot.row_numel).view(self._spec.local_shape)
+        if self._view_of is None:
+            self._view_of = self._strided_view(slot)
+        shape, strides = self._view_of
+        return flat.as_strided(shape, strides, slot.offset)
 
-    def make_unsharded(self, slot: FlatSlot, num_shards: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate the whole, with its padding, and return it as (num_shards, padded elements) to be written to."""
-        if self._buffer is None or self._buffer.dtype != dtype or self._buffer.device != device:
-            buffer = torch.empty(num_shards * slot.padded_numel, dtype=dtype, device=device)
-            self._buffer_bytes = buffer.untyped_storage().nbytes()
-            # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
-            # change to autograd, which holds views of the parameter from the forward pass.
-            whole = buffer[: self.shape[0] * slot.row_numel].view(self.shape).data
-            self._buffer = buffer.data.view(num_shards, slot.padded_numel)
-            self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
-        else:
-            self._buffer.untyped_storage().resize_(self._buffer_bytes)
-        return self._buffer
+    def _strided_view(self, slot: FlatSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        rows = self._spec.local_shape[self.dim]
+        front = torch.empty((rows, *slot.shape[1:]), device="meta")
+        view = front.movedim(0, self.dim)
+        return tuple(view.shape), view.stride()
 
-    def free_unsharded(self) -> None:
-        """Give back the memory of the whole."""
-        if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(0)
-
-    def show_unsharded(self) -> None:
-        """Let the modules compute with the whole."""
-        assert self.unsharded is not None
-        if self.unsharded.requires_grad != self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
+    def show(self, parameter: nn.Parameter) -> None:
+        """Let the modules, and so the user, see this: the shard, or the whole to compute with."""
         for owner in self.owners:
-            swap_parameter(owner.module, owner.name, self.unsharded)
+            swap_parameter(owner.module, owner.name, parameter)
 
-    def show_sharded(self) -> None:
-        """Let the modules, and so the user, see the shard."""
-        for owner in self.owners:
-            swap_parameter(owner.module, owner.name, self.sharded)
+    @property
+    def is_trained(self) -> bool:
+        """True where the whole has elements, and gradients that are asked for."""
+        return self.unsharded is not None and self.unsharded.requires_grad and self.unsharded.numel() > 0
+
+    @property
+    def has_grad(self) -> bool:
+        """True when a backward pass has left a gradient of the whole that has not been reduced."""
+        return self.unsharded is not None and self.unsharded.grad is not None and self.unsharded.numel() > 0
+
+    def drop_grad(self) -> None:
+        """Forget the gradient of the whole."""
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+
+    def whole_grad(self) -> torch.Tensor | None:
+        """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where
+        another parallelism has left it to be summed."""
+        if self.unsharded is None or self.unsharded.grad is None:
+            return None
+        grad = self.unsharded.grad
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
+        return grad if self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
 
     def accumulate_grad(self, local_grad: torch.Tensor) -> None:
         """Add this rank's part of a reduced gradient to the sharded parameter's."""
@@ -134,10 +155,7 @@ class ShardedParam:
 
 def check_can_shard(fqn: str, parameter: nn.Parameter, rank: int) -> None:
     """Raise ShardingError for a parameter that `fully_shard` cannot take."""
-    if isinstance(parameter, DTensor):
-        problem = f"parameter {fqn} is a DTensor already, laid out as {parameter.placements}."
-        remedy = "Call fully_shard once per module; the mesh of another parallelism is not combined with it here."
-    elif parameter.ndim == 0:
+    if parameter.ndim == 0:
         problem = f"parameter {fqn} is a scalar, which has no dim to shard."
         remedy = "Make it one-dimensional, or leave it out by ignored_params."
     elif _SHARDED_AS in parameter.__dict__:

@@ -1,4 +1,4 @@
-"""What the user chooses about precision."""
+"""What the user chooses about precision and about where shards are kept."""
 
 from __future__ import annotations
 
@@ -20,3 +20,18 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards and their gradients stay on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards and their gradients, and so the optimizer's state, are kept in the host's memory.
+
+    `pin_memory`: in pages that stay where they are, so that copies run beside the computation.
+    """
+
+    pin_memory: bool = True

@@ -35,9 +35,10 @@ class _BackwardEnd:
 class RootContext:
     """What the modules of one model share during an iteration."""
 
-    def __init__(self, states: list[ShardState], device: torch.device) -> None:
+    def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
+        self.root = root
         self.states = states
-        self.comm = Comm(device)
+        self.comm = comm
         self.order: ExecutionOrder[ShardState] = ExecutionOrder()
         self.is_in_forward = False
         self._backward: weakref.ref[_BackwardEnd] | None = None
@@ -56,6 +57,7 @@ class RootContext:
         if self._backward is not None:
             self._abandon_backward()
         self.is_in_forward = True
+        self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
         self.order.begin()
         for state in self.states:
             if not state.is_kept_unsharded:
@@ -73,6 +75,8 @@ class RootContext:
             return
         if self._backward is not None:
             self._abandon_backward()
+        for group in self.root.groups:
+            group.begin_backward()
         end = _BackwardEnd(self)
         self._backward = weakref.ref(end)
         when_backward_ends(end)
@@ -81,10 +85,20 @@ class RootContext:
         """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
         for state in reversed(self.states):
             state.post_backward()
-            state.is_kept_unsharded = False
-        self.comm.finish_reduction()
-        self.comm.release_gathered()
+            state.is_kept_unsharded = not state.reshard_after_backward
+        if self.root.is_last_backward:
+            self.comm.finish_reduction()
+            self.comm.finish_offload()
+            self.comm.release_gathered()
         self._backward = None
+
+    def reset(self) -> None:
+        """Forget an iteration that has ended with an exception, whichever way."""
+        self.is_in_forward = False
+        self._abandon_backward()
+        for state in self.states:
+            state.reshard()
+            state.is_kept_unsharded = False
 
     def _abandon_backward(self) -> None:
         """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
@@ -103,15 +117,23 @@ class ShardState:
         groups: list[ParamGroup],
         policy: MixedPrecisionPolicy,
         device: torch.device,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.module = module
         self.groups = groups
         self.context: RootContext | None = None
         self.requires_gradient_sync = True
         self._policy = policy
-        self._device = device
-        self._reshard_after_forward = reshard_after_forward
+        self.device = device
+        self.reshard_after_forward: bool | int | None = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshards_in_backward = True
+        self.is_last_backward = True
+        self.forward_prefetch: list[ShardState] | None = None
+        self.backward_prefetch: list[ShardState] | None = None
+        self.post_optim_event: torch.Event | None = None
+        self.shared_comm: Comm | None = None
+        """The one that other roots use as well, where the user wants it so."""
         self.is_kept_unsharded = False
         """True once the user has gathered the parameters, until their backward or until the user frees them."""
         self._awaits_post_backward = False
@@ -127,6 +149,8 @@ class ShardState:
         return {
             **self.__dict__,
             "context": None,
+            "shared_comm": None,
+            "post_optim_event": None,
             "is_kept_unsharded": False,
             "_awaits_post_backward": False,
             "_is_root": False,
@@ -141,9 +165,29 @@ class ShardState:
         for group in self.groups:
             group.wait_for_unshard()
 
-    def reshard(self) -> None:
+    def reshard(self, keep_on: int | None = None) -> None:
         for group in self.groups:
-            group.reshard()
+            group.reshard(keep_on)
+
+    def reset_iteration(self) -> None:
+        """Forget an iteration that has ended with an exception."""
+        if self.context is None or not self._is_root:
+            raise ShardingError(
+                "reset_iter_state",
+                "this module is no root that has run.",
+                "Call it on the module whose forward failed.",
+            )
+        self.context.reset()
+
+    def run_gathered(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module as its forward is called."""
+        args, kwargs = self._pre_forward(self.module, args, kwargs)
+        outputs = None
+        try:
+            outputs = method(*args, **kwargs)
+        finally:
+            outputs = self._post_forward(self.module, args, outputs)
+        return outputs
 
     def _show_shards(self, *_: object) -> None:
         self.reshard()
@@ -152,7 +196,8 @@ class ShardState:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
         self._awaits_post_backward = False
         for group in reversed(self.groups):
-            group.reshard()
+            if self.reshard_after_backward:
+                group.reshard()
             if self.requires_gradient_sync:
                 group.reduce_grads()
 
@@ -177,8 +222,8 @@ class ShardState:
         self.wait_for_unshard()
         if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self)
-            if following is not None:
-                following.unshard()
+            for state in self._next(self.forward_prefetch, following):
+                state.unshard()
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
             args, kwargs = _cast(args, self._policy.param_dtype), _cast(kwargs, self._policy.param_dtype)
         if torch.is_grad_enabled() and self.groups:
@@ -189,6 +234,7 @@ class ShardState:
         assert self.context is not None
         if self._is_root:
             self.context.is_in_forward = False
+            self.context.comm.ready = None
         # Without outputs, as after an exception, there is no backward to keep anything for.
         grad_will_come = torch.is_grad_enabled() and outputs is not None
         num_outputs = 0
@@ -207,7 +253,7 @@ class ShardState:
         is_unseen = grad_will_come and num_outputs == 0
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
-            self.reshard()
+            self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
@@ -216,7 +262,10 @@ class ShardState:
 
     def _frees_after_forward(self) -> bool:
         # The root's backward comes right after its forward: freeing in between would only gather twice.
-        return not self._is_root if self._reshard_after_forward is None else self._reshard_after_forward
+        return not self._is_root if self.reshard_after_forward is None else self.reshard_after_forward is not False
+
+    def _ranks_after_forward(self) -> int | None:
+        return None if isinstance(self.reshard_after_forward, bool | None) else self.reshard_after_forward
 
     def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
@@ -228,12 +277,21 @@ class ShardState:
         assert context is not None
         context.begin_backward()
         self._awaits_post_backward = True
-        self.unshard()
-        self.wait_for_unshard()
+        if self.unshards_in_backward:
+            self.unshard()
+            self.wait_for_unshard()
         following = context.order.backward_from(self)
-        if following is not None:
-            following.unshard()
+        for state in self._next(self.backward_prefetch, following):
+            if state.unshards_in_backward:
+                state.unshard()
         return grad
+
+    @staticmethod
+    def _next(chosen: list[ShardState] | None, learnt: ShardState | None) -> list[ShardState]:
+        """Whose parameters to gather ahead: what the user has chosen, else what came next in the last iteration."""
+        if chosen is not None:
+            return chosen
+        return [] if learnt is None else [learnt]
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass the inputs that require gradients through a function whose backward tells that the module's is over."""
@@ -259,7 +317,10 @@ class ShardState:
         for state in states:
             if state is not self:
                 state._is_root = False
-        return RootContext(states, self._device)
+        for group in self.groups:
+            group.reduce_early(self.module, lambda: self.requires_gradient_sync)
+        comm = self.shared_comm
+        return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
 
 class _PostBackward(torch.autograd.Function):
@@ -274,6 +335,12 @@ class _PostBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.state.post_backward()
         return (None, *grads)
+
+
+def share_comm(states: list[ShardState]) -> None:
+    """Let these roots communicate on the same streams."""
+    for state in states:
+        state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)
 
 
 def state_of(module: nn.Module) -> ShardState | None:

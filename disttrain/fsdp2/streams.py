@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
 class CommStreams:
-    """One stream for all-gathers and one for reduce-scatters, so that both run beside compute.
+    """A stream each for all-gathers, reduce-scatters, and sums over replicas, so that all run beside compute.
 
     High priority: a collective that waits behind a matmul makes the next matmul wait for it.
     """
@@ -16,22 +17,40 @@ class CommStreams:
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
         self._device = device
-        self.gather = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None
-        self.reduce = torch.cuda.Stream(device, priority=-1) if self.is_cuda else None
+        self._gather, self._reduce, self._replicate = (
+            torch.cuda.Stream(device, priority=-1) if self.is_cuda else None for _ in range(3)
+        )
 
     def gathering(self) -> AbstractContextManager[object]:
         """Work inside is queued on the all-gather stream."""
-        return nullcontext() if self.gather is None else torch.cuda.stream(self.gather)
+        return nullcontext() if self._gather is None else torch.cuda.stream(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
         """Work inside is queued on the reduce-scatter stream."""
-        return nullcontext() if self.reduce is None else torch.cuda.stream(self.reduce)
+        return nullcontext() if self._reduce is None else torch.cuda.stream(self._reduce)
+
+    def replicating(self) -> AbstractContextManager[object]:
+        """Work inside is queued on the stream of sums over replicas."""
+        return nullcontext() if self._replicate is None else torch.cuda.stream(self._replicate)
+
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream | None, used: torch.Tensor) -> Iterator[None]:
+        """Work inside is queued on the user's `stream`, between what came before and what comes after; `used` there."""
+        if stream is None or not self.is_cuda:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        used.record_stream(stream)
+        current.wait_stream(stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """An event at this point of the current stream."""
         return torch.cuda.current_stream(self._device).record_event() if self.is_cuda else None
 
-    def follow(self, event: torch.cuda.Event | None) -> None:
+    def follow(self, event: torch.Event | None) -> None:
         """Queue nothing more on the current stream before `event`."""
-        if event is not None:
+        if event is not None and self.is_cuda:
             torch.cuda.current_stream(self._device).wait_event(event)

@@ -42,6 +42,7 @@ from disttrain.process_group.list_collectives import (
     reduce_scatter,
     scatter,
 )
+from disttrain.process_group.many import all_gather_into_tensor_coalesced, reduce_scatter_tensor_coalesced
 from disttrain.process_group.monitored import monitored_barrier
 from disttrain.process_group.objects import (
     all_gather_object,
@@ -78,6 +79,7 @@ __all__ = [
     "abort_process_group",
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
@@ -117,6 +119,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
     "register_backend",
     "scatter",
     "scatter_object_list",

@@ -26,10 +26,14 @@ _MOMENT_S = 0.25
 _MAX_REASON_CHARS = 1000
 
 
+ANY = "any"
+"""Whatever collective the others are in: the rank would have come to it."""
+
+
 class Refusal(NamedTuple):
     """What would have been the collective `sequence` of its group; `number` counts refusals there, from 1.
 
-    `operation` is what was called, `begins_with` the collective that the others are in.
+    `operation` is what was called, `begins_with` the collective that the others are in, or ANY.
     """
 
     group_name: str
@@ -144,7 +148,7 @@ class Refusals:
         if sequence < refusal.sequence or not _waits(group, sequence, refusal):
             return False
         witness = self._world.witness
-        is_ours = sequence > refusal.sequence or operation == refusal.begins_with
+        is_ours = sequence > refusal.sequence or refusal.begins_with in (operation, ANY)
         # Otherwise it was a call of that rank's own, which nobody waits for.
         if is_ours and witness is not None and not witness.is_withdrawn(refusal.name):
             group.end(f"rank {refusal.rank} refused {refusal.operation}: {refusal.reason}")

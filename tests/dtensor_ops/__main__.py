@@ -32,6 +32,8 @@ def main() -> int:
         if outcome.verdict != "right":
             print(row(outcome), flush=True)
     print(f"{len(outcomes)} operators in {time.monotonic() - started:.0f} s", file=sys.stderr)
+    if options.write and options.op:
+        parser.error("--write wants all operators, not only those of --op")
     if options.write:
         options.write.write_text(page(outcomes))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,16 @@ from disttrain.dtensor import Partial, Placement, Replicate, Shard
 
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
 MAX_SAMPLES = 4
-MAX_ELEMENTS = 4096
-DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32, torch.bfloat16)
+MAX_ELEMENTS = 16384
+DTYPES = (
+    torch.float64,
+    torch.complex128,
+    torch.int64,
+    torch.bool,
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+)
 
 # Placements by tensor: a function of the tensor's place among the operands and of its number of dims.
 Assignment = tuple[tuple[Placement, ...], ...]
@@ -74,7 +83,9 @@ def calls_of(info: OpInfo) -> list[Call]:
     torch.manual_seed(0)
     samples = [sample for sample in info.sample_inputs("cpu", dtype, requires_grad=needs_grad) if _is_usable(sample)]
     samples = _spread(samples)
-    calls = [Call("function", info.op, sample, needs_grad) for sample in samples]
+    # As a program writes it, so that a subclass's own method is called.
+    function = operator.getitem if info.op is torch.Tensor.__getitem__ else info.op
+    calls = [Call("function", function, sample, needs_grad) for sample in samples]
     if info.inplace_variant is not None:
         calls += [Call("in-place", info.inplace_variant, sample, False) for sample in samples[:2]]
     if info.supports_out:
@@ -121,10 +132,14 @@ def cases_of(call: Call, mesh_shape: tuple[int, ...]) -> Iterator[Case]:
 
 
 def _choices(tensor: torch.Tensor) -> list[Placement]:
-    """All placements of a tensor along one axis. A bool has no parts that add up."""
+    """All placements of a tensor along one axis. A bool, or what has 8 bits, has no parts that add up."""
     shards: list[Placement] = [Shard(dim) for dim in range(tensor.ndim)]
-    partial: list[Placement] = [] if tensor.dtype == torch.bool else [Partial()]
+    partial: list[Placement] = [Partial()] if can_be_added(tensor.dtype) else []
     return [*shards, *partial, Replicate()]
+
+
+def can_be_added(dtype: torch.dtype) -> bool:
+    return dtype != torch.bool and not (dtype.is_floating_point and dtype.itemsize == 1)
 
 
 def _axis_assignments(choices: Sequence[Sequence[Placement]]) -> list[tuple[Placement, ...]]:
@@ -191,8 +206,13 @@ def run_call(call: Call, operands: dict[int, Any], out: Any) -> tuple[Any, list[
     if not outputs or not inputs:
         return result, None
     # The outputs themselves as weights: each element counts differently, and it lies as the output does.
-    weights = [(output.detach() * 0.5).cos() if output.numel() else output.detach() for output in outputs]
+    weights = [_weights(output.detach()) if output.numel() else output.detach() for output in outputs]
     return result, list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
+
+
+def _weights(output: torch.Tensor) -> torch.Tensor:
+    wide = output.to(torch.complex64) if output.dtype == torch.complex32 else output
+    return (wide * 0.5).cos().to(output.dtype)
 
 
 def num_parts(mesh_shape: Sequence[int]) -> int:

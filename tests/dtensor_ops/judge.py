@@ -26,10 +26,12 @@ from disttrain.dtensor import (
     Replicate,
     Shard,
     Spec,
-    dispatch,
     implicit_replication,
+    whole,
 )
+from disttrain.dtensor._torch import OpFacts
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.shard_sizes import is_permuted
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.testing import run_threads
 from tests.dtensor_ops.cases import MESHES, Case, calls_of, cases_of, num_parts, plain_result, run_call
@@ -45,7 +47,8 @@ class Outcome:
 
     name: str
     num_cases: int = 0
-    num_gathers: int = 0
+    wholes: set[str] = field(default_factory=set)
+    """Operators without a rule, which ran on whole tensors."""
     failures: list[tuple[str, str]] = field(default_factory=list)
     """Verdict, and what happened."""
 
@@ -168,18 +171,10 @@ def _judge_on(
 ) -> None:
     start = 0
     while start < len(cases):
-        gathers: list[int] = []
-        run_whole = dispatch.run_whole
-
-        def noticed(*args: Any) -> Any:
-            gathers.append(1)  # noqa: B023 -- used within this turn only
-            return run_whole(*args)  # noqa: B023
-
         with contextlib.ExitStack() as patches:
-            for patch in (mock.patch.object(dispatch, "run_whole", noticed), *_RankRandom.patches()):
+            for patch in (_notices_wholes(outcome), *_RankRandom.patches()):
                 patches.enter_context(patch)
             ends = run_threads(num_parts(mesh_shape), _run_rank, mesh_shape, cases, start, outcome.name, is_implicit)
-        outcome.num_gathers += len(gathers)
         stop = min(end for end, _ in ends)
         outcome.num_cases += stop - start
         if stop == len(cases):
@@ -190,6 +185,18 @@ def _judge_on(
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         outcome.failures.append((verdict, f"{cases[stop][0]} on {list(mesh_shape)}: {text}"))
         start = stop + 1
+
+
+def _notices_wholes(outcome: Outcome) -> Any:
+    check_may_gather = whole._check_may_gather
+
+    def noticed(facts: OpFacts, spec: Spec) -> None:
+        # `out=` lies as the caller says, so all its forms compute on wholes; a number is one, wherever it comes from.
+        if not (facts.is_random or facts.returns_data or -1 in facts.mutated):
+            outcome.wholes.add(facts.name)
+        check_may_gather(facts, spec)
+
+    return mock.patch.object(whole, "_check_may_gather", noticed)
 
 
 def _verdict_of(errors: Sequence[BaseException | None]) -> tuple[str, BaseException]:
@@ -257,6 +264,9 @@ def distributed(
     tensor: torch.Tensor, mesh: disttrain.DeviceMesh, placements: Sequence[Placement], needs_grad: bool = False
 ) -> DTensor:
     """The tensor laid out, without communication. A partial one has parts on all ranks that add up exactly."""
+    order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    if order != sorted(order) and is_permuted(tensor.shape, tensor.stride()):
+        return _permuted(tensor, order, mesh, placements, needs_grad)
     shards = [Replicate() if isinstance(place, Partial) else place for place in placements]
     layout = Layout(mesh, shards)
     spec = Spec.of(layout, tuple(tensor.shape), tensor.dtype)
@@ -268,6 +278,21 @@ def distributed(
             local = _addend(local, mesh.shape[axis], mesh.get_local_rank(axis))
     spec = Spec.of(layout.with_placements(placements), tuple(tensor.shape), tensor.dtype)
     return DTensor(local, spec, requires_grad=needs_grad and tensor.requires_grad)
+
+
+def _permuted(
+    tensor: torch.Tensor,
+    order: Sequence[int],
+    mesh: disttrain.DeviceMesh,
+    placements: Sequence[Placement],
+    needs_grad: bool,
+) -> DTensor:
+    """The tensor laid out, its dims in memory in the order that they have."""
+    moved = [Shard(order.index(place.dim)) if isinstance(place, Shard) else place for place in placements]
+    contiguous = distributed(tensor.detach().permute(*order), mesh, moved)
+    part = contiguous._local_tensor.permute(*[order.index(dim) for dim in range(tensor.ndim)])
+    spec = Spec(Layout(mesh, placements), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return DTensor(part, spec, requires_grad=needs_grad and tensor.requires_grad)
 
 
 def _addend(value: torch.Tensor, num_parts: int, position: int) -> torch.Tensor:
@@ -293,29 +318,31 @@ def _compare(what: str, actual: Any, expected: Any, *, skips_values: bool = Fals
     if len(_leaves(actual)) != len(_leaves(expected)):
         raise _Wrong(f"{what}: {len(_leaves(actual))} values instead of {len(_leaves(expected))}")
     for place, (one, other) in enumerate(pairs):
-        whole = one
+        value = one
         if isinstance(one, DTensor):
             if tuple(one._local_tensor.shape) != one._spec.local_shape or tuple(one.shape) != one._spec.shape:
                 raise _Wrong(f"{what} {place}: {tuple(one._local_tensor.shape)} is no part of {one._spec}")
             with torch.no_grad():
-                whole = one.detach().full_tensor()
+                value = one.detach().full_tensor()
         if isinstance(other, torch.Tensor):
-            if not isinstance(whole, torch.Tensor) or whole.shape != other.shape or whole.dtype != other.dtype:
-                raise _Wrong(f"{what} {place}: {_described(whole)} instead of {_described(other)}")
-            if not skips_values and not _is_same(whole, other):
+            if not isinstance(value, torch.Tensor) or value.shape != other.shape or value.dtype != other.dtype:
+                raise _Wrong(f"{what} {place}: {_described(value)} instead of {_described(other)}")
+            if not skips_values and not _is_same(value, other):
                 try:
-                    torch.testing.assert_close(whole, other, equal_nan=True)
+                    torch.testing.assert_close(value, other, equal_nan=True)
                 except AssertionError as error:
                     text = str(error).split("\n\n")[-1]
                     raise _Wrong(f"{what} {place}: {text}") from None
-        elif whole != other and not (whole != whole and other != other):
-            raise _Wrong(f"{what} {place}: {whole} instead of {other}")
+        elif value != other and not (value != value and other != other):
+            raise _Wrong(f"{what} {place}: {value} instead of {other}")
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal, or so close, without the time that `assert_close` takes to say so."""
     if one.dtype.is_floating_point and one.dtype.itemsize == 8:
         return one.shape == other.shape and torch.allclose(one, other, rtol=1e-7, atol=1e-7, equal_nan=True)
+    if one.dtype == torch.complex32:
+        one, other = one.to(torch.complex64), other.to(torch.complex64)
     return torch.equal(one, other)
 
 

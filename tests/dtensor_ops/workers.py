@@ -89,4 +89,4 @@ def _received(worker: _Worker) -> Outcome:
 
 def _lost(place: int, text: str) -> Outcome:
     info = op_db[place]
-    return Outcome(f"{info.name} {info.variant_test_name}".strip(), 1, 0, [("hangs", text)])
+    return Outcome(f"{info.name} {info.variant_test_name}".strip(), 1, set(), [("hangs", text)])

@@ -153,7 +153,9 @@ IN_GRAPHS: dict[str, Function] = {
     "redistribute on": lambda x, part, mesh: x.redistribute(mesh, [Replicate()]).sin(),
     "sub-mesh": lambda x, part, mesh: DTensor.from_local(part, mesh["axis0"], [Shard(1)]) * 2,
     "to_local": lambda x, part, mesh: x.to_local() * part[:2],
-    "to_local, grad_placements": lambda x, part, mesh: x.to_local(grad_placements=[Partial()]) * part[:2],
+    "to_local, grad_placements": lambda x, part, mesh: (
+        x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) * part
+    ),
 }
 
 

@@ -359,14 +359,19 @@ def test_the_state_dict_is_sharded_and_loads_in_place_and_by_assignment() -> Non
 
 @on_ranks(2)
 def test_each_mistake_gets_one_clear_error() -> None:
-    plane = disttrain.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cube = disttrain.init_device_mesh("cpu", (1, 2, 1))
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     once = fully_shard(nn.Linear(2, 2))
     mistakes = [
         ("sharded already", lambda: fully_shard(once)),
         ("has no forward of its own", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))),
-        ("the mesh has 2 axes", lambda: fully_shard(nn.Linear(2, 2), mesh=plane)),
+        ("the mesh has 3 axes", lambda: fully_shard(nn.Linear(2, 2), mesh=cube)),
+        ("=3 does not divide the 2 ranks", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=3)),
+        (
+            r"gave Shard\(2\) for parameter",
+            lambda: fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: Shard(2)),
+        ),
         ("scale is a scalar", lambda: fully_shard(scalar)),
     ]
     for rule, attempt in mistakes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +15,45 @@ from disttrain.dtensor import dispatch
 from disttrain.dtensor.rules import pointwise
 from disttrain.errors import LayoutError
 from tests.dtensor_ops.judge import Outcome, judge, named_infos
-from tests.dtensor_ops.page import page
+from tests.dtensor_ops.page import MEANINGS, page
 
 
 def judged(name: str) -> Outcome:
     return judge(next(named_infos(op_db, [name])))
 
 
-@pytest.mark.parametrize("name", ["add", "cumsum", "linalg.eigvals", "normal", "sort", "sum"])
+SAMPLED = (
+    "__getitem__",
+    "add",
+    "as_strided",
+    "cumsum",
+    "einsum",
+    "expand",
+    "gather",
+    "histc",
+    "index_put",
+    "linalg.det",
+    "linalg.eigvals",
+    "linalg.matrix_rank",
+    "masked_scatter",
+    "mm",
+    "nn.functional.avg_pool3d",
+    "nn.functional.embedding",
+    "nn.functional.one_hot",
+    "norm",
+    "normal",
+    "softmax",
+    "sort",
+    "sum",
+    "tensor_split",
+    "var",
+    "view_as",
+    "vsplit",
+)
+"""A few of each family; `python -m tests.dtensor_ops` tries them all."""
+
+
+@pytest.mark.parametrize("name", SAMPLED)
 def test_operators_are_right(name: str) -> None:
     outcome = judged(name)
     assert (outcome.verdict, outcome.example) == ("right", "")
@@ -57,8 +91,41 @@ def test_errors_are_told_apart(
 
 
 def test_a_page_counts_verdicts_and_names_operators() -> None:
-    outcomes = [Outcome("sin", 3, 0, []), Outcome("sort", 4, 1, [("refused", "why")]), Outcome("tan", 2, 2, [])]
+    outcomes = [
+        Outcome("sin", 3),
+        Outcome("sort", 4, {"aten.sort"}, [("refused", "why | not")]),
+        Outcome("tan", 2),
+        Outcome("sparse"),
+    ]
     text = page(outcomes)
-    assert "Of 3: 2 right, 1 refused." in text
-    assert "| sin | right | 3 |  |  |" in text
-    assert "| sort | refused | 4 | gathers | why |" in text
+    assert "4 operators in 9 cases. 2 run by rules throughout, 1 on whole tensors in some case." in text
+    assert "| right | 2 |" in text
+    assert "| no case | 1 |" in text
+    assert "| sort | refused | why \\| not |" in text
+    assert "| `aten.sort` | sort |" in text
+    assert "| sin | right | rules | 3 |" in text
+    assert "| sparse | no case |  | 0 |" in text
+
+
+def test_the_page_lists_every_operator_of_torch() -> None:
+    """Made by the command anew when torch's operators change; what is worse than refused may not stay."""
+    text = PAGE.read_text()
+    totals, others, wholes, everything = (rows_of(text, heading) for heading in HEADINGS)
+    names = sorted(f"{info.name} {info.variant_test_name}".strip() for info in op_db)
+    assert [cells[0] for cells in everything] == names
+    counted = Counter(cells[1] for cells in everything)
+    assert {cells[0]: int(cells[1]) for cells in totals} == {verdict: counted[verdict] for verdict in MEANINGS}
+    assert [cells[0] for cells in others if cells[1] not in ("refused", "no case")] == []
+    assert sorted(cells[0] for cells in others) == [cells[0] for cells in everything if cells[1] != "right"]
+    met_in = {name for cells in wholes for name in cells[1].split(", ")}
+    assert met_in == {cells[0] for cells in everything if cells[2] == "whole"}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "dtensor_ops.md"
+HEADINGS = ("| verdict |", "| operator | verdict | for example |", "| without a rule |", "| operator | verdict | way |")
+
+
+def rows_of(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table that begins with `heading`."""
+    lines = text[text.index(heading) :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]

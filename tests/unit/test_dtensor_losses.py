@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,19 @@ LOSSES: dict[str, Callable[..., Any]] = {
     ),
 }
 
+LOSSES_BY_MEAN = {name: functools.partial(loss, reduction="mean") for name, loss in LOSSES.items()}
+
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_by_element(name: str, reduction: str) -> None:
     check(lambda x, y: LOSSES[name](x, y, reduction=reduction), A, B, gradients=True, num_choices=2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_means_over_fewer_rows_than_ranks(name: str, num_rows: int) -> None:
+    check(LOSSES_BY_MEAN[name], A[:num_rows], B[:num_rows], meshes=((2,), (4,), (2, 2)), gradients=True, num_choices=4)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])

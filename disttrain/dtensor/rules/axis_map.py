@@ -143,15 +143,12 @@ def zeros_where_empty(call: OpCall, propagation: Propagation) -> Compute:
 
 
 def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute:
-    """`compute`, or zeros in place of it on a rank of which a part, but not the whole, is empty."""
+    """`compute`, or zeros in place of it on a rank that has nothing of a dim of which the whole has something."""
     for spec, layout in zip(call.operands, propagation.operands, strict=True):
-        if (
-            spec is not None
-            and layout is not None
-            and 0 in spec.with_layout(layout).local_shape
-            and 0 not in spec.shape
-        ):
-            return _zeros(local_outputs(call, propagation))
+        if spec is not None and layout is not None:
+            local_shape = spec.with_layout(layout).local_shape
+            if any(own == 0 and size > 0 for own, size in zip(local_shape, spec.shape, strict=True)):
+                return _zeros(local_outputs(call, propagation))
     return compute
 
 

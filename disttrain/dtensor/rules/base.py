@@ -96,7 +96,8 @@ class Rule:
     sizes only through which of them are one, as long as cuts are even.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
     returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
-    where that is more than a redistribution; None for nothing.
+    where that is more than a redistribution; None for nothing. `outputs`: the results for the global shapes, where a
+    device returns others than the meta device does.
     """
 
     signatures: Callable[[OpCall], Sequence[Signature]]
@@ -107,6 +108,7 @@ class Rule:
     goes_by_layout: bool = False
     joint: Callable[[OpCall], Propagation | None] | None = None
     fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
+    outputs: Callable[[OpCall], tuple[torch.Tensor, ...]] | None = None
 
 
 def all_replicated(call: OpCall) -> Signature:

@@ -97,6 +97,14 @@ class _Batch:
         return row.view(1, -1, *[1] * (len(self.spec.shape) - 2))
 
 
+def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """A CPU saves no statistics that it has not computed."""
+    if _is_training(call) or call.operand.mesh.device_type != "cpu":
+        return call.outputs
+    output, mean, invstd, *others = call.outputs
+    return output, mean.new_empty(0), invstd.new_empty(0), *others
+
+
 def _forward(call: OpCall, propagation: Propagation) -> Compute:
     batch = _Batch.of(call, propagation)
     if not batch.axes or not _is_training(call):
@@ -154,7 +162,7 @@ def _backward(call: OpCall, propagation: Propagation) -> Compute:
     return run
 
 
-_FORWARD = Rule(signatures_of(batch_norm), _forward)
+_FORWARD = Rule(signatures_of(batch_norm), _forward, outputs=_outputs)
 _BACKWARD = Rule(signatures_of(batch_norm_backward), _backward)
 
 RULES = {

@@ -16,6 +16,8 @@ _DIMS: dict[str, int | None] = {
     "aten.cummin": None,
     "aten.cumprod": None,
     "aten.cumsum": None,
+    "aten.glu": _LAST,
+    "aten.glu_backward": None,
     "aten.kthvalue": _LAST,
     "aten.logcumsumexp": None,
     "aten.median.dim": None,
@@ -28,7 +30,7 @@ _DIMS: dict[str, int | None] = {
 
 
 def along_a_dim(call: OpCall) -> Sequence[Signature]:
-    """The results have the operand's dims, with or without the ordered one."""
+    """The results have the operands' dims, with or without the ordered one."""
     num_dims = len(call.operand.shape)
     default = _DIMS.get(call.facts.name, _LAST)
     ordered = int(call.argument("dim", default)) % max(1, num_dims)
@@ -37,7 +39,8 @@ def along_a_dim(call: OpCall) -> Sequence[Signature]:
     for dim in range(num_dims):
         if dim != ordered:
             place = Shard(kept(dim, {ordered}) if is_removed else dim)
-            signatures.append(Signature.of((Shard(dim),), *[place] * len(call.outputs)))
+            operands = (Shard(dim),) * len(call.operands)
+            signatures.append(Signature.of(operands, *[place] * len(call.outputs)))
     if call.facts.name in ("aten.cumsum", "aten.cumsum_") and call.outputs[0].dtype.is_floating_point:
         signatures += [Signature.of((kind,), kind) for kind in partials_of(call, 0) if kind.reduce_op in ("sum", "avg")]
     return signatures

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from disttrain.dtensor.layout import Layout
 from disttrain.dtensor.placement import Shard, StridedShard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
-from disttrain.dtensor.rules.dim_maps import LINEAR, mapped, unchanged
+from disttrain.dtensor.rules.dim_maps import LINEAR, inverse, mapped, unchanged, without
 
 
 def _moved_dims(call: OpCall) -> Sequence[Signature]:
@@ -38,6 +38,17 @@ def _repeat(call: OpCall) -> Sequence[Signature]:
     return signatures
 
 
+def _shuffled_channels(call: OpCall) -> Sequence[Signature]:
+    return mapped(call, unchanged(len(call.operand.shape), {1}))
+
+
+def _diag_embed(call: OpCall) -> Sequence[Signature]:
+    """The last dim becomes two; the others stay in their order."""
+    num_dims = len(call.output_shape)
+    planes = {int(call.argument("dim1", -2)) % num_dims, int(call.argument("dim2", -1)) % num_dims}
+    return mapped(call, inverse(without(num_dims, planes)))
+
+
 def _triangle(call: OpCall) -> Sequence[Signature]:
     return mapped(call, unchanged(len(call.operand.shape)))
 
@@ -61,7 +72,9 @@ def _pad(call: OpCall) -> Sequence[Signature]:
 
 
 RULES: dict[str, Rule] = {
+    "aten.channel_shuffle": Rule(_shuffled_channels),
     "aten.constant_pad_nd": Rule(_pad, reads_numbers=True),
+    "aten.diag_embed": Rule(_diag_embed),
     "aten.flip": Rule(_moved_dims),
     "aten.repeat": Rule(_repeat, takes_blocks=False),
     "aten.roll": Rule(_moved_dims),

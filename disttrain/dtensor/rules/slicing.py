@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from disttrain.dtensor.exchange import Broadcast, Exchange, elements, sole_axis
-from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.placement import Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
@@ -54,13 +53,13 @@ def _slices(call: OpCall) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _is_whole(spec: Spec, dim: int, slices: Sequence[range]) -> bool:
-    return list(slices) == [range(spec.shape[dim])]
+def _is_whole(size: int, slices: Sequence[range]) -> bool:
+    return list(slices) == [range(size)]
 
 
 def _sliced(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
-    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec, dim, _slices(call))
+    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec.shape[dim], _slices(call))
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
@@ -68,7 +67,7 @@ def _exchange(call: OpCall, propagation: Propagation) -> Exchange | None:
     """How a slice of the cut dim gets to where it belongs; None where the dim is not cut, or taken whole."""
     spec, dim, slices = call.operand, _dim(call), _slices(call)
     axis = sole_axis(spec, dim)
-    if axis is None or propagation.operands[0] is not spec.layout or _is_whole(spec, dim, slices):
+    if axis is None or propagation.operands[0] is not spec.layout or _is_whole(spec.shape[dim], slices):
         return None
     return Exchange(spec.mesh, axis, dim, spec.shape[dim], slices)
 
@@ -97,7 +96,7 @@ def _fetch_slices(call: OpCall, propagation: Propagation) -> Fetch | None:
 
 def _slice_backward(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
-    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec, dim, [_slice_in_result(call)])
+    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(call.output_shape[dim], [_slice_in_result(call)])
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
@@ -109,7 +108,7 @@ def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
     result, dim = result_spec(call, propagation), _dim(call)
     shape, places = result.local_shape, _slice_in_result(call)
     axis = sole_axis(result, dim)
-    if axis is None or _is_whole(result, dim, [places]):
+    if axis is None or _is_whole(result.shape[dim], [places]):
         return with_argument(call, "input_sizes", shape)
     exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [places])
 

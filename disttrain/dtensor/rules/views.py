@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.loan import Fetch
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import (
     LINEAR,
     dim_of,
@@ -18,8 +17,6 @@ from disttrain.dtensor.rules.dim_maps import (
     with_local_size,
     without,
 )
-from disttrain.dtensor.shard_sizes import contiguous_strides
-from disttrain.errors import LayoutError
 
 
 def _rank_of(call: OpCall) -> int:
@@ -92,7 +89,10 @@ def _unfold(call: OpCall) -> dict[int, int]:
 
 def _unfold_backward(call: OpCall) -> dict[int, int]:
     num_dims = len(call.output_shape)
-    return unchanged(num_dims, {dim_of(call, "dim", num_dims)}) if num_dims else {}
+    # torch's own istft gives it a gradient that is to be broadcast.
+    sizes = zip(call.operand.shape, call.output_shape, strict=False)
+    blocked = {dim for dim, (given, size) in enumerate(sizes) if given != size}
+    return unchanged(num_dims, {*blocked, dim_of(call, "dim", num_dims)}) if num_dims else {}
 
 
 def _unbind(call: OpCall) -> dict[int, int]:
@@ -117,50 +117,6 @@ def _linear(dims: Callable[[OpCall], dict[int, int]]) -> Callable[[OpCall], Sequ
     return lambda call: mapped(call, dims(call), LINEAR)
 
 
-def _as_strided(call: OpCall) -> Sequence[Signature]:
-    """A tensor as it lies passes; anything else counts places in the whole, which must be in one piece for it."""
-    spec = call.operand
-    size, stride = tuple(call.argument("size")), tuple(call.argument("stride"))
-    offset = call.argument("storage_offset", 0)
-    if (size, stride, offset) == (spec.shape, spec.stride, 0):
-        return mapped(call, unchanged(len(size)))
-    _check_strided(call, spec, offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
-    return [all_replicated(call), *mapped(call, {})[1:]]
-
-
-def _check_strided(call: OpCall, spec: Spec, last: int) -> None:
-    num_elements = 1
-    for length in spec.shape:
-        num_elements *= length
-    if spec.stride != contiguous_strides(spec.shape) or last >= num_elements:
-        raise LayoutError(
-            call.facts.name,
-            f"places are counted beyond a tensor of shape {spec.shape} and strides {spec.stride}, "
-            "whose memory is spread over the ranks.",
-            "Use views that name dims, or take as_strided of a contiguous tensor.",
-            rank=spec.mesh.world.rank,
-        )
-
-
-def _as_strided_parts(call: OpCall, propagation: Propagation) -> Compute:
-    """On a whole that is contiguous, whatever its strides were; the part of a tensor as it lies is itself."""
-    op = call.op
-    layout = propagation.operands[0]
-    spec = call.operand
-    size, stride = tuple(call.argument("size")), tuple(call.argument("stride"))
-    if (size, stride, call.argument("storage_offset", 0)) == (spec.shape, spec.stride, 0):
-        return lambda part, *_, **__: part.view_as(part)
-    assert layout is not None
-    offset = call.argument("storage_offset", 0)
-
-    def compute(part: object, *_: object, **__: object) -> object:
-        if not part.is_contiguous():  # type: ignore[attr-defined]
-            raise RuntimeError("as_strided counts places in contiguous memory")
-        return op(part, size, stride, part.storage_offset() + offset)  # type: ignore[attr-defined]
-
-    return compute
-
-
 def _fetched(read: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     """Views by a bit that tensors carry: `read`, its own inverse, sets it aside, since collectives don't look at it."""
     fetch = Fetch(lambda part: read(part).clone(), lambda moved, part: _copy(read(moved), part))
@@ -175,7 +131,6 @@ RULES: dict[str, Rule] = {
     "aten._conj": _fetched(torch.conj_physical),
     "aten._neg_view": _fetched(torch.neg),
     "aten.alias": Rule(_copying(_same_dims)),
-    "aten.as_strided": Rule(_as_strided, _as_strided_parts),
     "aten.detach": Rule(_copying(_same_dims)),
     "aten.diagonal": Rule(_copying(_diagonal)),
     "aten.diagonal_backward": Rule(_copying(_diagonal_backward), with_local_size("input_sizes")),

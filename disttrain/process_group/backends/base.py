@@ -11,7 +11,7 @@ import torch
 
 from disttrain.errors import BackendError
 from disttrain.process_group._c10d import Reduction
-from disttrain.process_group.work import TransportWork
+from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.store import Store
 
 
@@ -148,6 +148,20 @@ class Backend(ABC):
     ) -> TransportWork:
         """Splits are numbers of rows of dim 0, one per rank."""
         raise self._lacks("all_to_all_single")
+
+    def all_gather_into_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        """As all_gather_into_tensor for each pair, in one launch where the transport can."""
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork([self.all_gather_into_tensor(output, input_, True) for output, input_ in pairs])
+
+    def reduce_scatter_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        """As reduce_scatter_tensor for each pair, in one launch where the transport can."""
+        pairs = zip(outputs, inputs, strict=True)
+        return JoinedWork([self.reduce_scatter_tensor(output, input_, op, True) for output, input_ in pairs])
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
         """Receive from whoever sends first."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
+from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import AnySourceWork, CompletedWork, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.backends.reduction import Natives
@@ -42,6 +45,30 @@ class NcclBackend(C10dBackend):
             "Say from whom, by src or group_src.",
             rank=self._global_rank,
         )
+
+    def all_gather_into_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        options, transport = self._gathering[async_op], self._transport
+        transport._start_coalescing()
+        for output, input_ in zip(outputs, inputs, strict=True):
+            transport._allgather_base(self._movable(output), self._movable(input_), options)
+        return self._begun(transport._end_coalescing())
+
+    def reduce_scatter_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        dtypes = {tensor.dtype for tensor in inputs}
+        options, recipe = self._reduction(
+            "reduce_scatter_tensor_coalesced", _c10d.ReduceScatterOptions, inputs[0].dtype, op, async_op
+        )
+        if len(dtypes) > 1 or recipe is not None:
+            return super().reduce_scatter_tensors(outputs, inputs, op, async_op)
+        transport = self._transport
+        transport._start_coalescing()
+        for output, input_ in zip(outputs, inputs, strict=True):
+            transport._reduce_scatter_base(output, input_, options)
+        return self._begun(transport._end_coalescing())
 
     def start_coalescing(self) -> None:
         self._transport._start_coalescing()

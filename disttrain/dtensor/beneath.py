@@ -1,0 +1,71 @@
+"""Operators that torch composes of others, of which a DTensor would not hear as a whole. Some must be seen as one.
+
+Some look beneath: at memory, which a DTensor has none of its own, or at the caller's handle of a tensor. Others make
+plain tensors on the way, such as a causal mask, which are the same on all ranks if all that they are given is. These
+few are caught before they are taken apart; other tensors pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+
+from disttrain.dtensor._torch import OpOverload, catch_operator, composed
+from disttrain.dtensor.call_plan import tensors_of
+from disttrain.dtensor.implicit import composing
+from disttrain.dtensor.mixed import is_plain, mesh_of
+
+_aten = torch.ops.aten
+
+
+def _split_at_indices(op: OpOverload, tensor: torch.Tensor, indices: Any, dim: int = 0) -> Any:
+    """`tensor_split` reads the indices from memory."""
+    return composed(op, tensor, indices if is_plain(indices) else indices.full_tensor(), dim)
+
+
+def _computed_first(op: OpOverload, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """`matrix_rank` gives its own handle of `out` another tensor, and writes nothing. `kron` writes to `out` reshaped,
+    which is another tensor where it has to move."""
+    if all(is_plain(tensor) for tensor in tensors_of([out, *args, *kwargs.values()])):
+        return cast(torch.Tensor, composed(op, *args, **kwargs, out=out))
+    result = _WITHOUT_OUT[op](*args, **kwargs)
+    return cast(torch.Tensor, _aten.clone.out(result, out=out))
+
+
+def _making_plain_ones(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    tensors = tensors_of([*args, *kwargs.values()])
+    if any(is_plain(tensor) for tensor in tensors):
+        return composed(op, *args, **kwargs)
+    with composing(mesh_of(tensors).world):
+        return composed(op, *args, **kwargs)
+
+
+_WITHOUT_OUT: Final[dict[OpOverload, OpOverload]] = {
+    _aten.kron.out: _aten.kron.default,
+    _aten.linalg_matrix_rank.atol_rtol_float_out: _aten.linalg_matrix_rank.atol_rtol_float,
+    _aten.linalg_matrix_rank.atol_rtol_tensor_out: _aten.linalg_matrix_rank.atol_rtol_tensor,
+    _aten.linalg_matrix_rank.out: _aten.linalg_matrix_rank.default,
+    _aten.linalg_matrix_rank.out_tol_tensor: _aten.linalg_matrix_rank.tol_tensor,
+}
+
+_CAUGHT: Final[dict[OpOverload, Callable[..., Any]]] = {
+    _aten.tensor_split.tensor_indices_or_sections: _split_at_indices,
+    **dict.fromkeys(_WITHOUT_OUT, _computed_first),
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_attention_math.default,
+            _aten.combinations.default,
+            _aten.istft.default,
+            _aten.one_hot.default,
+        ),
+        _making_plain_ones,
+    ),
+}
+
+
+def catch_all() -> None:
+    """To be called once per process."""
+    for op, kernel in _CAUGHT.items():
+        catch_operator(op, kernel)

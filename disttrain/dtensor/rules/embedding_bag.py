@@ -1,0 +1,105 @@
+"""Sums of rows of a table: features may be cut, and the vocabulary, where each rank adds up the rows that it holds.
+
+Beside the sums come tables for the backward pass, of which kernels leave out what they happen not to need. Here they
+are the same on all devices: the bag of each index, the number of rows that count in each bag, and, for maxima, whose
+row it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttrain.dtensor.placement import Partial, Replicate, Shard
+from disttrain.dtensor.rules.axis_map import operand_called, operand_names
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.parts import cutting_axes, operand_part
+
+_SUM_MODE, _MEAN_MODE, _MAX_MODE = 0, 1, 2
+_SUM, _WHOLE = Partial("sum"), Replicate()
+
+
+def _mode(call: OpCall) -> int:
+    return int(call.argument("mode", _SUM_MODE))
+
+
+def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
+    sums, bag_of_index, sizes, _ = call.outputs
+    indices = operand_called(call, "indices")
+    num_indices = 0 if indices is None else indices.shape[0]
+    places = sizes.new_empty(sums.shape if _mode(call) == _MAX_MODE else (0,))
+    return sums, bag_of_index.new_empty(num_indices), sizes.new_empty(sums.shape[0]), places
+
+
+def bags(call: OpCall) -> list[Signature]:
+    signatures = [all_replicated(call)]
+    if None in call.operands or call.argument("sparse", False):
+        return signatures
+    others = [_WHOLE] * (len(call.operands) - 1)
+    places = Shard(1) if _mode(call) == _MAX_MODE else _WHOLE
+    signatures.append(Signature.of((Shard(1), *others), Shard(1), _WHOLE, _WHOLE, places))
+    if _mode(call) == _SUM_MODE:
+        signatures.append(Signature.of((Shard(0), *others), _SUM, _WHOLE, _WHOLE, _WHOLE))
+    return signatures
+
+
+def _localize(call: OpCall, propagation: Propagation) -> Compute:
+    table = operand_part(call, propagation, 0)
+    is_cut = bool(cutting_axes(table.layout, {0}))
+    num_own, first = table.local_shape[0], table.local_offset[0]
+    num_bags = call.outputs[0].shape[0]
+
+    def compute(*args: Any, **keywords: Any) -> Any:
+        given = dict(zip(call.facts.arguments, args, strict=False)) | keywords
+        weight, indices, offsets = given["weight"], given["indices"], given["offsets"]
+        padding = given.get("padding_idx", -1)
+        bag_of_index = torch.arange(indices.numel(), device=indices.device)
+        bag_of_index = torch.bucketize(bag_of_index, offsets[:num_bags], right=True) - 1
+        counts = (indices != padding).to(torch.int64)
+        sizes = counts.new_zeros(num_bags).index_add_(0, bag_of_index, counts)
+        if not is_cut:
+            sums, _, _, places = call.op(*args, **keywords)
+        else:
+            own = indices - first
+            is_absent = (own < 0) | (own >= num_own) | (indices == padding)
+            # A row of zeros stands for what others hold.
+            rows = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
+            sums, _, _, places = call.op(
+                rows,
+                own.masked_fill(is_absent, num_own),
+                offsets,
+                per_sample_weights=given.get("per_sample_weights"),
+                include_last_offset=given.get("include_last_offset", False),
+            )
+        is_max = _mode(call) == _MAX_MODE
+        return sums, bag_of_index, sizes, places if is_max else sizes.new_empty(0)
+
+    return compute
+
+
+def bags_backward(call: OpCall) -> list[Signature]:
+    """The gradient of the table, for which the features may be cut."""
+    names = operand_names(call)
+    is_max = _mode(call) == _MAX_MODE
+    cut = [Shard(1) if name == "grad" or (is_max and name == "maximum_indices") else _WHOLE for name in names]
+    linear = [_SUM if name == "grad" else _WHOLE for name in names]
+    return [all_replicated(call), Signature.of(cut, Shard(1)), Signature.of(linear, _SUM)]
+
+
+def weights_backward(call: OpCall) -> list[Signature]:
+    """The gradient of each index's weight is a product of rows, of which each rank has its features."""
+    names = operand_names(call)
+    cut = [Shard(1) if name in ("grad", "weight") else _WHOLE for name in names]
+    return [all_replicated(call), Signature.of(cut, _SUM)]
+
+
+_BAGS = Rule(bags, _localize, outputs=_outputs, takes_blocks=False)
+
+RULES = {
+    "aten._embedding_bag": _BAGS,
+    "aten._embedding_bag_backward": Rule(bags_backward),
+    "aten._embedding_bag_dense_backward": Rule(bags_backward),
+    "aten._embedding_bag_forward_only": _BAGS,
+    "aten._embedding_bag_per_sample_weights_backward": Rule(weights_backward),
+}

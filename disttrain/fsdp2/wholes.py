@@ -1,0 +1,94 @@
+"""The gathered parameters of a group: memory that comes and goes as one, and the tensors that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Spec
+from disttrain.fsdp2.flat import FlatPlan, FlatSlot
+from disttrain.fsdp2.param import ShardedParam
+
+_ALIGNMENT_BYTES = 256
+"""Where a parameter may begin: what torch's own allocator gives, and kernels with wide loads ask for."""
+
+
+class Wholes:
+    """Whole parameters in one storage, each in a place of its own.
+
+    The parameters keep their identity from step to step, since autograd saves views of them: only the storage is
+    resized. Where a parameter was a DTensor already, of another parallelism, the whole is this rank's part of that.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._params, self._plan = params, plan
+        step = _ALIGNMENT_BYTES // dtype.itemsize
+        offsets, end = [], 0
+        for param, slot in zip(params, plan.slots, strict=True):
+            offsets.append(end)
+            end += -(-self._place_numel(param, slot) // step) * step
+        # What is made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            memory = torch.empty(end, dtype=dtype, device=device)
+            self._storage = memory.untyped_storage()
+            self._num_bytes = self._storage.nbytes()
+            self.places: list[torch.Tensor] = []
+            """Where gathered values go: (num_shards, padded elements) each, or the whole where another dim is cut."""
+            self.parameters: list[nn.Parameter] = []
+            for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
+                # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
+                # change to autograd, which holds views of the parameter from the forward pass.
+                place = memory.narrow(0, offset, self._place_numel(param, slot)).data
+                local = place[: slot.numel].view(param.shape).data
+                self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
+                whole = local if param.whole_spec is None else _wrapped(local, param.whole_spec)
+                self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
+        self.is_cut_in_front = all(param.dim == 0 for param in params)
+
+    def _place_numel(self, param: ShardedParam, slot: FlatSlot) -> int:
+        """Where the first dim is cut, a whole is followed by its padding."""
+        return self._plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
+
+    def allocate(self) -> None:
+        """Have memory again."""
+        self._storage.resize_(self._num_bytes)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._storage.resize_(0)
+
+    def write(self, gathered: torch.Tensor) -> None:
+        """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer)."""
+        if self.is_cut_in_front:
+            torch.split_with_sizes_copy(gathered, self._plan.split_sizes, dim=1, out=self.places)
+            return
+        columns = gathered.split(self._plan.split_sizes, dim=1)
+        for param, slot, place, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):
+            if param.dim == 0:
+                place.copy_(rows)
+            else:
+                front = rows.reshape(-1, *slot.shape[1:]).narrow(0, 0, slot.shape[0])
+                place.copy_(front.movedim(0, param.dim))
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """A copy of the flat buffers of shards `first` to `first + count`."""
+        columns = []
+        for param, slot, place in zip(self._params, self._plan.slots, self.places, strict=True):
+            if param.dim == 0:
+                columns.append(place.narrow(0, first, count))
+                continue
+            front = place.movedim(param.dim, 0)
+            start, stop = (min(shard * slot.padded_rows, slot.shape[0]) for shard in (first, first + count))
+            rows = front.new_zeros((count * slot.padded_rows, *slot.shape[1:]))
+            rows.narrow(0, 0, stop - start).copy_(front.narrow(0, start, stop - start))
+            columns.append(rows.view(count, slot.padded_numel))
+        return torch.cat(columns, dim=1)
+
+
+def _wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+    return DTensor(local, Spec(spec.layout, spec.shape, spec.stride, local.dtype))

@@ -1,0 +1,97 @@
+"""Every public name of torch.distributed.tensor is here too, with the same arguments, or the page of differences says
+why not."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import tensor
+
+import disttrain
+from disttrain import dtensor
+
+PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+MODULES = ("", ".debug", ".experimental", ".parallel", ".placement_types")
+
+
+def test_each_name_and_argument_is_here_or_explained() -> None:
+    missing = {name for name in _their_names() if _ours(name) is None}
+    both = [(name, getattr(module, name), _ours(name)) for name, module in _their_names().items() if _ours(name)]
+    for name, theirs, ours in both:
+        missing |= _missing(name, theirs, ours)
+    explained = _explained()
+    assert len(both) > 15
+    assert sorted(missing - explained) == []
+    # What has come since is taken off the list.
+    assert sorted(explained - missing) == []
+
+
+def _missing(name: str, theirs: Any, ours: Any) -> set[str]:
+    """Methods and arguments of `theirs` that `ours` has not, or has with another default."""
+    if inspect.isfunction(theirs):
+        return _missing_arguments(name, theirs, ours)
+    missing = set()
+    methods = {
+        attribute: getattr(theirs, attribute)
+        for kind in theirs.__mro__
+        if kind.__module__.startswith("torch.distributed.")
+        for attribute in vars(kind)
+        if not attribute.startswith("_") and attribute not in dir(torch.Tensor)
+    }
+    for attribute, method in methods.items():
+        if not hasattr(ours, attribute):
+            missing.add(f"{name}.{attribute}")
+        elif inspect.isfunction(method):
+            missing |= _missing_arguments(f"{name}.{attribute}", method, getattr(ours, attribute))
+    return missing
+
+
+def _missing_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> set[str]:
+    expected, found = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
+    return {
+        f"{name}({argument})"
+        for argument, parameter in expected.items()
+        if argument not in ("args", "kwargs")
+        and (argument not in found or found[argument].default != parameter.default)
+    }
+
+
+def _ours(name: str) -> Any:
+    return getattr(dtensor, name, None) or getattr(disttrain, name, None)
+
+
+def _their_names() -> dict[str, Any]:
+    names = {}
+    for suffix in MODULES:
+        module = importlib.import_module(f"torch.distributed.tensor{suffix}")
+        names.update(dict.fromkeys(module.__all__, module))
+    return names
+
+
+def _explained() -> set[str]:
+    section = (
+        PAGE.read_text(encoding="utf-8").partition("## Names of torch.distributed.tensor")[2].partition("\n## ")[0]
+    )
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return set(re.findall(r"`([\w.()]+)`", " ".join(rows)))
+
+
+def test_placements_are_made_and_asked_alike() -> None:
+    for theirs, ours in (
+        (tensor.Shard(dim=1), dtensor.Shard(dim=1)),
+        (tensor.Replicate(), dtensor.Replicate()),
+        (tensor.Partial(), dtensor.Partial()),
+        (tensor.Partial(reduce_op="max"), dtensor.Partial(reduce_op="max")),
+    ):
+        assert isinstance(ours, dtensor.Placement)
+        for question in ("is_shard", "is_replicate", "is_partial"):
+            assert getattr(ours, question)() == getattr(theirs, question)()
+        assert ours.is_shard(dim=0) == theirs.is_shard(dim=0)
+        assert ours.is_partial(reduce_op="max") == theirs.is_partial(reduce_op="max")
+        assert getattr(ours, "reduce_op", None) == getattr(theirs, "reduce_op", None)

@@ -1,0 +1,39 @@
+"""Largest and smallest elements, and their gradients: ties share them across ranks, empty parts have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from disttrain.testing import run_threads
+from tests.dtensor_cases import check_same, placements_of
+from tests.sharding_cases import mesh_of
+
+TIED = torch.tensor([[1.0, 2, 2], [2, 2, 1], [2, 0, 2], [1, 1, 1], [2, 2, 2]], dtype=torch.float64)
+ONE_ROW = TIED[:1]
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    *(partial(function, dim=dim) for function in (torch.amax, torch.amin) for dim in (0, 1, (0, 1))),
+    partial(torch.amax, dim=0, keepdim=True),
+    torch.max,
+    torch.min,
+    lambda x: torch.maximum(x, x.flip(0)),
+    lambda x: torch.aminmax(x, dim=0),
+    lambda x: torch.linalg.vector_norm(x, float("inf")),
+]
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+def test_ties_share_the_gradient(mesh_shape: tuple[int, ...]) -> None:
+    def body() -> None:
+        mesh = mesh_of(mesh_shape)
+        for whole in (TIED, ONE_ROW):
+            for placements in placements_of(mesh, 2):
+                for function in FUNCTIONS:
+                    check_same(function, [whole], mesh, [placements])
+
+    run_threads(torch.Size(mesh_shape).numel(), body)
