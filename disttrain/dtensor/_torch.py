@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -166,26 +166,48 @@ def is_kept_for_later() -> bool:
     return sys._getframe(2).f_code.co_name == "create_subclass_metadata"
 
 
-def put_on_record(tensors: Sequence[torch.Tensor]) -> None:
-    """Let who records know the sizes of tensors that were made off the record."""
+def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None:
+    """Let who records know the sizes of tensors that were made off the record, by numbers `known` there if it can be.
+
+    A size that the recorder does not know it would take from whatever input has it: from a gradient, in forward.
+    """
     if not is_traced():
         return
     # Loaded by whoever records.
     from torch.fx.experimental import proxy_tensor
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return
     tracer: Any = mode.tracer
+    by_expression = {
+        number.node.expr: number
+        for number in known
+        if isinstance(number, torch.SymInt) and number in tracer.symnode_tracker
+    }
     for tensor in tensors:
         for number in (*tensor.shape, *tensor.stride()):
             if isinstance(number, torch.SymInt) and number.node.is_symbolic():
-                # Computed once more, on the record, from what is known there.
-                known = {symbol: tracer.sympy_expr_tracker[symbol].value for symbol in number.node.expr.free_symbols}
-                again = sympy_interp(PythonReferenceAnalysis, known, number.node.expr)
-                proxy_tensor.set_proxy_slot(number, tracer, proxy_tensor.get_proxy_slot(again, tracer))
+                same = _computed_again(number.node.expr, by_expression, tracer)
+                if isinstance(same, torch.SymInt):
+                    proxy_tensor.set_proxy_slot(number, tracer, proxy_tensor.get_proxy_slot(same, tracer))
+
+
+def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
+    """A number of which it is recorded how `expression` comes of the known ones."""
+    # Loaded by whoever records, as is the next one.
+    from torch.utils._sympy.interp import sympy_interp
+
+    # And this one.
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expression in known:
+        return known[expression]
+    symbols = {
+        symbol: known[symbol] if symbol in known else tracer.sympy_expr_tracker[symbol].value
+        for symbol in expression.free_symbols
+    }
+    return sympy_interp(PythonReferenceAnalysis, symbols, expression)
 
 
 def hint_of(number: int | torch.SymInt) -> int:

@@ -7,7 +7,7 @@ tensors, which is right for every operator but moves bytes, and says so once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -229,7 +229,8 @@ def _planned_by_rule(
         outputs = _global_outputs(op, shown_args, shown_kwargs)
     if outputs is None:
         return None
-    put_on_record(outputs)
+    if has_symbols:
+        put_on_record(outputs, _numbers_of(args, kwargs, specs))
     call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
     rule = find_rule(call)
     if rule is None:
@@ -243,11 +244,17 @@ def _planned_by_rule(
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:
-    return any(spec is not None and spec.is_symbolic for spec in specs) or any(
-        isinstance(number, torch.SymInt | torch.SymFloat)
-        for value in (*args, *kwargs.values())
-        for number in (value if isinstance(value, list | tuple) else (value,))
-    )
+    return any(isinstance(number, torch.SymInt | torch.SymFloat) for number in _numbers_of(args, kwargs, specs))
+
+
+def _numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> Iterator[Any]:
+    """The sizes and strides of the operands, and the other arguments, of which some are numbers."""
+    for spec in specs:
+        if spec is not None and spec.is_symbolic:
+            yield from spec.shape
+            yield from spec.stride
+    for value in (*args, *kwargs.values()):
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _can_be_planned(op_facts: OpFacts) -> bool:

@@ -1,7 +1,7 @@
 """What the compiler wants to know of DTensors: how to take one apart and put it together, and what a graph may hold.
 
 A graph works on parts. Each layout has graphs of its own, and one graph serves all sizes that lie so: the layout is
-what the compiler compares, and sizes are its symbols. Docs: docs/decisions/012-graphs-stand-on-comparisons.md.
+what the compiler compares, and sizes are its symbols. Docs: docs/decisions/014-graphs-stand-on-comparisons.md.
 """
 
 from __future__ import annotations
