@@ -204,6 +204,17 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def recorder() -> Any:
+    """Who records operators as a graph now, the same object for one graph; None while nobody does."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
+def is_in_backward() -> bool:
+    """True while the autograd engine is at work in this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """As a class's `__torch_function__`: `__torch_dispatch__` alone handles its tensors."""
 

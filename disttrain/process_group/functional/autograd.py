@@ -14,6 +14,7 @@ import torch
 from disttrain.process_group._c10d import is_traced
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor
 from disttrain.process_group.functional import ops
+from disttrain.process_group.functional.order import start
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
@@ -175,32 +176,34 @@ def _finish(input: torch.Tensor, handle: torch.Tensor, size: Sequence[int]) -> t
 
 def _all_reduce(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
     if _is_recorded(input):
-        return _finish(input, torch.ops.disttrain.all_reduce(input, op, place.group_name), input.shape)
+        return _finish(input, start(torch.ops.disttrain.all_reduce, input, op, place.group_name), input.shape)
     return AsyncCollectiveTensor(*ops.start_all_reduce(input, op, place.group_name))
 
 
 def _broadcast(input: torch.Tensor, src: int, place: Place) -> torch.Tensor:
     if _is_recorded(input):
-        return _finish(input, torch.ops.disttrain.broadcast(input, src, place.group_name), input.shape)
+        return _finish(input, start(torch.ops.disttrain.broadcast, input, src, place.group_name), input.shape)
     return AsyncCollectiveTensor(*ops.start_broadcast(input, src, place.group_name))
 
 
 def _all_gather(input: torch.Tensor, place: Place) -> torch.Tensor:
     if _is_recorded(input):
         size = (input.shape[0] * place.group_size, *input.shape[1:])
-        return _finish(input, torch.ops.disttrain.all_gather_into_tensor(input, place.group_name), size)
+        return _finish(input, start(torch.ops.disttrain.all_gather_into_tensor, input, place.group_name), size)
     return AsyncCollectiveTensor(*ops.start_all_gather(input, place.group_name))
 
 
 def _reduce_scatter(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
     if _is_recorded(input):
         size = (input.shape[0] // place.group_size, *input.shape[1:])
-        return _finish(input, torch.ops.disttrain.reduce_scatter_tensor(input, op, place.group_name), size)
+        return _finish(input, start(torch.ops.disttrain.reduce_scatter_tensor, input, op, place.group_name), size)
     return AsyncCollectiveTensor(*ops.start_reduce_scatter(input, op, place.group_name))
 
 
 def _all_to_all(input: torch.Tensor, received: Sequence[int], sent: Sequence[int], place: Place) -> torch.Tensor:
     if _is_recorded(input):
         size = (sum(received), *input.shape[1:])
-        return _finish(input, torch.ops.disttrain.all_to_all_single(input, received, sent, place.group_name), size)
+        return _finish(
+            input, start(torch.ops.disttrain.all_to_all_single, input, received, sent, place.group_name), size
+        )
     return AsyncCollectiveTensor(*ops.start_all_to_all(input, received, sent, place.group_name))

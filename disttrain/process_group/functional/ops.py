@@ -6,8 +6,10 @@ looks up; and each collective is two operators. The first starts it and gives a 
 them in the graph runs meanwhile.
 
 Ranks may compile different graphs. So the first operators have an ordered effect: they are kept in the order of the
-program, also where a result is unused. Inductor's pass `reorder_for_peak_memory` forgets that order (torch 2.13);
-ranks with different graphs compile with `options={"reorder_for_peak_memory": False}`.
+program, also where a result is unused. Inductor forgets that order (torch 2.13 looks for it under another name), and
+fusion and the pass `reorder_for_peak_memory` change it. So each may be given the handle of the one before as `after`,
+which it does not look at: DTensors, whose graphs differ among ranks, do so (`order.py`). Others whose graphs differ
+compile with `options={"reorder_for_peak_memory": False}`.
 
 A compiler may plan memory as it likes: the result is new memory, not an alias of something that the graph knew before,
 and what is under way reads a copy of the input, which may be overwritten as soon as the first operator has returned.
@@ -90,14 +92,14 @@ def _work(work: Work | None) -> Work:
 
 
 def _starting(start: Callable[..., Started]) -> Callable[..., torch.Tensor]:
-    def run(input: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def run(input: torch.Tensor, *arguments: Any, after: torch.Tensor | None = None) -> torch.Tensor:
         sent = input if start in _COPY_THEMSELVES else input.clone(memory_format=torch.contiguous_format)
         return current_world().keep_pending(*start(sent, *arguments))
 
     return run
 
 
-def _start_shape(*_: object) -> torch.Tensor:
+def _start_shape(*_: object, after: torch.Tensor | None = None) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
@@ -113,13 +115,11 @@ def _wait_shape(handle: torch.Tensor, input: torch.Tensor, size: Sequence[int]) 
 
 _COPY_THEMSELVES = (start_all_reduce, start_broadcast)
 _STARTS: dict[str, Callable[..., Started]] = {
-    "all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor": start_all_reduce,
-    "broadcast(Tensor input, int src, str group_name) -> Tensor": start_broadcast,
-    "all_gather_into_tensor(Tensor input, str group_name) -> Tensor": start_all_gather,
-    "reduce_scatter_tensor(Tensor input, str reduce_op, str group_name) -> Tensor": start_reduce_scatter,
-    "all_to_all_single(Tensor input, SymInt[] output_splits, SymInt[] input_splits, str group_name) -> Tensor": (
-        start_all_to_all
-    ),
+    "all_reduce(Tensor input, str reduce_op, str group_name": start_all_reduce,
+    "broadcast(Tensor input, int src, str group_name": start_broadcast,
+    "all_gather_into_tensor(Tensor input, str group_name": start_all_gather,
+    "reduce_scatter_tensor(Tensor input, str reduce_op, str group_name": start_reduce_scatter,
+    "all_to_all_single(Tensor input, SymInt[] output_splits, SymInt[] input_splits, str group_name": start_all_to_all,
 }
 _library = torch.library.Library("disttrain", "DEF")
 
@@ -132,6 +132,6 @@ def _define(schema: str, run: Callable[..., torch.Tensor], shape: Callable[..., 
 
 
 for _schema, _start in _STARTS.items():
-    _define(_schema, _starting(_start), _start_shape)
+    _define(f"{_schema}, *, Tensor? after=None) -> Tensor", _starting(_start), _start_shape)
     keep_in_order(f"disttrain::{_schema.partition('(')[0]}")
 _define("wait_tensor(Tensor handle, Tensor input, SymInt[] size) -> Tensor", _wait, _wait_shape)
