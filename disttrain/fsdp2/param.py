@@ -52,11 +52,13 @@ class ShardedParam:
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
+        self._earlier_grad: torch.Tensor | None = None
+        """The sum of whole gradients that are still to be reduced, where it is kept in another dtype than theirs."""
         self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: the shard alone."""
-        return {**self.__dict__, "unsharded": None, "_shard_view": None}
+        return {**self.__dict__, "unsharded": None, "_shard_view": None, "_earlier_grad": None}
 
     @property
     def front_shape(self) -> tuple[int, ...]:
@@ -128,22 +130,41 @@ class ShardedParam:
     @property
     def has_grad(self) -> bool:
         """True when a backward pass has left a gradient of the whole that has not been reduced."""
-        return self.unsharded is not None and self.unsharded.grad is not None and self.unsharded.numel() > 0
+        whole = self.unsharded
+        return whole is not None and (whole.grad is not None or self._earlier_grad is not None) and whole.numel() > 0
 
     def drop_grad(self) -> None:
         """Forget the gradient of the whole."""
+        self._earlier_grad = None
         if self.unsharded is not None:
             self.unsharded.grad = None
 
     def whole_grad(self) -> torch.Tensor | None:
         """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where
         another parallelism has left it to be summed."""
+        if self._earlier_grad is None:
+            grad = self._own_grad()
+        else:
+            self.keep_grad(self._earlier_grad.dtype)
+            grad = self._earlier_grad
+        return grad if grad is None or self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
+
+    def keep_grad(self, dtype: torch.dtype) -> None:
+        """Add the whole's gradient, if it is of another dtype, to a sum in `dtype`: many small terms would not change a
+        sum of few bits."""
+        grad = self._own_grad()
+        if grad is None or self.unsharded is None or (grad.dtype == dtype and self._earlier_grad is None):
+            return
+        self._earlier_grad = grad.to(dtype) if self._earlier_grad is None else self._earlier_grad.add_(grad)
+        self.unsharded.grad = None
+
+    def _own_grad(self) -> torch.Tensor | None:
         if self.unsharded is None or self.unsharded.grad is None:
             return None
         grad = self.unsharded.grad
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
-        return grad if self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
+        return grad
 
     def accumulate_grad(self, local_grad: torch.Tensor) -> None:
         """Add this rank's part of a reduced gradient to the sharded parameter's."""

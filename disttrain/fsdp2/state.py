@@ -17,8 +17,9 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
+from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
-from disttrain.fsdp2.param_group import Comm, ParamGroup
+from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
 
 
@@ -84,7 +85,7 @@ class RootContext:
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
         for state in reversed(self.states):
-            state.post_backward()
+            state.post_backward(at_end=True)
             state.is_kept_unsharded = not state.reshard_after_backward
         if self.root.is_last_backward:
             self.comm.finish_reduction()
@@ -192,14 +193,16 @@ class ShardState:
     def _show_shards(self, *_: object) -> None:
         self.reshard()
 
-    def post_backward(self) -> None:
+    def post_backward(self, *, at_end: bool) -> None:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
         self._awaits_post_backward = False
         for group in reversed(self.groups):
             if self.reshard_after_backward:
                 group.reshard()
             if self.requires_gradient_sync:
-                group.reduce_grads()
+                group.reduce_grads(at_end=at_end)
+            else:
+                group.keep_grads()
 
     def abandon_backward(self) -> None:
         """Forget the gradients of whole parameters, and that a backward pass was under way."""
@@ -333,7 +336,7 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward()
+        ctx.state.post_backward(at_end=False)
         return (None, *grads)
 
 
