@@ -23,6 +23,8 @@ from disttrain.process_group import current_world
 
 Module = TypeVar("Module", bound=nn.Module)
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 def fully_shard(
     module: Module,
@@ -59,8 +61,11 @@ def fully_shard(
              shared with a part that is sharded already.
     Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
     """
+    _check_module(module)
     mesh = mesh if mesh is not None else _whole_world(module)
     _check(module, mesh, reshard_after_forward)
+    for given, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
+        _check_policy(given, kind)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
@@ -68,7 +73,7 @@ def fully_shard(
     managed = list(_managed(module, ignored_params or set()))
     dims = {}
     for fqn, parameter, _ in managed:
-        check_can_shard(fqn, parameter, mesh.get_rank())
+        check_can_shard(fqn, parameter, device, mesh.get_rank())
         dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
         sharding.spec_of(fqn, parameter, dims[fqn])
     _move_to(module, device)
@@ -96,14 +101,45 @@ def _whole_world(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(device_type, (current_world("fully_shard").world_size,))
 
 
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, nn.Module):
+        return
+    raise ShardingError(
+        "fully_shard", f"a {type(module).__name__} is no module.", "Give an nn.Module, such as a block of the model."
+    )
+
+
+def _check_policy(given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise ShardingError(
+            "fully_shard",
+            f"a {type(given).__module__}.{type(given).__qualname__} is no {kind.__name__} of disttrain.",
+            f"Import {type(given).__name__} from disttrain.fsdp2.",
+        )
+
+
 def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
-    rank = mesh.get_rank()
     name = type(module).__name__
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            "fully_shard",
+            f"the mesh is a {type(mesh).__module__}.{type(mesh).__qualname__}.",
+            "Make it by disttrain.init_device_mesh.",
+        )
+    rank = mesh.get_rank()
     if state_of(module) is not None:
         raise ShardingError("fully_shard", f"this {name} is sharded already.", "Call it once per module.", rank=rank)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ShardingError(
             "fully_shard", f"a {name} has no forward of its own.", "Shard each of its modules instead.", rank=rank
+        )
+    own = mesh.world.device.type
+    if mesh.device_type not in ("cpu", own):
+        raise ShardingError(
+            "fully_shard",
+            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {own!r}.",
+            f"Make it for the device that is there: init_device_mesh({own!r}, ...).",
+            rank=rank,
         )
     if mesh.ndim > 2:
         raise ShardingError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
@@ -36,6 +38,8 @@ class ShardedParam:
     def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, sharding: Sharding, dim: int) -> None:
         """`check_can_shard` has been asked about `parameter`."""
         parameter.__dict__[_SHARDED_AS] = fqn
+        self.original: weakref.ref[nn.Parameter] | None = weakref.ref(parameter)
+        """What the module had before, while somebody holds it."""
         self.owners = owners
         self.fqn = fqn
         self.dim = dim
@@ -58,7 +62,7 @@ class ShardedParam:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: the shard alone."""
-        return {**self.__dict__, "unsharded": None, "_shard_view": None, "_earlier_grad": None}
+        return {**self.__dict__, **dict.fromkeys(("original", "unsharded", "_shard_view", "_earlier_grad"))}
 
     @property
     def front_shape(self) -> tuple[int, ...]:
@@ -174,9 +178,19 @@ class ShardedParam:
             self.sharded.grad._local_tensor.add_(local_grad)  # type: ignore[attr-defined]
 
 
-def check_can_shard(fqn: str, parameter: nn.Parameter, rank: int) -> None:
-    """Raise ShardingError for a parameter that `fully_shard` cannot take."""
-    if parameter.ndim == 0:
+def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:
+    """Raise ShardingError for a parameter that `fully_shard` cannot take to shards on `device`."""
+    if isinstance(parameter, UninitializedParameter):
+        problem = f"parameter {fqn} has no shape yet."
+        remedy = "Run the module once, or give it its sizes, before fully_shard."
+    elif parameter.device not in (device, torch.device("cpu"), torch.device("meta")):
+        problem = f"parameter {fqn} is on {parameter.device}, and this rank computes on {device}."
+        remedy = (
+            f"Make the mesh for it: init_device_mesh({parameter.device.type!r}, ...), or move the model first."
+            if parameter.device.type != device.type
+            else f"Build the model on 'cpu', 'meta' or {str(device)!r}."
+        )
+    elif parameter.ndim == 0:
         problem = f"parameter {fqn} is a scalar, which has no dim to shard."
         remedy = "Make it one-dimensional, or leave it out by ignored_params."
     elif _SHARDED_AS in parameter.__dict__:

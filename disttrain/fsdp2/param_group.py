@@ -78,7 +78,11 @@ class ParamGroup:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the gathered parameters."""
-        return self._policy.param_dtype or self._orig_dtype
+        return self._chosen(self._policy.param_dtype) or self._orig_dtype
+
+    def _chosen(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """What the policy says of floating-point values; others keep their dtype."""
+        return dtype if self._orig_dtype.is_floating_point else None
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
@@ -281,9 +285,10 @@ class ParamGroup:
 
     def keep_grads(self) -> None:
         """Keep the gradients of this backward pass for one that reduces, in the dtype in which they will be reduced."""
-        if self._policy.reduce_dtype not in (None, self.compute_dtype):
+        dtype = self._chosen(self._policy.reduce_dtype)
+        if dtype not in (None, self.compute_dtype):
             for param in self.params:
-                param.keep_grad(self._policy.reduce_dtype)
+                param.keep_grad(dtype)
 
     def reduce_grads(self, *, at_end: bool) -> None:
         """Reduce the gradients of this backward pass, or what is there of them, that have not been. Collective."""
@@ -318,7 +323,7 @@ class ParamGroup:
         plan = self._plan
         if len(trainable) < len(self.params):
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
-        dtype = self._policy.reduce_dtype or self.compute_dtype
+        dtype = self._chosen(self._policy.reduce_dtype) or self.compute_dtype
         num_ranks = self.sharding.num_shards * self.sharding.num_replicas
         factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
         averaging = Averaging.over(num_ranks, dtype, factor)

@@ -21,6 +21,7 @@ from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 
 
 class _BackwardEnd:
@@ -322,6 +323,7 @@ class ShardState:
                 state._is_root = False
         for group in self.groups:
             group.reduce_early(self.module, lambda: self.requires_gradient_sync)
+        watch_stale_optimizers([group for state in states for group in state.groups])
         comm = self.shared_comm
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
