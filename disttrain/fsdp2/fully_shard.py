@@ -12,6 +12,7 @@ from torch import nn
 from disttrain.dtensor import Placement, Shard
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
@@ -71,17 +72,22 @@ def fully_shard(
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
     sharding = Sharding(mesh)
     managed = list(_managed(module, ignored_params or set()))
-    dims = {}
+    dims, with_hooks = {}, set()
     for fqn, parameter, _ in managed:
         check_can_shard(fqn, parameter, device, mesh.get_rank())
         dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
         sharding.spec_of(fqn, parameter, dims[fqn])
+        if has_gather_hooks(fqn, parameter, dims[fqn], mesh.get_rank()):
+            with_hooks.add(fqn)
     _move_to(module, device)
-    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
+    kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
         param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
-        by_dtype.setdefault(parameter.dtype, []).append(param)
-    groups = [ParamGroup(params, sharding, policy, offload, device) for params in by_dtype.values()]
+        kinds.setdefault((parameter.dtype, fqn in with_hooks), []).append(param)
+    groups = [
+        (ExtensionGroup if have_hooks else ParamGroup)(params, sharding, policy, offload, device)
+        for (_, have_hooks), params in kinds.items()
+    ]
     set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
     module.__class__ = _sharded_class(cast(Any, type(module)))
     return module

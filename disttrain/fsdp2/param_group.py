@@ -132,14 +132,12 @@ class ParamGroup:
             )
         return next(iter(dtypes))
 
-    def _refuse_device(self) -> None:
-        assert self._flat is not None
-        is_meta = self._flat.device.type == "meta"
+    def _refuse_device(self, found: torch.device) -> None:
         raise ShardingError(
             "forward",
-            f"parameter {self.params[0].fqn} is on {self._flat.device}, and this rank computes on {self._device}.",
+            f"parameter {self.params[0].fqn} is on {found}, and this rank computes on {self._device}.",
             f"Call model.to_empty(device={str(self._device)!r}) and initialise or load the parameters first."
-            if is_meta
+            if found.type == "meta"
             else f"Move the model there: model.to({str(self._device)!r}).",
             rank=self.sharding.mesh.get_rank(),
         )
@@ -152,10 +150,10 @@ class ParamGroup:
         if self.is_unsharded or self._gather is not None:
             return
         self.lay_out()
-        if self._is_misplaced:
-            self._refuse_device()
-        comm = self._comm()
         assert self._flat is not None
+        if self._is_misplaced:
+            self._refuse_device(self._flat.device)
+        comm = self._comm()
         ready, comm.ready = comm.ready, None
         dtype, group = self.compute_dtype, self.sharding.shard_group
         if comm.streams.is_cuda and ready is None and self._kept is None and self._is_cut_in_front:
