@@ -30,7 +30,7 @@ class Gather:
 
     output: torch.Tensor | None
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
     def wait(self, streams: CommStreams) -> None:
         """Order the current stream (CPU: the host) after it."""
@@ -124,7 +124,7 @@ class Reduction:
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
     rest: Callable[[], None] | None
     """What is still to be done to `output` once the host has waited, where there are no streams."""
 

@@ -17,6 +17,7 @@ from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_m
 from disttrain.testing.pytest_plugin import on_ranks
 
 NUM_GPUS = max(1, torch.cuda.device_count())
+PLACEMENTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -63,8 +64,9 @@ def test_attention_of_cut_batch_and_heads(backend: str, dim: int, is_causal: boo
 
 
 @on_ranks(NUM_GPUS)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_layers_with_kernels_of_their_own(placement: Placement) -> None:
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_layers_with_kernels_of_their_own(name: str) -> None:
+    placement = PLACEMENTS[name]
     image, weight, scale = normal(4, 6, 8, 8), normal(6, 6, 3, 3, seed=1), normal(6, seed=2)
     whole = Replicate()
     agree(lambda x, w: F.conv2d(x, w, padding=1), [image, weight], [placement, whole])
@@ -84,8 +86,9 @@ def test_layers_with_kernels_of_their_own(placement: Placement) -> None:
 
 
 @on_ranks(NUM_GPUS)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_random_numbers_are_those_of_one_process(placement: Placement) -> None:
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_random_numbers_are_those_of_one_process(name: str) -> None:
+    placement = PLACEMENTS[name]
     mesh = mesh_of_all()
     ones = torch.ones(6, 5, device=disttrain.current_world().device)
     cut = distribute_tensor(ones, mesh, [placement])
