@@ -223,6 +223,7 @@ def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype
     for place, grad, slot in zip(places, grads, plan.slots, strict=True):
         if place.numel() > slot.numel:
             place[slot.numel :].zero_()
-        filled.append(place[: slot.numel].view(grad.shape))
+            place = place[: slot.numel]
+        filled.append(place.view(grad.shape))
     torch._foreach_copy_(filled, list(grads))
     return places
