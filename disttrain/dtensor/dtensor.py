@@ -220,7 +220,7 @@ class DTensor(torch.Tensor):
         return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As of a tensor; gradients that a leaf, such as a parameter, accumulates from now on lie as it does itself."""
+        """As of a tensor; gradients that a parameter accumulates from now on lie as it does itself."""
         super().requires_grad_(requires_grad)
         if requires_grad and self.is_leaf and not vars(self).get("_settles"):
             self.register_post_accumulate_grad_hook(settle_gradient)  # type: ignore[no-untyped-call]

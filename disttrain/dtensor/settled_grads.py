@@ -9,12 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from disttrain.dtensor.checked_layouts import gradient_placements
 
 
-def settle_gradient(parameter: Any) -> None:
-    """Bring the gradient that was accumulated last to lie as `parameter` does. Collective where something moves."""
+def settle_gradient(leaf: Any) -> None:
+    """Bring the gradient that a parameter has accumulated to lie as it does. Collective where something moves.
+
+    Other leaves keep their gradients as they come, as torch's DTensor does for all.
+    """
+    if isinstance(leaf, nn.Parameter):
+        _settle(leaf)
+
+
+def _settle(parameter: Any) -> None:
     grad = parameter.grad
     wanted = parameter._spec.layout.with_placements(gradient_placements(parameter.placements))
     spec = getattr(grad, "_spec", None)
