@@ -221,9 +221,9 @@ def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype
     places = list(memory.split(numels))
     filled = []
     for place, grad, slot in zip(places, grads, plan.slots, strict=True):
-        if place.numel() > slot.numel:
+        has_padding = place.numel() > slot.numel
+        if has_padding:
             place[slot.numel :].zero_()
-            place = place[: slot.numel]
-        filled.append(place.view(grad.shape))
+        filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
     torch._foreach_copy_(filled, list(grads))
     return places
