@@ -198,7 +198,8 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
 
     if fetch is not None:
         return lambda args, kwargs: run_on_copy(args, kwargs, fetch)
-    # A part's strides, which nobody else knows, may not allow what the whole's strides allow.
+    # A part's strides, which nobody else knows, may not allow what the whole's strides allow. A compiler that traces
+    # such a view raises ValueError.
     instead = partial(run_on_copy, fetch=AS_CONTIGUOUS)
     if len(specs) == 1 and len(call.arguments) == 1 and not call.keywords and not call.facts.returns_list:
         return _viewing_alone(wrap, compute, specs[0], instead, wrapped)
@@ -206,7 +207,7 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             results = compute(args[0]._local_tensor, *args[1:], **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return instead(args, kwargs)
         if type(results) is torch.Tensor and not torch.is_inference_mode_enabled():
             return wrap(results, specs[0])
@@ -223,7 +224,7 @@ def _viewing_alone(
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             part = compute(args[0]._local_tensor)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             return instead(args, kwargs)
         return wrapped(args[0], part, (spec,)) if torch.is_inference_mode_enabled() else wrap(part, spec)
 
