@@ -34,7 +34,7 @@ class Gather:
     sent: torch.Tensor
     output: torch.Tensor | None
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
     def wait(self, streams: CommStreams) -> None:
         """Order the current stream (CPU: the host) after it."""
@@ -126,7 +126,7 @@ class Reduction:
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
     rest: Callable[[], None] | None
     """What is still to be done to `output` once the host has waited, where there are no streams."""
 
@@ -228,8 +228,9 @@ def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype
     places = list(memory.split(numels))
     filled = []
     for place, grad, slot in zip(places, grads, plan.slots, strict=True):
-        if place.numel() > slot.numel:
+        has_padding = place.numel() > slot.numel
+        if has_padding:
             place[slot.numel :].zero_()
-        filled.append(place[: slot.numel].view(grad.shape))
+        filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
     torch._foreach_copy_(filled, list(grads))
     return places

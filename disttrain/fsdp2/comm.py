@@ -21,11 +21,11 @@ class Comm:
 
     def __init__(self, device: torch.device) -> None:
         self.streams = CommStreams(device)
-        self.copied_out: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.copied_out: tuple[torch.Tensor, torch.Event | None] | None = None
         self.reducing: UnderWay | None = None
         self.ready: torch.Event | None = None
         """What the next gather waits for, in place of everything on the current stream."""
-        self.offloaded: torch.cuda.Event | None = None
+        self.offloaded: torch.Event | None = None
         """Gradients are on their way to the host until then."""
 
     def release_gathered(self) -> None:
