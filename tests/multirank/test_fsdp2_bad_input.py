@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,29 +14,8 @@ from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-
-_spec = importlib.util.spec_from_file_location("models_of_fsdp2_input_tests", Path(__file__).parent / "models.py")
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def own_loss(model: nn.Module, step: int) -> torch.Tensor:
-    rows = models.own_rows(models.batch(step), disttrain.get_rank(), disttrain.get_world_size())
-    return models.loss_of(model, rows)
-
-
-def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+from tests.fsdp2_cases import assert_same_gradients, backward_of_both, own_rows, sharded
+from tests.multirank import models
 
 
 @on_ranks(2)
@@ -90,14 +66,13 @@ def test_running_on_the_meta_device() -> None:
     sharded(model)
     for _ in range(2):
         with pytest.raises(ShardingError, match=r"(?s)is on meta.*to_empty\(device='cpu'\)"):
-            own_loss(model, 0)
+            models.loss_of(model, own_rows(0))
         with pytest.raises(ShardingError, match="is on meta"):
             model.blocks[1].unshard()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model.to_empty(device="cpu")
     model.init(3)
-    own_loss(model, 0).backward()
-    models.loss_of(reference, models.batch(0)).backward()
+    backward_of_both(model, reference, 0)
     assert_same_gradients(model, reference)
 
 
@@ -108,7 +83,7 @@ def test_an_optimizer_built_before_sharding() -> None:
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded(model)
     stale.zero_grad()
-    own_loss(model, 0).backward()
+    models.loss_of(model, own_rows(0)).backward()
     with pytest.raises(ShardingError, match=r"(?s)SGD.step.*built before fully_shard: 16 of its.*after the last call"):
         stale.step()
     models.loss_of(reference, models.batch(0)).backward()
@@ -131,7 +106,7 @@ def test_what_sharding_replaced_may_still_be_trained_by_itself() -> None:
     theirs = torch.optim.SGD(model.parameters(), lr=0.1)
     before = held["embedding.weight"].detach().clone()
     for step in range(2):
-        own_loss(model, step).backward()
+        models.loss_of(model, own_rows(step)).backward()
         logits = torch.func.functional_call(plain, held, models.batch(step))
         logits.square().mean().backward()
         for optimizer in (theirs, own):
