@@ -27,6 +27,8 @@ class Comm:
         """What the next gather waits for, in place of everything on the current stream."""
         self.offloaded: torch.Event | None = None
         """Gradients are on their way to the host until then."""
+        self.uploaded: torch.Event | None = None
+        """Shards on the host are being read until then."""
 
     def release_gathered(self) -> None:
         """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
@@ -46,6 +48,12 @@ class Comm:
         if self.offloaded is not None:
             self.offloaded.synchronize()
             self.offloaded = None
+
+    def finish_upload(self) -> None:
+        """Wait, on the host, until shards that lie there may be written to."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+            self.uploaded = None
 
     def finish_reduction(self) -> None:
         """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""

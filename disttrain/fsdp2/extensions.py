@@ -96,6 +96,7 @@ class ExtensionGroup(ParamGroup):
         # What is sent has been made just now, so waiting for the optimizer alone would not do.
         comm.ready = None
         self._gather = start_gather(sent, torch.uint8, self._device, num_shards, group, comm.streams, None)
+        self._note_upload(comm)
 
     def _give(self, param: ShardedParam) -> _Given:
         local = param.sharded._local_tensor  # type: ignore[attr-defined]

@@ -159,6 +159,7 @@ class ParamGroup:
         if comm.streams.is_cuda and ready is None and self._kept is None and self._is_cut_in_front:
             places = self._allocated_wholes().places
             self._gather = start_gather_in_place(self._flat, dtype, self._plan, places, group, comm.streams)
+            self._note_upload(comm)
             return
         comm.release_gathered()
         shard = self._flat
@@ -168,6 +169,11 @@ class ParamGroup:
             self._kept = None
         num_shards = self.sharding.num_shards
         self._gather = start_gather(shard, dtype, self._device, num_shards, group, comm.streams, ready)
+        self._note_upload(comm)
+
+    def _note_upload(self, comm: Comm) -> None:
+        if isinstance(self._offload, CPUOffloadPolicy) and self._gather is not None:
+            comm.uploaded = self._gather.done
 
     def wait_for_unshard(self) -> None:
         """Have the modules compute with the gathered parameters."""

@@ -259,6 +259,7 @@ class ShardState:
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
+            self.context.comm.finish_upload()
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
                     state.reshard()

@@ -1,4 +1,4 @@
-"""Gradients of several backward passes, of unused parameters, of one rank: when they are reduced, and in which dtype."""
+"""Gradients of several backward passes, of unused parameters, on the host: when they are reduced, in which dtype."""
 
 from __future__ import annotations
 
