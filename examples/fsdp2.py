@@ -72,7 +72,7 @@ def main() -> None:
     for block in model[1:-1]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    say(estimate(model))
+    say(estimate(model, num_microbatches=MICROBATCHES, reduces_each=False))
     model.to_empty(device=device)
     torch.manual_seed(0)
     for layer in model.modules():

@@ -91,6 +91,8 @@ def estimate(
     *,
     blocks: Iterable[nn.Module] = (),
     optimizer: OptimizerCost = torch.optim.AdamW,
+    num_microbatches: int = 1,
+    reduces_each: bool = True,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -101,11 +103,13 @@ def estimate(
     A model that has been sharded is taken as it is. Of one that has not been, the cost is that of calling fully_shard
     with these arguments on each of `blocks`, then on the model, which stays as it is. It may be on "meta".
 
-    Args:    optimizer  its class, or a function from parameters to one, which is tried on a parameter of 64 x 64; or
-                        the bytes that it keeps for each element.
-    The step is one forward and one backward that reduces gradients, where none were before; not the first step, which
-    has yet to learn the order of the modules. They are taken to run as they are registered. What kernels take for
-    themselves is left out, as activations are. Bytes sent are those of collectives that go round a ring.
+    Args:    optimizer         its class, or a function from parameters to one, which is tried on a parameter of
+                               64 x 64; or the bytes that it keeps for each element.
+             num_microbatches  forwards and backwards in a step.
+             reduces_each      False: only the last one's backward reduces gradients (set_requires_gradient_sync).
+    The step is not the first one, which has yet to learn the order of the modules, and begins without gradients.
+    Modules are taken to run in the order in which they are registered. What kernels take for themselves is left out,
+    as activations are. Bytes sent are those of collectives that go round a ring.
     Raises:  ShardingError for a model that is sharded only in parts, or otherwise than these arguments say.
     Communicates nothing.
     """
@@ -122,7 +126,10 @@ def estimate(
         assert root is not None
     else:
         _check_is_sharded_so(root, mesh, blocks, options)
-    return _estimate_sharded(root, OptimizerBytes(optimizer))
+    sizing = Sizing(root)
+    step = Rehearsal(sizing.root, has_streams=root.device.type == "cuda")
+    step.run(num_microbatches, reduces_each=reduces_each)
+    return _summed_up(root, sizing, step, OptimizerBytes(optimizer))
 
 
 def _check_is_sharded_so(
@@ -169,15 +176,12 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def _estimate_sharded(root: ShardState, optimizer: OptimizerBytes) -> Estimate:
-    sizing = Sizing(root)
-    has_streams = root.device.type == "cuda"
-    step = Rehearsal(sizing.root, has_streams=has_streams).run()
+def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: OptimizerBytes) -> Estimate:
     held, on_host = Held(), Held()
     for group in sizing.groups:
         of_group = held_of_group(group, optimizer)
         held += of_group
-        if group.is_offloaded and has_streams:
+        if group.is_offloaded and root.device.type != "cpu":
             on_host += of_group
     unsharded = held_unsharded(root, sizing.groups, optimizer)
     held += unsharded

@@ -85,7 +85,7 @@ class Message:
 
 
 class _GroupState:
-    """Of one group, where the rehearsal is: `is_gathering`, `is_whole`, what is `kept`, which gradients are there."""
+    """Where the rehearsal is with one group: what is whole, what is on its way, which gradients are there."""
 
     def __init__(self) -> None:
         self.is_gathering = False
@@ -94,6 +94,8 @@ class _GroupState:
         self.held_while_gathering: int | None = None
         self.uses_seen: Counter[ParamSizes] = Counter()
         self.reduced: set[ParamSizes] = set()
+        self.with_whole_gradient: set[ParamSizes] = set()
+        self.with_gradient: set[ParamSizes] = set()
 
 
 class Rehearsal:
@@ -110,16 +112,22 @@ class Rehearsal:
         self._total = 0
         self._when = ""
         self._copied_out = 0
+        self._reduces = True
         self._reducing: tuple[GroupSizes, Sequence[ParamSizes]] | None = None
         self._learn(root)
 
-    def run(self) -> Rehearsal:
-        """Go through the step; `peak` and `messages` have what it takes."""
-        self._forward(self._root)
-        self._backward(self._root)
-        self._finish_reduction()
-        self._release_gathered()
-        return self
+    def run(self, num_microbatches: int, *, reduces_each: bool) -> None:
+        """Go through the step; `peak` and `messages` have what it takes. Gradients are reduced after each microbatch,
+        or after the last."""
+        for microbatch in range(num_microbatches):
+            self._reduces = reduces_each or microbatch + 1 == num_microbatches
+            self._forward(self._root)
+            self._backward(self._root)
+            self._finish_reduction()
+            self._release_gathered()
+            for state in self._states.values():
+                state.uses_seen.clear()
+                state.reduced.clear()
 
     def _learn(self, module: SizedModule) -> None:
         self._order.append(module)
@@ -155,8 +163,9 @@ class Rehearsal:
                 self._differentiate(*part)
         for group in reversed(module.groups):
             self._free(group, None)
-            done = self._states[group].reduced
-            self._reduce(group, [param for param in group.params if param not in done])
+            if self._reduces:
+                done = self._states[group].reduced
+                self._reduce(group, [param for param in group.params if param not in done])
 
     def _neighbour(self, module: SizedModule, step: int) -> list[SizedModule]:
         place = self._order.index(module) + step
@@ -234,17 +243,24 @@ class Rehearsal:
         """The backward of one use of a parameter leaves a gradient; those of several uses are added up."""
         if not param.is_trained:
             return
-        seen = self._states[group].uses_seen
+        state = self._states[group]
+        seen = state.uses_seen
         seen[param] += 1
         self._add(WHOLE_GRADIENTS, param.whole_bytes)
         if seen[param] > 1:
             # The engine leaves both terms as they are until their sum is there.
             self._add(WHOLE_GRADIENTS, param.whole_bytes)
             self._drop(WHOLE_GRADIENTS, 2 * param.whole_bytes)
-        if len(group.early_parts) > 1 and seen[param] == param.num_uses:
+        if seen[param] < param.num_uses:
+            return
+        if param in state.with_whole_gradient:
+            # Added to that of the last microbatch, in place.
+            self._drop(WHOLE_GRADIENTS, param.whole_bytes)
+        state.with_whole_gradient.add(param)
+        if len(group.early_parts) > 1 and self._reduces:
             for part in group.early_parts:
                 if param in part and all(seen[each] == each.num_uses for each in part if each.is_trained):
-                    self._states[group].reduced.update(part)
+                    state.reduced.update(part)
                     self._reduce(group, part)
 
     def _reduce(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
@@ -259,6 +275,7 @@ class Rehearsal:
         if group.num_replicas > 1:
             self._send("all_reduce", group.num_replicas, 2 * reduced_bytes)
         self._drop(WHOLE_GRADIENTS, sum(param.whole_bytes for param in trained))
+        self._states[group].with_whole_gradient.difference_update(trained)
         self._reducing = group, trained
 
     def _finish_reduction(self) -> None:
@@ -278,6 +295,10 @@ class Rehearsal:
             if not self._has_streams:
                 self._add(REDUCED, gradient_bytes)
             self._drop(REDUCED, gradient_bytes)
+        elif self._states[group].with_gradient.issuperset(trained):
+            # Added to those of the last microbatch, in place.
+            self._drop(REDUCED, gradient_bytes)
+        self._states[group].with_gradient.update(trained)
         self._drop(PACKED, packed_bytes)
 
     def _send(self, operation: str, num_ranks: int, num_bytes: int) -> None:

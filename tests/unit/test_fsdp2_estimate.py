@@ -106,13 +106,23 @@ def peak_of(run: Callable[[], None]) -> int:
     return peak
 
 
-def check(model: Model, said: Estimate, make_optimizer: Callable[..., torch.optim.Optimizer], world: World) -> None:
+def check(
+    model: Model,
+    said: Estimate,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    world: World,
+    *,
+    num_microbatches: int = 1,
+    reduces_each: bool = True,
+) -> None:
     """Train for three steps, and compare the last with what was said."""
     optimizer = make_optimizer(model.parameters())
     tokens = torch.tensor([[1, 2]])
 
     def step() -> None:
-        model(tokens).float().logsumexp(-1).mean().backward()
+        for micro in range(num_microbatches):
+            model.set_requires_gradient_sync(reduces_each or micro == num_microbatches - 1)
+            model(tokens).float().logsumexp(-1).mean().backward()
 
     for _ in range(2):
         step()
@@ -198,6 +208,19 @@ def test_a_root_that_is_reduced_part_by_part(part_bytes: int, world: World, monk
         4 + (3 if part_bytes == 1 else 1)
     )
     check(model, said, torch.optim.AdamW, world)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("reduces_each", [False, True])
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["plain", "bf16"])
+def test_gradients_of_several_microbatches(
+    options: dict[str, object], reduces_each: bool, is_tied: bool, world: World
+) -> None:
+    model = shard(Model(is_tied=is_tied), **options)
+    micros = {"num_microbatches": 3, "reduces_each": reduces_each}
+    said = estimate(model, **micros)
+    assert said.traffic != estimate(model).traffic
+    check(model, said, torch.optim.AdamW, world, **micros)
 
 
 def test_frozen_and_ignored_parameters_and_several_dtypes(world: World) -> None:
