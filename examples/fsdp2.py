@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import disttrain
 from disttrain.checkpoint import Checkpointer, get_state_dict
@@ -32,19 +32,14 @@ class Block(nn.Module):
         self.output = nn.Linear(WIDTH, WIDTH)
         self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.query_key_value(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).movedim(1, -2)
         attended = F.scaled_dot_product_attention(*heads.unbind(1), is_causal=True)
         x = x + self.output(attended.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.norms[1](x))
 
 
-def network() -> nn.Sequential:
-    blocks = (Block() for _ in range(LAYERS))
-    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
-
-
-def batch(number: int) -> Tensor:
+def batch(number: int) -> torch.Tensor:
     """This rank's rows, (ROWS, LENGTH + 1), each of which counts on from somewhere."""
     generator = torch.Generator().manual_seed(number * disttrain.get_world_size() + disttrain.get_rank())
     start = torch.randint(VOCABULARY, (ROWS, 1), generator=generator)
@@ -67,9 +62,10 @@ def main() -> None:
     mesh = disttrain.init_device_mesh(device.type, tuple(map(int, sizes)), mesh_dim_names=names)
 
     with torch.device("meta"):  # no rank ever holds more than its part, and the blocks at work
-        model = network()
+        blocks = [Block() for _ in range(LAYERS)]
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *blocks, nn.Linear(WIDTH, VOCABULARY))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model[1:-1]:
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     say(estimate(model, num_microbatches=MICROBATCHES, reduces_each=False))
