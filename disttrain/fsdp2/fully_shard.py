@@ -16,7 +16,7 @@ from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
 from disttrain.mesh import DeviceMesh, init_device_mesh
@@ -79,7 +79,9 @@ def fully_shard(
         sharding.spec_of(fqn, parameter, dims[fqn])
         if has_gather_hooks(fqn, parameter, dims[fqn], mesh.get_rank()):
             with_hooks.add(fqn)
-    _move_to(module, device)
+    # What is kept on the host is cut there, and need not fit onto the device as a whole.
+    shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+    _move_to(module, device, {parameter: shard_device for _, parameter, _ in managed})
     kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
         param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
@@ -184,11 +186,13 @@ def _cut_dim(
     return dim
 
 
-def _move_to(module: nn.Module, device: torch.device) -> None:
+def _move_to(module: nn.Module, device: torch.device, places: dict[nn.Parameter, torch.device]) -> None:
+    """Move parameters to their places, and others and buffers to `device`; those on "meta" stay."""
     for child in _unmanaged_modules(module):
         for tensor in (*(parameter for _, parameter in own_parameters(child)), *child.buffers(recurse=False)):
-            if tensor.device not in (device, torch.device("meta")):
-                tensor.data = tensor.data.to(device)
+            place = places.get(cast(nn.Parameter, tensor), device)
+            if tensor.device not in (place, torch.device("meta")):
+                tensor.data = tensor.data.to(place)
 
 
 def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter, list[Owner]]]:
