@@ -105,6 +105,9 @@ class ShardedParam:
 
     def lay_out(self, view: torch.Tensor) -> None:
         """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""
+        if self.sharded.device != view.device:
+            # The same parameter on the host, where its gradients will be.
+            self.sharded.data = DTensor(view, self._spec)
         self.sharded._local_tensor = view  # type: ignore[attr-defined]
         self._shard_view = view
 

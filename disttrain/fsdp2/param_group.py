@@ -84,6 +84,16 @@ class ParamGroup:
         """What the policy says of floating-point values; others keep their dtype."""
         return dtype if self._orig_dtype.is_floating_point else None
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self._chosen(self._policy.reduce_dtype) or self.compute_dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True where shards and their gradients are kept on the host."""
+        return isinstance(self._offload, CPUOffloadPolicy)
+
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
         gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early"))
@@ -105,12 +115,10 @@ class ParamGroup:
                 view.copy_(local)
                 param.lay_out(view)
         self._flat = flat
-        is_offloaded = isinstance(self._offload, CPUOffloadPolicy)
-        self._is_misplaced = flat.is_meta or (flat.device != self._device and not is_offloaded)
+        self._is_misplaced = flat.is_meta or (flat.device != self._device and not self.is_offloaded)
 
     def _shard_device(self, local: torch.Tensor) -> torch.device:
-        is_offloaded = isinstance(self._offload, CPUOffloadPolicy) and local.device.type != "meta"
-        return torch.device("cpu") if is_offloaded else local.device
+        return torch.device("cpu") if self.is_offloaded and local.device.type != "meta" else local.device
 
     def _new_flat(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         is_pinned = (
@@ -327,7 +335,7 @@ class ParamGroup:
         plan = self._plan
         if len(trainable) < len(self.params):
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
-        dtype = self._chosen(self._policy.reduce_dtype) or self.compute_dtype
+        dtype = self.reduce_dtype
         num_ranks = self.sharding.num_shards * self.sharding.num_replicas
         factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
         averaging = Averaging.over(num_ranks, dtype, factor)
@@ -365,7 +373,7 @@ class ParamGroup:
             return
         with torch.no_grad():
             flat = done.reduction.output.to(self._orig_dtype)
-            if isinstance(self._offload, CPUOffloadPolicy):
+            if self.is_offloaded:
                 flat = self._offloaded(flat, done.receivers, comm)
             for param, slot in zip(done.receivers, done.plan.slots, strict=True):
                 if param is not None:

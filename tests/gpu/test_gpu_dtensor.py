@@ -27,7 +27,7 @@ def mesh_of_all() -> disttrain.DeviceMesh:
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The same numbers on every rank."""
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.to(dtype).to(disttrain.current_world().device)
 
 
