@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -237,10 +238,10 @@ class ShardState:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         assert self.context is not None
         if self._is_root:
-            self.context.is_in_forward = False
-            self.context.comm.ready = None
-        # Without outputs, as after an exception, there is no backward to keep anything for.
-        grad_will_come = torch.is_grad_enabled() and outputs is not None
+            self.context.is_in_forward, self.context.comm.ready = False, None
+        # After an exception there is no backward to keep anything for.
+        has_failed = outputs is None and sys.exception() is not None
+        grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
 
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,8 +255,7 @@ class ShardState:
             outputs = _cast(outputs, self._policy.output_dtype)
         outputs = _for_each_tensor(outputs, hand_out)
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
-        is_unseen = grad_will_come and num_outputs == 0
-        is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:

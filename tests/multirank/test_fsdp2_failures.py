@@ -44,12 +44,19 @@ def _backward_post(module: nn.Module, fail: Callable[..., None]) -> object:
     return module.register_full_backward_hook(lambda *_: fail())
 
 
+WAYS = {
+    "before forward": _forward_pre,
+    "after forward": _forward_post,
+    "before backward": _backward_pre,
+    "after backward": _backward_post,
+}
+
 PLACES = ("", "embedding", "blocks.0", "blocks.1.down", "blocks.2", "head")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
-@pytest.mark.parametrize("when", ["_forward_pre", "_forward_post", "_backward_pre", "_backward_post"])
+@pytest.mark.parametrize("when", list(WAYS))
 def test_an_exception_anywhere_leaves_the_model_usable(when: str, checkpointed: bool | None) -> None:
     class Model(models.TinyModel):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -70,7 +77,7 @@ def test_an_exception_anywhere_leaves_the_model_usable(when: str, checkpointed: 
                 if len(calls) > skipped:
                     raise ArithmeticError("bad batch")
 
-            handle = globals()[when](model.get_submodule(place), fail)
+            handle = WAYS[when](model.get_submodule(place), fail)
             try:
                 models.loss_of(model, own_rows(step)).backward()
                 assert len(calls) <= skipped

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.dtensor import DTensor
+from disttrain.errors import DisttrainError
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.fsdp2_cases import assert_same_gradients, backward_of_both, own_rows, pair, sharded, small_parts
@@ -208,3 +209,65 @@ def test_kept_whole_called_twice_frozen_and_loaded(option: bool | int) -> None:
         assert_same_gradients(twin, reference)
         reference.zero_grad()
         other.init(8)
+
+
+@on_ranks(2)
+def test_a_parameter_used_in_two_groups() -> None:
+    class Borrowing(models.TinyModel):
+        """The last block's input goes through the first one's weight once more."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks[:2]:
+                x = block(x)
+            x = x + nn.functional.linear(x, self.blocks[0].up.weight).mean(-1, keepdim=True)
+            return self.head(self.blocks[2](x))
+
+    model, reference = pair(Borrowing)
+    with pytest.raises(DisttrainError, match="DTensor"):
+        backward_of_both(model, reference, 0)
+    model.blocks[0].set_reshard_after_forward(False)
+    reference.zero_grad()
+    for step in range(3):
+        backward_of_both(model, reference, step)
+        assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_a_module_that_returns_nothing() -> None:
+    class Noting(models.Block):
+        def forward(self, x: torch.Tensor) -> None:
+            self.noted = super().forward(x)
+
+    class Model(models.TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Noting(7, 13) for _ in range(3))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                block(x)
+                x = block.noted
+            return self.head(x)
+
+    model, reference = pair(Model)
+    for step in range(2):
+        backward_of_both(model, reference, step)
+        assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_of_a_whole_model(reentrant: bool) -> None:
+    class Model(models.TinyModel):
+        def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * scale
+
+    model, reference = pair(Model)
+    for step in range(3):
+        for one, rows in ((model, own_rows(step)), (reference, models.batch(step))):
+            scale = torch.ones(1, requires_grad=True)
+            checkpoint(one, rows, scale, use_reentrant=reentrant).square().mean().backward()
+        assert_same_gradients(model, reference)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
