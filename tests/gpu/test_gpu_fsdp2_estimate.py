@@ -63,6 +63,7 @@ def warm_up(device: torch.device) -> None:
 
 def check(mesh: disttrain.DeviceMesh, device: torch.device, *, is_tied: bool, **options: object) -> None:
     warm_up(device)
+    tokens = torch.tensor([[1, 2]], device=device)
     before = allocated()
     with torch.device("meta"):
         # Sizes that do not divide; the embedding is large enough to be reduced apart from the rest of the root.
@@ -78,8 +79,6 @@ def check(mesh: disttrain.DeviceMesh, device: torch.device, *, is_tied: bool, **
         for parameter in model.parameters():
             parameter.fill_(0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not options.get("offload_policy"))
-    tokens = torch.tensor([[1, 2]], device=device)
-
     def step() -> None:
         model(tokens).float().logsumexp(-1).mean().backward()
 
