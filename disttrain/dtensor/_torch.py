@@ -37,6 +37,7 @@ __all__ = [
     "is_called_by_autograd",
     "is_kept_for_later",
     "is_traced",
+    "keep_dynamo_out",
     "make_wrapper",
     "no_torch_function",
     "off_the_record",
@@ -250,6 +251,17 @@ def _tell_dynamo() -> None:
 # To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
 # it reads what comes before and after.
 _tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def keep_dynamo_out(*functions: Any) -> None:
+    """Let `functions`, and what they call, run as they are where compiled code calls them outside of its graphs.
+
+    Dynamo looks at every frame that begins beneath a compiled function; torch's own subclasses it knows.
+    """
+    known: Any = torch._C._dynamo.eval_frame
+    leave = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
+    for function in functions:
+        known.set_code_exec_strategy(function.__code__, leave)
 
 
 def refuse_caching(reason: str) -> NoReturn:

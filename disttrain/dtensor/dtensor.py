@@ -8,7 +8,14 @@ from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import as_one_call, is_traced, make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor._torch import (
+    as_one_call,
+    is_traced,
+    keep_dynamo_out,
+    make_wrapper,
+    no_torch_function,
+    use_foreach_for,
+)
 from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
@@ -281,6 +288,7 @@ _KEYED = frozenset({DTensor, float})
 catch_all()
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _NOTHING: dict[str, Any] = {}
+_WAYS = ("forward", "backward")
 
 
 def _made(local: torch.Tensor, spec: Spec) -> DTensor:
@@ -386,3 +394,7 @@ class _Redistribute(torch.autograd.Function):
         _check_gradient(grads[0], layout.mesh)
         grad = _Redistribute.apply(grads[0], layout, ctx.backward_dtype, None)  # type: ignore[no-untyped-call]
         return grad if grad.dtype is spec.dtype else grad.to(spec.dtype), None, None, None
+
+
+keep_dynamo_out(DTensor.__torch_dispatch__, DTensor.full_tensor, DTensor.redistribute, DTensor.to_local)
+keep_dynamo_out(*[getattr(crossing, way) for crossing in (_FromLocal, _ToLocal, _Redistribute) for way in _WAYS])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor.exchange import Broadcast, Exchange, elements, sole_axis
+from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.placement import Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
@@ -53,23 +54,34 @@ def _slices(call: OpCall) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _is_whole(size: int, slices: Sequence[range]) -> bool:
-    return list(slices) == [range(size)]
+def _is_whole(call: OpCall, size: int) -> bool:
+    """Whether all of the dim's `size` elements are taken in order. Sizes may be symbols, of which no range is made."""
+    if "slice" not in call.facts.name:
+        return len(call.outputs) == 1
+    start, end, step = call.argument("start", 0), call.argument("end", size), call.argument("step", 1)
+    return bool(step == 1 and start == 0 and end >= size)
+
+
+def _may_be_cut(call: OpCall, spec: Spec, size: int) -> bool:
+    dim = _dim(call)
+    if all(placement.cut_dim != dim for placement in spec.placements):
+        return False
+    return sole_axis(spec, dim) is not None or _is_whole(call, size)
 
 
 def _sliced(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
-    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(spec.shape[dim], _slices(call))
+    may_be_cut = _may_be_cut(call, spec, spec.shape[dim])
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
 def _exchange(call: OpCall, propagation: Propagation) -> Exchange | None:
     """How a slice of the cut dim gets to where it belongs; None where the dim is not cut, or taken whole."""
-    spec, dim, slices = call.operand, _dim(call), _slices(call)
+    spec, dim = call.operand, _dim(call)
     axis = sole_axis(spec, dim)
-    if axis is None or propagation.operands[0] is not spec.layout or _is_whole(spec.shape[dim], slices):
+    if axis is None or propagation.operands[0] is not spec.layout or _is_whole(call, spec.shape[dim]):
         return None
-    return Exchange(spec.mesh, axis, dim, spec.shape[dim], slices)
+    return Exchange(spec.mesh, axis, dim, spec.shape[dim], _slices(call))
 
 
 def _sliced_parts(call: OpCall, propagation: Propagation) -> Compute:
@@ -96,7 +108,7 @@ def _fetch_slices(call: OpCall, propagation: Propagation) -> Fetch | None:
 
 def _slice_backward(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
-    may_be_cut = sole_axis(spec, dim) is not None or _is_whole(call.output_shape[dim], [_slice_in_result(call)])
+    may_be_cut = _may_be_cut(call, spec, call.output_shape[dim])
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
@@ -106,11 +118,11 @@ def _slice_in_result(call: OpCall) -> range:
 
 def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
     result, dim = result_spec(call, propagation), _dim(call)
-    shape, places = result.local_shape, _slice_in_result(call)
+    shape = result.local_shape
     axis = sole_axis(result, dim)
-    if axis is None or _is_whole(result.shape[dim], [places]):
+    if axis is None or _is_whole(call, result.shape[dim]):
         return with_argument(call, "input_sizes", shape)
-    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [places])
+    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [_slice_in_result(call)])
 
     def compute(grad: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         whole = grad.new_zeros(shape)
