@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, cast
+from functools import partial, wraps
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
+from torch._guards import detect_fake_mode
+from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -22,14 +26,22 @@ __all__ = [
     "OpFacts",
     "OpOverload",
     "become",
+    "as_one_call",
     "binding_of",
     "catch_operator",
     "change_wrapper",
     "composed",
     "facts_of",
+    "hint_of",
+    "hold_in_graphs",
     "is_called_by_autograd",
+    "is_kept_for_later",
+    "is_traced",
     "make_wrapper",
     "no_torch_function",
+    "off_the_record",
+    "put_on_record",
+    "refuse_caching",
     "tree_flatten",
     "tree_leaves",
     "tree_unflatten",
@@ -127,6 +139,125 @@ def is_called_by_autograd() -> bool:
     caller = frame.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
+
+
+def is_traced() -> bool:
+    """True while operators are recorded, by a compiler say, and not only run."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+@contextmanager
+def off_the_record(*, with_symbols: bool = False) -> Iterator[None]:
+    """Within it nothing is recorded; `with_symbols` new tensors may have sizes that are the compiler's symbols."""
+    if not is_traced():
+        yield
+        return
+    fake_mode = detect_fake_mode() if with_symbols else None
+    with _python_dispatch._disable_current_modes():
+        if fake_mode is None:
+            yield
+        else:
+            with fake_mode:
+                yield
+
+
+def is_kept_for_later() -> bool:
+    """True when a `__tensor_flatten__` is asked by AOTAutograd, which will make a graph's results by what it says."""
+    return sys._getframe(2).f_code.co_name == "create_subclass_metadata"
+
+
+def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None:
+    """Let who records know the sizes of tensors that were made off the record, by numbers `known` there if it can be.
+
+    A size that the recorder does not know it would take from whatever input has it: from a gradient, in forward.
+    """
+    if not is_traced():
+        return
+    # Loaded by whoever records.
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return
+    tracer: Any = mode.tracer
+    by_expression = {
+        number.node.expr: number
+        for number in known
+        if isinstance(number, torch.SymInt) and number in tracer.symnode_tracker
+    }
+    for tensor in tensors:
+        for number in (*tensor.shape, *tensor.stride()):
+            if isinstance(number, torch.SymInt) and number.node.is_symbolic():
+                same = _computed_again(number.node.expr, by_expression, tracer)
+                if isinstance(same, torch.SymInt):
+                    proxy_tensor.set_proxy_slot(number, tracer, proxy_tensor.get_proxy_slot(same, tracer))
+
+
+def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
+    """A number of which it is recorded how `expression` comes of the known ones."""
+    # Loaded by whoever records, as is the next one.
+    from torch.utils._sympy.interp import sympy_interp
+
+    # And this one.
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expression in known:
+        return known[expression]
+    symbols = {
+        symbol: known[symbol] if symbol in known else tracer.sympy_expr_tracker[symbol].value
+        for symbol in expression.free_symbols
+    }
+    return sympy_interp(PythonReferenceAnalysis, symbols, expression)
+
+
+def hint_of(number: int | torch.SymInt) -> int:
+    """The value that a symbol had when tracing began; to decide by, but not to compute with."""
+    return number if isinstance(number, int) else cast(int, number.node.hint)
+
+
+def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
+    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `methods` give constants.
+
+    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
+    """
+    # torch 2.11 takes only classes of a metaclass of its own: there, DTensors are not traced.
+    with suppress(TypeError):
+        register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ONE_CALLS: list[Callable[..., Any]] = []
+
+
+def as_one_call(function: _Function) -> _Function:
+    """`function`, which Dynamo puts into its graph as one call, in place of reading it."""
+    _ONE_CALLS.append(function)
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _tell_dynamo()
+        return function(*args, **kwargs)
+
+    return cast(_Function, called)
+
+
+def _tell_dynamo() -> None:
+    for function in _ONE_CALLS:
+        torch.compiler.allow_in_graph(function)
+
+
+# To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
+# it reads what comes before and after.
+_tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_caching(reason: str) -> NoReturn:
+    """Let AOTAutograd, which asks for the key of an input, not look for its results in the cache on disk."""
+    # Loaded by whoever asks.
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    raise BypassAOTAutogradCache(reason)
 
 
 def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:

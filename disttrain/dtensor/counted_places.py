@@ -13,9 +13,9 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.transfers import all_reduce
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import ReduceOp, all_reduce
 
 _COUNTING = frozenset({"aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"})
 _OFFSET = "storage_offset"
@@ -33,7 +33,7 @@ def check_begins_there(name: str, part: torch.Tensor, spec: Spec) -> None:
     """Raise LayoutError on all ranks where a part of the tensor does not begin where its memory does. Collective."""
     begins_later = torch.tensor(int(part.storage_offset() > 0), dtype=torch.int32, device=part.device)
     for axis in range(spec.mesh.ndim):
-        all_reduce(begins_later, ReduceOp.MAX, group=spec.mesh.get_group(axis))
+        begins_later = all_reduce(begins_later, "max", spec.mesh.get_group(axis))
     if begins_later.item():
         raise is_a_view(name, spec.mesh)
 

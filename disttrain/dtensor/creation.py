@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.dtensor import DTensor
@@ -21,6 +22,7 @@ from disttrain.mesh import DeviceMesh
 Make = Callable[[Spec, torch.device], torch.Tensor]
 
 
+@as_one_call
 def zeros(
     *size: Any,
     requires_grad: bool = False,
@@ -39,6 +41,7 @@ def zeros(
     )
 
 
+@as_one_call
 def ones(
     *size: Any,
     requires_grad: bool = False,
@@ -57,6 +60,7 @@ def ones(
     )
 
 
+@as_one_call
 def full(
     size: Any,
     fill_value: complex,
@@ -71,6 +75,7 @@ def full(
     return _filled("full", (size,), fill_value, dtype, device_mesh, placements, requires_grad)
 
 
+@as_one_call
 def empty(
     *size: Any,
     requires_grad: bool = False,
@@ -90,6 +95,7 @@ def empty(
     )
 
 
+@as_one_call
 def rand(
     *size: Any,
     requires_grad: bool = False,
@@ -101,6 +107,7 @@ def rand(
     return _drawn("rand", size, torch.Tensor.uniform_, dtype, device_mesh, placements, requires_grad)
 
 
+@as_one_call
 def randn(
     *size: Any,
     requires_grad: bool = False,

@@ -7,7 +7,7 @@ tensors, which is right for every operator but moves bytes, and says so once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor import foreach
-from disttrain.dtensor._torch import OpFacts, OpOverload, composed, facts_of, is_called_by_autograd
+from disttrain.dtensor._torch import (
+    OpFacts,
+    OpOverload,
+    composed,
+    facts_of,
+    is_called_by_autograd,
+    is_traced,
+    off_the_record,
+    put_on_record,
+)
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.implicit import replicates_plain
@@ -96,7 +105,8 @@ def _dispatch_once(
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
-    if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
+    # `_fused_rms_norm` and the like are operators as others are.
+    if type(args[0] if args else None) is list and op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     written = written_tensors(op_facts, args, kwargs)
     if are_scalars_apart(tensors, written):
@@ -107,8 +117,9 @@ def _dispatch_once(
         _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
         return dispatch(wrap, op, tuple(new_args), new_kwargs)
-    if plans is None or any(spec is not None and spec.is_symbolic for spec in specs):
-        planned = _planned(wrap, op, op_facts, args, kwargs, specs)
+    has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
+    if plans is None or has_symbols:
+        planned = _planned(wrap, op, op_facts, args, kwargs, specs, has_symbols=has_symbols)
         if planned is None:
             return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
         return planned.run(args, kwargs)
@@ -189,18 +200,38 @@ def _planned(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
+    *,
+    has_symbols: bool = False,
 ) -> _Planned | None:
     """How to run the call; None for an operator without a rule."""
     if not _can_be_planned(op_facts):
         return None
+    if has_symbols:
+        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=True)
+    with off_the_record():
+        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=False)
+
+
+def _planned_by_rule(
+    wrap: Wrap,
+    op: OpOverload,
+    op_facts: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: tuple[Spec | None, ...],
+    *,
+    has_symbols: bool,
+) -> _Planned | None:
     # Nothing of the call but its specs may be kept in the closure.
-    shown_args, shown_kwargs = replaced(
-        args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
-    )
-    call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, ())
-    outputs = _global_outputs(op, shown_args, shown_kwargs)
+    with off_the_record(with_symbols=has_symbols):
+        shown_args, shown_kwargs = replaced(
+            args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
+        )
+        outputs = _global_outputs(op, shown_args, shown_kwargs)
     if outputs is None:
         return None
+    if has_symbols:
+        put_on_record(outputs, _numbers_of(args, kwargs, specs))
     call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
     rule = find_rule(call)
     if rule is None:
@@ -209,7 +240,22 @@ def _planned(
         call = replace(call, outputs=rule.outputs(call))
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
     dtype = outputs[0].dtype if outputs else torch.bool
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe_for(call, rule, propagation), dtype)
+    recipe = None if has_symbols else recipe_for(call, rule, propagation)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe, dtype)
+
+
+def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:
+    return any(isinstance(number, torch.SymInt | torch.SymFloat) for number in _numbers_of(args, kwargs, specs))
+
+
+def _numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> Iterator[Any]:
+    """The sizes and strides of the operands, and the other arguments, of which some are numbers."""
+    for spec in specs:
+        if spec is not None and spec.is_symbolic:
+            yield from spec.shape
+            yield from spec.stride
+    for value in (*args, *kwargs.values()):
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _can_be_planned(op_facts: OpFacts) -> bool:
@@ -242,8 +288,9 @@ def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     if results is None:
         return ()
     outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    kinds = {type(output) for output in outputs}
-    if torch.Tensor not in kinds or not kinds <= {torch.Tensor, type(None), int}:
+    if not any(isinstance(output, torch.Tensor) for output in outputs):
+        return None
+    if not all(output is None or isinstance(output, torch.Tensor | int) for output in outputs):
         return None
     return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import make_wrapper, no_torch_function, use_foreach_for
+from disttrain.dtensor._torch import as_one_call, is_traced, make_wrapper, no_torch_function, use_foreach_for
 from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
@@ -21,12 +21,14 @@ from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.sequences import has_places, with_places
+from disttrain.dtensor.settled_grads import settle_gradient
 from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.dtensor.traced import Traced
 from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 
 
-class DTensor(torch.Tensor):
+class DTensor(Traced, torch.Tensor):
     """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
 
     Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
@@ -83,18 +85,8 @@ class DTensor(torch.Tensor):
             tell_of(error, func, (args, kwargs))
             raise
 
-    # How torch.compile and torch.utils.swap_tensors take a wrapper apart and put it together again.
-
-    def __tensor_flatten__(self) -> tuple[list[str], Spec]:
-        return ["_local_tensor"], self._spec.owned()
-
     @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], spec: Spec, outer_size: Sequence[int], outer_stride: Sequence[int]
-    ) -> DTensor:
-        return DTensor(inner["_local_tensor"], Spec(spec.layout, tuple(outer_size), tuple(outer_stride), spec.dtype))
-
-    @staticmethod
+    @as_one_call
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh,
@@ -121,6 +113,8 @@ class DTensor(torch.Tensor):
         layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)
         grad_layout = gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
         if run_check:
+            if is_traced():
+                raise LayoutError("from_local", "run_check compares ranks, which no graph can.", "Check outside of it.")
             shape = agreed_shape(local_tensor, layout, shape)
             spread_first(local_tensor, layout)
         if shape is None:
@@ -217,6 +211,14 @@ class DTensor(torch.Tensor):
             return result if result is None or isinstance(result, DTensor) else _as_gradient(result, grad)
 
         return super().register_hook(run)  # type: ignore[no-untyped-call]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As of a tensor; gradients that a parameter accumulates from now on lie as it does itself."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf and not vars(self).get("_settles"):
+            self.register_post_accumulate_grad_hook(settle_gradient)  # type: ignore[no-untyped-call]
+            vars(self)["_settles"] = True
+        return self
 
     def __copy__(self) -> Self:
         """Another tensor of the same part."""

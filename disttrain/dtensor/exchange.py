@@ -14,8 +14,8 @@ import torch
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Shard
 from disttrain.dtensor.shard_sizes import piece
+from disttrain.dtensor.transfers import broadcast, exchange
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import all_to_all, broadcast
 
 
 def sole_axis(spec: Spec, dim: int) -> int | None:
@@ -55,8 +55,8 @@ class Exchange:
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         sent = [self._packed([elements(part, self.dim, run.source) for run in runs], part) for runs in self._outgoing]
-        received = [part.new_empty(self._shape(part, _num_elements(runs))) for runs in self._incoming]
-        all_to_all(received, sent, group=self.mesh.get_group(self.axis))
+        shapes = [self._shape(part, _num_elements(runs)) for runs in self._incoming]
+        received = exchange(sent, shapes, self.mesh.get_group(self.axis))
         moved = part.new_empty(self._shape(part, sum(self.sizes)))
         for runs, values in zip(self._incoming, received, strict=True):
             for run, piece_ in zip(runs, values.split([len(run.source) for run in runs], self.dim), strict=True):
@@ -68,8 +68,8 @@ class Exchange:
             self._packed([moved.narrow(self.dim, run.target, len(run.source)) for run in runs], moved)
             for runs in self._incoming
         ]
-        received = [moved.new_empty(self._shape(moved, _num_elements(runs))) for runs in self._outgoing]
-        all_to_all(received, sent, group=self.mesh.get_group(self.axis))
+        shapes = [self._shape(moved, _num_elements(runs)) for runs in self._outgoing]
+        received = exchange(sent, shapes, self.mesh.get_group(self.axis))
         for runs, values in zip(self._outgoing, received, strict=True):
             for run, piece_ in zip(runs, values.split([len(run.source) for run in runs], self.dim), strict=True):
                 elements(part, self.dim, run.source).copy_(piece_)
@@ -99,8 +99,7 @@ class Broadcast:
             values = part.select(self.dim, offset).clone(memory_format=torch.contiguous_format)
         else:
             values = part.new_empty([*part.shape[: self.dim], *part.shape[self.dim + 1 :]])
-        broadcast(values, group=self.mesh.get_group(self.axis), group_src=owner)
-        return values
+        return broadcast(values, owner, self.mesh.get_group(self.axis))
 
     def write(self, moved: torch.Tensor, part: torch.Tensor) -> None:
         owner, offset = self._owner()

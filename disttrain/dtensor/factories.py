@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
+from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Partial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.transfers import broadcast
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import broadcast
 
 
+@as_one_call
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh,
@@ -57,5 +59,5 @@ def _from_first(whole: torch.Tensor, mesh: DeviceMesh, position: int) -> torch.T
     # After axis 0 all ranks at position `position` of the other axes are right; each further axis spreads that on.
     copy = whole.clone(memory_format=torch.contiguous_format)
     for axis in range(mesh.ndim):
-        broadcast(copy, group=mesh.get_group(axis), group_src=position)
+        copy = broadcast(copy, position, mesh.get_group(axis))
     return copy

@@ -7,13 +7,14 @@ hashes an address. Decisions hang on them (`plans`) and go when the last tensor 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 from weakref import WeakValueDictionary
 
 import torch
 
 from disttrain.dtensor.loan import Loan
-from disttrain.dtensor.placement import Placement, Placements, Replicate
+from disttrain.dtensor.placement import Placement, Placements, Replicate, StridedShard
 from disttrain.dtensor.shard_sizes import (
     contiguous_strides,
     local_shape,
@@ -28,13 +29,24 @@ _INTS = {int}
 class Layout:
     """How a tensor lies on a mesh: one placement per mesh axis. Says nothing about sizes."""
 
-    __slots__ = ("__weakref__", "_replicated", "has_partial", "is_replicated", "mesh", "placements", "plans")
+    __slots__ = (
+        "__weakref__",
+        "_replicated",
+        "has_partial",
+        "is_replicated",
+        "is_symbolic",
+        "mesh",
+        "placements",
+        "plans",
+    )
 
     mesh: DeviceMesh
     placements: Placements
     is_replicated: bool
     """True when every rank holds the whole value."""
     has_partial: bool
+    is_symbolic: bool
+    """True when a placement counts blocks by a symbol, as the compiler traces a flattened dim."""
     plans: dict[Any, Any]
     """What dispatch has found out for operands that lie so, whatever their shapes."""
     _replicated: Layout | None
@@ -47,6 +59,7 @@ class Layout:
             found.mesh, found.placements = key
             found.is_replicated = all(isinstance(placement, Replicate) for placement in found.placements)
             found.has_partial = any(placement.is_partial() for placement in found.placements)
+            found.is_symbolic = any(type(num_blocks(placement)) is not int for placement in found.placements)
             found.plans = {}
             found._replicated = None
             found = _LAYOUTS.setdefault(key, found)
@@ -63,6 +76,19 @@ class Layout:
                 return self
             self._replicated = whole
         return self._replicated
+
+    def concrete(self) -> Layout:
+        """The same for the sizes at hand: a graph in which this is asked for is for these alone."""
+        if not self.is_symbolic:
+            return self
+        return self.with_placements(
+            [
+                replace(placement, num_blocks=int(placement.num_blocks))
+                if isinstance(placement, StridedShard)
+                else placement
+                for placement in self.placements
+            ]
+        )
 
     def __deepcopy__(self, _: object) -> Layout:
         return self

@@ -6,13 +6,18 @@ dim of two. Shard cuts a dim's outermost factor, StridedShard one further in; so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Placement:
     """Abstract: Shard, Replicate or Partial."""
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How the code of a compiled graph makes it."""
+        values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        return f"{type(self).__name__}({values})", {type(self).__name__: type(self)}
 
     @property
     def cut_dim(self) -> int | None:
@@ -65,6 +70,11 @@ class StridedShard(Placement):
     @property
     def cut_dim(self) -> int:
         return self.dim
+
+    def __hash__(self) -> int:
+        symbol = getattr(self.num_blocks, "node", None)
+        # While a compiler traces, sizes are its symbols, which have no hash.
+        return hash((self.dim, self.num_blocks if symbol is None else (symbol.expr, id(symbol.shape_env))))
 
     def __repr__(self) -> str:
         return f"StridedShard({self.dim}, num_blocks={self.num_blocks})"

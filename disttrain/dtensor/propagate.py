@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from disttrain.dtensor._torch import hint_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
@@ -21,13 +22,11 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     chosen: list[Signature] = []
     for axis, axis_size in enumerate(mesh.shape):
         possible = [
-            signature
+            (_cost(call, signature, axis, axis_size), signature)
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
-            if (rule.shards_unevenly or _is_even(signature, left, axis_size))
-            and not _mixes(call, signature, axis)
-            and not _adds_up_plain(call, signature)
+            if not _mixes(call, signature, axis) and not _adds_up_plain(call, signature)
         ]
-        best = min(possible, key=lambda signature: _cost(call, signature, axis, axis_size))
+        best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)
         for sizes, placement in zip(left, best.operands, strict=True):
             if sizes is not None and placement.cut_dim is not None:
@@ -88,6 +87,26 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
     )
 
 
+def _cheapest(
+    possible: Sequence[tuple[int, Signature]], left: Sequence[list[int] | None] | None, axis_size: int
+) -> Signature:
+    """The first of those that cost least; given what is `left` of the operands, of those that cut it evenly.
+
+    Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
+    a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
+    """
+    ranking = sorted(range(len(possible)), key=lambda place: hint_of(possible[place][0]))
+    for rank, place in enumerate(ranking):
+        cost, signature = possible[place]
+        if left is None or _is_even(signature, left, axis_size):
+            for other in ranking[rank + 1 :] if hint_of(cost) else ():
+                other_cost = possible[other][0]
+                if not (cost < other_cost if other < place else cost <= other_cost):
+                    raise AssertionError("costs are not what they were")
+            return signature
+    raise AssertionError("whole operands always will do")
+
+
 def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
     """Whether a plain scalar, which every rank has, would count once for each rank."""
     return any(
@@ -96,8 +115,11 @@ def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
     )
 
 
-def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> float:
-    """Bytes that this rank would send and receive, and a little for copies, so that ties go to moving nothing."""
+def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> int:
+    """What this rank would send and receive, and a little for copies, so that ties go to moving nothing.
+
+    In bytes, times a factor that makes it a whole number; the same for all signatures.
+    """
     cost = sum(
         _redistribution_cost(spec, spec.placements[axis], wanted, axis_size)
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
@@ -109,22 +131,25 @@ def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> floa
     return cost
 
 
-def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> float:
+def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> int:
     if placement == wanted:
-        return 0.0
+        return 0
     # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
     num_bytes = max(1, math.prod(spec.shape)) * spec.dtype.itemsize
-    moved = num_bytes * (axis_size - 1) / axis_size
-    copied = num_bytes / axis_size / 16
+    # A copied byte counts a sixteenth of one that moves.
+    half_copied = num_bytes * axis_size
+    copied = 2 * half_copied
+    moved_piece = 32 * num_bytes * (axis_size - 1)
+    moved = moved_piece * axis_size
     match placement, wanted:
         case Replicate(), _:
             return copied
         case ((Shard() | StridedShard()), Partial()):
             return moved + copied
         case ((Shard() | StridedShard()), (Shard() | StridedShard())):
-            return moved / axis_size + 2 * copied
+            return moved_piece + 2 * copied
         case ((Shard() | StridedShard()), _):
-            return moved + copied / 2
+            return moved + half_copied
         case Partial(), (Shard() | StridedShard()):
             return moved + copied
         case _:

@@ -22,17 +22,9 @@ from disttrain.dtensor.redistribute_plan import (
     plan_redistribute,
 )
 from disttrain.dtensor.shard_sizes import cut, piece, piece_size
+from disttrain.dtensor.transfers import all_gather, all_reduce, exchange, reduce_scatter
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce, all_to_all, reduce_scatter_tensor
-
-_REDUCE_OPS = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.AVG,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
-}
 
 
 def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch.Tensor:
@@ -113,8 +105,7 @@ def _split(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes: tup
 def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
     num_pieces = math.prod(mesh.shape[axis] for axis in axes)
     padded = _padded(local, dim, piece_size(size, num_pieces))
-    gathered = padded.new_empty((num_pieces * padded.shape[0], *padded.shape[1:]))
-    all_gather_into_tensor(gathered, padded, group=mesh.group_along(axes))
+    gathered = all_gather(padded, mesh.group_along(axes))
     return gathered.narrow(0, 0, size).transpose(0, dim).contiguous()
 
 
@@ -125,12 +116,11 @@ def _all_to_all(local: torch.Tensor, source_dim: int, dim: int, size: int, mesh:
     theirs = [piece(size, num_pieces, peer)[0] for peer in range(num_pieces)]
     sent = [local.narrow(dim, offset, length).contiguous() for length, offset in mine]
     shape = list(sent[position].shape)
-    received = []
+    shapes = []
     for length in theirs:
         shape[source_dim] = length
-        received.append(local.new_empty(shape))
-    all_to_all(received, sent, group=mesh.get_group(axis))
-    return torch.cat(received, source_dim)
+        shapes.append(tuple(shape))
+    return torch.cat(exchange(sent, shapes, mesh.get_group(axis)), source_dim)
 
 
 def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: DeviceMesh, axis: int) -> torch.Tensor:
@@ -140,8 +130,7 @@ def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: Devic
     num_pieces, size = mesh.shape[axis], local.shape[dim]
     step_size = piece_size(size, num_pieces)
     padded = _padded(local, dim, step_size * num_pieces)
-    scattered = padded.new_empty((step_size, *padded.shape[1:]))
-    reduce_scatter_tensor(scattered, padded, _REDUCE_OPS[partial.reduce_op], group=mesh.get_group(axis))
+    scattered = reduce_scatter(padded, partial.reduce_op, mesh.get_group(axis))
     own_size, _ = piece(size, num_pieces, mesh.get_local_rank(axis))
     return scattered.narrow(0, 0, own_size).transpose(0, dim).contiguous()
 
@@ -163,14 +152,11 @@ def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: t
             return _all_reduce(local, Partial("max"), mesh, axes)
         # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
         powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
-        all_reduce(powers, group=group)
-        return powers.pow_(1.0 / partial.order).to(local.dtype)
+        return all_reduce(powers, "sum", group).pow(1.0 / partial.order).to(local.dtype)
     if _is_extremum_of_floats(local, partial):
         keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
         return from_order_keys(_all_reduce(keys, partial, mesh, axes), local.dtype)
-    reduced = local.clone(memory_format=torch.contiguous_format)
-    all_reduce(reduced, _REDUCE_OPS[partial.reduce_op], group=group)
-    return reduced
+    return all_reduce(local.clone(memory_format=torch.contiguous_format), partial.reduce_op, group)
 
 
 def _is_extremum_of_floats(local: torch.Tensor, partial: Partial) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx.immutable_collections import immutable_list  # lists, as they are in a graph
 
-_SEQUENCES = frozenset({list, range, np.ndarray})
+_SEQUENCES = frozenset({immutable_list, list, range, np.ndarray})
 
 
 def has_places(index: Any) -> bool:

@@ -125,7 +125,11 @@ class FSDPModule:
             group.only_sums = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients of a module also on ranks where none of its parameters got one, as zeros."""
+        """True: parameters without a gradient take part, and receive one, too.
+
+        Needed where a parameter gets a gradient on some ranks and none on others: a rank on which it got none would
+        otherwise leave its part of the parameter as it is.
+        """
         for state in _states(self, recurse=recurse):
             for group in state.groups:
                 group.reduces_unused = reduce_scatter_unused_params

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,11 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
+from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
-from disttrain.fsdp2.param_group import Comm, ParamGroup
+from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 
 
 class _BackwardEnd:
@@ -84,7 +87,7 @@ class RootContext:
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
         for state in reversed(self.states):
-            state.post_backward()
+            state.post_backward(at_end=True)
             state.is_kept_unsharded = not state.reshard_after_backward
         if self.root.is_last_backward:
             self.comm.finish_reduction()
@@ -192,14 +195,16 @@ class ShardState:
     def _show_shards(self, *_: object) -> None:
         self.reshard()
 
-    def post_backward(self) -> None:
+    def post_backward(self, *, at_end: bool) -> None:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
         self._awaits_post_backward = False
         for group in reversed(self.groups):
             if self.reshard_after_backward:
                 group.reshard()
             if self.requires_gradient_sync:
-                group.reduce_grads()
+                group.reduce_grads(at_end=at_end)
+            else:
+                group.keep_grads()
 
     def abandon_backward(self) -> None:
         """Forget the gradients of whole parameters, and that a backward pass was under way."""
@@ -233,10 +238,10 @@ class ShardState:
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         assert self.context is not None
         if self._is_root:
-            self.context.is_in_forward = False
-            self.context.comm.ready = None
-        # Without outputs, as after an exception, there is no backward to keep anything for.
-        grad_will_come = torch.is_grad_enabled() and outputs is not None
+            self.context.is_in_forward, self.context.comm.ready = False, None
+        # After an exception there is no backward to keep anything for.
+        has_failed = outputs is None and sys.exception() is not None
+        grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
 
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,11 +255,11 @@ class ShardState:
             outputs = _cast(outputs, self._policy.output_dtype)
         outputs = _for_each_tensor(outputs, hand_out)
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
-        is_unseen = grad_will_come and num_outputs == 0
-        is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
+            self.context.comm.finish_upload()
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
                     state.reshard()
@@ -319,6 +324,7 @@ class ShardState:
                 state._is_root = False
         for group in self.groups:
             group.reduce_early(self.module, lambda: self.requires_gradient_sync)
+        watch_stale_optimizers([group for state in states for group in state.groups])
         comm = self.shared_comm
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
@@ -333,7 +339,7 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward()
+        ctx.state.post_backward(at_end=False)
         return (None, *grads)
 
 

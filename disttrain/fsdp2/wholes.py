@@ -57,7 +57,7 @@ class Wholes:
                 place = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
                 local = place[: slot.numel].view(param.shape).data
                 self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
-                whole = local if param.whole_spec is None else _wrapped(local, param.whole_spec)
+                whole = local if param.whole_spec is None else wrapped(local, param.whole_spec)
                 self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
         self.is_cut_in_front = all(param.dim == 0 for param in params)
 
@@ -97,5 +97,6 @@ class Wholes:
         return torch.cat(columns, dim=1)
 
 
-def _wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A whole of another parallelism, of which this rank computes with `local`."""
     return DTensor(local, Spec(spec.layout, spec.shape, spec.stride, local.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -55,6 +56,12 @@ class DeviceMesh:
         self.world = world
         self.device_type = device_type
         self.layout = layout
+        self.mesh_dim_names = layout.axis_names
+        """The names of the axes."""
+        self.ndim = len(layout.shape)
+        """Number of axes."""
+        self.shape = layout.shape
+        """Number of ranks along each axis."""
         self.root = self if root is None else root
         """The mesh that this one was sliced from; itself when it was not."""
         self._coordinate = layout.coordinate(world.rank)
@@ -68,21 +75,6 @@ class DeviceMesh:
     def mesh(self) -> Tensor:
         """The ranks as an int64 tensor of the mesh's shape."""
         return torch.tensor(self.layout.ranks, dtype=torch.int64).view(self.layout.shape)
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of the axes."""
-        return self.layout.axis_names
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.layout.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of ranks along each axis."""
-        return self.layout.shape
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Number of ranks on the mesh, or along one axis."""
@@ -147,6 +139,15 @@ class DeviceMesh:
         """The mesh itself: copies of a tensor lie on the same ranks."""
         return self
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How the code of a compiled graph gets at it, and what the names in that are."""
+        _IN_GRAPHS[id(self)] = self
+        return f"DeviceMesh._in_graph({id(self)})", {"DeviceMesh": DeviceMesh}
+
+    @staticmethod
+    def _in_graph(number: int) -> DeviceMesh:
+        return _IN_GRAPHS[number]
+
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
 
@@ -165,6 +166,10 @@ class DeviceMesh:
                 operation, f"the mesh has {self.ndim} axes ({self.layout}).", "Say which one.", rank=self.world.rank
             )
         return 0
+
+
+# Who has been named in a graph that is alive.
+_IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 
 
 def init_device_mesh(

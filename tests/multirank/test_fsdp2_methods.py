@@ -206,7 +206,7 @@ def test_gradients_are_divided_as_asked() -> None:
     models.loss_of(reference, models.batch(0)).backward()
     expected = gradients(reference)
     for block in model.blocks:
-        block.set_gradient_divide_factor(1.0)
+        block.set_reduce_scatter_divide_factor(1.0)
         block.set_force_sum_reduction_for_comms(True)
     model.set_force_sum_reduction_for_comms(True)
     models.loss_of(model, own_rows(0)).backward()

@@ -19,7 +19,7 @@ from disttrain.dtensor.rules.axis_map import (
     signatures_of,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
-from disttrain.process_group import all_reduce
+from disttrain.dtensor.rules.parts import summed
 
 _ALWAYS_TRAINING = ("aten._batch_norm_with_update",)
 _NEVER_TRAINING = ("aten._native_batch_norm_legit_no_training",)
@@ -90,9 +90,7 @@ class _Batch:
     def summed(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """A row of sums, one per channel, for each of `values`, over the whole batch. Collective."""
         rows = torch.stack([value.sum(self.dims) for value in values])
-        for axis in self.axes:
-            all_reduce(rows, group=self.spec.mesh.get_group(axis))
-        return rows
+        return summed(rows, self.spec.mesh, self.axes)
 
     def spread(self, row: torch.Tensor) -> torch.Tensor:
         """One value per channel, to be broadcast."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from disttrain.dtensor._torch import is_traced
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.rules.axis_map import AxisMap, guarded, local_spec, operand_called, signatures_of
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.loss import MEAN, NONE
-from disttrain.mesh import DeviceMesh
-from disttrain.process_group import all_reduce
+from disttrain.dtensor.rules.parts import summed
 
 _SUM = 2
 _SKIPPED = -100
@@ -39,23 +38,26 @@ def likelihood(call: OpCall) -> AxisMap | None:
 
 def _forward(call: OpCall, propagation: Propagation) -> Compute:
     scores, classes_dim = _scores(call, propagation)
-    summed = _own_targets(call, propagation)
+    own_terms = _own_targets(call, propagation)
     axes = [axis for axis, placement in enumerate(scores.placements) if placement.cut_dim is not None]
     if not axes:
         return call.op
     if call.argument("reduction") != MEAN:
-        return guarded(call, propagation, summed)
+        return guarded(call, propagation, own_terms)
     num_classes = scores.shape[classes_dim]
-    own_sum = guarded(call, propagation, summed)
+    own_sum = guarded(call, propagation, own_terms)
 
     def mean(part: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Any:
         is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignored)
         total, total_weight = own_sum(part, target.masked_fill(is_wrong, ignored), weight, _SUM, ignored)
-        sums = torch.stack([total, total_weight, is_wrong.sum().to(total.dtype)])
-        _add_up(sums, scores.mesh, axes)
+        terms = torch.stack([total, total_weight, is_wrong.sum().to(total.dtype)])
+        sums = summed(terms, scores.mesh, axes)
         # One rank's wrong target is everyone's error: none may wait for the others.
-        if sums.device.type == "cpu" and sums[2] > 0:
-            raise IndexError(f"a target is out of bounds: there are {num_classes} classes")
+        problem = f"a target is out of bounds: there are {num_classes} classes"
+        if is_traced():
+            torch.ops.aten._assert_async.msg(sums[2] == 0, problem)
+        elif sums.device.type == "cpu" and sums[2] > 0:
+            raise IndexError(problem)
         return sums[0] / sums[1], sums[1]
 
     return mean
@@ -91,11 +93,6 @@ def _scores(call: OpCall, propagation: Propagation) -> tuple[Spec, int]:
     spec = local_spec(call, propagation, "self")
     assert spec is not None
     return spec, min(1, len(spec.shape) - 1)
-
-
-def _add_up(tensor: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> None:
-    for axis in axes:
-        all_reduce(tensor, group=mesh.get_group(axis))
 
 
 _FORWARD = Rule(signatures_of(likelihood), _forward, takes_blocks=False)

@@ -12,8 +12,8 @@ import torch
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import Partial
 from disttrain.dtensor.rules.base import OpCall, Propagation
+from disttrain.dtensor.transfers import all_gather, all_reduce
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import ReduceOp, all_gather_into_tensor, all_reduce
 
 
 def operand_part(call: OpCall, propagation: Propagation, place: int) -> Spec:
@@ -62,16 +62,16 @@ def highest(dtype: torch.dtype) -> float | int | bool:
 
 
 def summed(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The sum over the ranks along `axes`, in place. Collective."""
+    """The sum over the ranks along `axes`, of values whose memory it may take. Collective."""
     for axis in axes:
-        all_reduce(values, ReduceOp.SUM, group=mesh.get_group(axis))
+        values = all_reduce(values, "sum", mesh.get_group(axis))
     return values
 
 
 def largest(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """The maximum over the ranks along `axes`, in place. Collective."""
+    """The maximum over the ranks along `axes`, of values whose memory it may take. Collective."""
     for axis in axes:
-        all_reduce(values, ReduceOp.MAX, group=mesh.get_group(axis))
+        values = all_reduce(values, "max", mesh.get_group(axis))
     return values
 
 
@@ -79,9 +79,7 @@ def gathered(values: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """What the ranks along `axis` hold, stacked along a new first dim. Collective."""
     num_pieces = mesh.shape[axis]
     sent = values.contiguous()
-    stacked = sent.new_empty((num_pieces, sent.numel()))
-    all_gather_into_tensor(stacked.view(-1), sent.view(-1), group=mesh.get_group(axis))
-    return stacked.view(num_pieces, *sent.shape)
+    return all_gather(sent.view(-1), mesh.get_group(axis)).view(num_pieces, *sent.shape)
 
 
 def owned(index: torch.Tensor, part: Spec, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,7 +64,7 @@ def reshape(call: OpCall) -> Propagation | None:
         results = [Replicate() if placement.cut_dim is not None else placement for placement in spec.placements]
         return Propagation((spec.layout,), (spec.layout.with_placements(results),))
     groups = groups_of(spec.shape, new_shape)
-    states = {_Sizes(spec.shape, new_shape)}
+    states = [_Sizes(spec.shape, new_shape)]
     wanted: list[Placement] = []
     results = []
     for axis, axis_size in enumerate(spec.mesh.shape):
@@ -89,20 +89,18 @@ def _candidates(spec: Spec, axis: int) -> list[Placement]:
     return [present, *(Shard(dim) for dim in range(len(spec.shape)) if dim not in taken)]
 
 
-def _passed(placement: Placement, groups: Sequence[_Group], states: set[_Sizes], axis_size: int) -> Placement | None:
+def _passed(placement: Placement, groups: Sequence[_Group], states: list[_Sizes], axis_size: int) -> Placement | None:
     """What `placement` is in the result, whichever of `states` a rank is in; None where nothing says it."""
     dim = placement.cut_dim
     if dim is None:
         return placement
     group = next(group for group in groups if dim in group.old)
-    for sizes in sorted(states)[-1:]:
-        for result in _cuts(placement, group, sizes):
-            if all(
-                _flat_cut(placement, group.old, state.old, axis_size)
-                == _flat_cut(result, group.new, state.new, axis_size)
-                for state in states
-            ):
-                return result
+    for result in _cuts(placement, group, max(states)):
+        if all(
+            _flat_cut(placement, group.old, state.old, axis_size) == _flat_cut(result, group.new, state.new, axis_size)
+            for state in states
+        ):
+            return result
     return None
 
 
@@ -118,7 +116,7 @@ def _cuts(placement: Placement, group: _Group, sizes: _Sizes) -> list[Placement]
         before *= sizes.new[dim]
     # Along an axis of one rank they all fit: the one that cuts as finely comes back as it was.
     grain = _grain(placement, group.old, sizes.old)
-    return sorted(found, key=lambda result: _grain(result, group.new, sizes.new) != grain)
+    return sorted(found, key=lambda result: bool(_grain(result, group.new, sizes.new) != grain))
 
 
 def _grain(placement: Placement, dims: range, sizes: Sequence[int]) -> int:
@@ -142,18 +140,19 @@ def _flat_cut(placement: Placement, dims: range, sizes: Sequence[int], axis_size
     return outer * num_blocks, piece_size(sizes[dim] // num_blocks, axis_size) * inner
 
 
-def _after(states: set[_Sizes], old: Placement, new: Placement, axis_size: int) -> set[_Sizes]:
+def _after(states: list[_Sizes], old: Placement, new: Placement, axis_size: int) -> list[_Sizes]:
     """What ranks may hold once an axis has cut; a rank that holds nothing needs no looking after."""
     if old.cut_dim is None or new.cut_dim is None:
         return states
-    left = set()
+    left: list[_Sizes] = []
     for sizes, position in product(states, range(axis_size)):
         state = _Sizes(
             _cut_at(sizes.old, old, axis_size, position),
             _cut_at(sizes.new, new, axis_size, position),
         )
-        if 0 not in state.old:
-            left.add(state)
+        # No set: sizes that are a compiler's symbols have no hash.
+        if 0 not in state.old and state not in left:
+            left.append(state)
     return left or states
 
 

@@ -32,7 +32,7 @@ def scatter(call: OpCall) -> Sequence[Signature]:
     for other in range(len(call.output_shape)):
         if other == dim:
             signatures.append(Signature.of((Shard(dim), *[_WHOLE] * (num_operands - 1)), Shard(dim)))
-        elif len({spec.shape[other] for spec in specs}) == 1:
+        elif all(spec.shape[other] == specs[0].shape[other] for spec in specs):
             signatures.append(Signature.of((Shard(other),) * num_operands, Shard(other)))
     kind = _accumulated(call)
     if kind is not None and call.output_shape:

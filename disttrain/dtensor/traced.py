@@ -1,0 +1,57 @@
+"""What the compiler wants to know of DTensors: how to take one apart and put it together, and what a graph may hold.
+
+A graph works on parts. Each layout has graphs of its own, and one graph serves all sizes that lie so: the layout is
+what the compiler compares, and sizes are its symbols. Docs: docs/decisions/014-graphs-stand-on-comparisons.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+import torch
+
+from disttrain.dtensor._torch import hold_in_graphs, is_kept_for_later, refuse_caching
+from disttrain.dtensor.checked_layouts import gradient_placements
+from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.placement import Placement
+from disttrain.errors import LayoutError
+from disttrain.mesh import DeviceMesh
+
+
+class Traced:
+    """The part of DTensor that torch.compile, and torch.utils.swap_tensors, call."""
+
+    _local_tensor: torch.Tensor
+    _spec: Spec
+
+    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
+        layout = self._spec.layout
+        # What a graph returns lies in one way: the layout cannot depend on the sizes of a call.
+        return ["_local_tensor"], layout.concrete() if layout.is_symbolic and is_kept_for_later() else layout
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], layout: Layout, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> Self:
+        local = inner["_local_tensor"]
+        spec = Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype)
+        if spec.is_symbolic and spec.local_shape != tuple(local.shape):
+            # It is; but to have asked tells the compiler how its symbols for the part and for the whole go together.
+            raise LayoutError("torch.compile", f"a part of shape {tuple(local.shape)} came for {spec!r}.")
+        return cast(Any, cls)(local, spec)  # type: ignore[no-any-return]
+
+    def _stable_hash_for_caching(self) -> str:
+        refuse_caching("a traced DTensor knows this process's place on its mesh")
+
+    def __coerce_tangent_metadata__(self) -> Any:
+        """This as the gradient of a tensor that lies so, which a backward pass is traced with."""
+        return cast(Any, self).redistribute(placements=gradient_placements(self._spec.placements))
+
+    def __coerce_same_metadata_as_tangent__(self, layout: Layout, expected_type: type | None = None) -> Any:
+        """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
+        return None if expected_type is not None else cast(Any, self).redistribute(layout.mesh, layout.placements)
+
+
+hold_in_graphs(Placement, ["is_partial", "is_replicate", "is_shard"])
+hold_in_graphs(DeviceMesh, ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])

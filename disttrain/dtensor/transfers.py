@@ -1,0 +1,77 @@
+"""The collectives that move parts: done at once, or, while a compiler records, as operators of its graph.
+
+Both ways have the same values. At once, buffers are reused where a graph would make copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.dtensor._torch import is_traced
+from disttrain.process_group import (
+    ProcessGroup,
+    ReduceOp,
+    all_gather_into_tensor,
+    all_to_all,
+    functional,
+    reduce_scatter_tensor,
+)
+from disttrain.process_group import all_reduce as all_reduce_
+from disttrain.process_group import broadcast as broadcast_
+
+_REDUCE_OPS = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+def all_reduce(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
+    """The reduction of contiguous `values`, whose memory it may take. Collective, as all that follow."""
+    if is_traced():
+        return functional.all_reduce(values, reduce_op, group)
+    all_reduce_(values, _REDUCE_OPS[reduce_op], group=group)
+    return values
+
+
+def all_gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All ranks' contiguous parts of one shape, concatenated along dim 0."""
+    if is_traced():
+        return functional.all_gather_tensor(part, 0, group)
+    gathered = part.new_empty((group.group_size * part.shape[0], *part.shape[1:]))
+    all_gather_into_tensor(gathered, part, group=group)
+    return gathered
+
+
+def reduce_scatter(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
+    """The reduction of contiguous `values`, and of that this rank's equal part of dim 0."""
+    if is_traced():
+        return functional.reduce_scatter_tensor(values, reduce_op, 0, group)
+    part = values.new_empty((values.shape[0] // group.group_size, *values.shape[1:]))
+    reduce_scatter_tensor(part, values, _REDUCE_OPS[reduce_op], group=group)
+    return part
+
+
+def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[torch.Tensor]:
+    """Contiguous `sent[r]` goes to group rank r, and what comes from group rank r has `shapes[r]`."""
+    if is_traced():
+        received_sizes = [math.prod(shape) for shape in shapes]
+        flat = torch.cat([piece.reshape(-1) for piece in sent])
+        came = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
+        return [piece.view(list(shape)) for piece, shape in zip(came.split(received_sizes), shapes, strict=True)]
+    received = [sent[0].new_empty(list(shape)) for shape in shapes]
+    all_to_all(received, list(sent), group=group)
+    return received
+
+
+def broadcast(values: torch.Tensor, group_src: int, group: ProcessGroup) -> torch.Tensor:
+    """What group rank `group_src` has in contiguous `values`, whose memory it may take."""
+    if is_traced():
+        return functional.broadcast(values, group_src, group)
+    broadcast_(values, group=group, group_src=group_src)
+    return values
