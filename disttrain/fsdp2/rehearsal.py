@@ -99,7 +99,7 @@ class _GroupState:
 
 
 class Rehearsal:
-    """One forward and backward of `root`; `has_streams` on CUDA, where the transport writes into place."""
+    """A step of `root`; `has_streams` on CUDA, where a transport writes gathered values into their places."""
 
     def __init__(self, root: SizedModule, *, has_streams: bool) -> None:
         self.peak = Peak("", {})
@@ -140,7 +140,8 @@ class Rehearsal:
     def _forward(self, module: SizedModule) -> None:
         self._when = f"the forward of {module.name}"
         self._gather_now(module)
-        self._prefetch(module.forward_prefetch, self._neighbour(module, 1))
+        chosen = module.forward_prefetch
+        self._prefetch(self._neighbour(module, 1) if chosen is None else chosen)
         for part in module.body:
             if isinstance(part, SizedModule):
                 self._forward(part)
@@ -152,9 +153,8 @@ class Rehearsal:
         self._when = f"the backward of {module.name}"
         if module.gathers_in_backward:
             self._gather_now(module)
-        following = self._neighbour(module, -1)
-        chosen = module.backward_prefetch if module.backward_prefetch is not None else following
-        self._prefetch([each for each in chosen if each.gathers_in_backward], [])
+        chosen = self._neighbour(module, -1) if module.backward_prefetch is None else module.backward_prefetch
+        self._prefetch([each for each in chosen if each.gathers_in_backward])
         for part in reversed(module.body):
             if isinstance(part, SizedModule):
                 self._backward(part)
@@ -171,8 +171,8 @@ class Rehearsal:
         place = self._order.index(module) + step
         return [self._order[place]] if 0 <= place < len(self._order) else []
 
-    def _prefetch(self, chosen: list[SizedModule] | None, learnt: list[SizedModule]) -> None:
-        for module in learnt if chosen is None else chosen:
+    def _prefetch(self, modules: list[SizedModule]) -> None:
+        for module in modules:
             for group in module.groups:
                 self._start_gather(group)
 
