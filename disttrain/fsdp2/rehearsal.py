@@ -22,6 +22,8 @@ class ParamSizes:
     packed_bytes: int
     reduced_bytes: int
     gradient_bytes: int
+    earlier_bytes: int | None
+    """Of a sum of whole gradients that is kept until one is reduced, where it has a dtype of its own."""
     is_trained: bool
     num_uses: int
     """Modules that have it."""
@@ -95,6 +97,7 @@ class _GroupState:
         self.uses_seen: Counter[ParamSizes] = Counter()
         self.reduced: set[ParamSizes] = set()
         self.with_whole_gradient: set[ParamSizes] = set()
+        self.with_earlier_gradient: set[ParamSizes] = set()
         self.with_gradient: set[ParamSizes] = set()
 
 
@@ -166,6 +169,8 @@ class Rehearsal:
             if self._reduces:
                 done = self._states[group].reduced
                 self._reduce(group, [param for param in group.params if param not in done])
+            else:
+                self._keep_gradients(group, group.params)
 
     def _neighbour(self, module: SizedModule, step: int) -> list[SizedModule]:
         place = self._order.index(module) + step
@@ -263,10 +268,24 @@ class Rehearsal:
                     state.reduced.update(part)
                     self._reduce(group, part)
 
+    def _keep_gradients(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
+        """Gradients that are not reduced now are added to a sum in the dtype in which they will be."""
+        state = self._states[group]
+        for param in params:
+            if param.earlier_bytes is not None and param in state.with_whole_gradient:
+                if param not in state.with_earlier_gradient:
+                    self._add(WHOLE_GRADIENTS, param.earlier_bytes)
+                    state.with_earlier_gradient.add(param)
+                self._drop(WHOLE_GRADIENTS, param.whole_bytes)
+                state.with_whole_gradient.remove(param)
+
     def _reduce(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
         trained = [param for param in params if param.is_trained]
         if not trained:
             return
+        state = self._states[group]
+        if state.with_earlier_gradient:
+            self._keep_gradients(group, trained)
         self._finish_reduction()
         packed_bytes = sum(param.packed_bytes for param in trained)
         reduced_bytes = sum(param.reduced_bytes for param in trained)
@@ -274,8 +293,11 @@ class Rehearsal:
         self._send("reduce_scatter", group.num_shards, packed_bytes)
         if group.num_replicas > 1:
             self._send("all_reduce", group.num_replicas, 2 * reduced_bytes)
-        self._drop(WHOLE_GRADIENTS, sum(param.whole_bytes for param in trained))
-        self._states[group].with_whole_gradient.difference_update(trained)
+        for param in trained:
+            earlier_bytes = param.earlier_bytes if param in state.with_earlier_gradient else None
+            self._drop(WHOLE_GRADIENTS, param.whole_bytes if earlier_bytes is None else earlier_bytes)
+        state.with_whole_gradient.difference_update(trained)
+        state.with_earlier_gradient.difference_update(trained)
         self._reducing = group, trained
 
     def _finish_reduction(self) -> None:

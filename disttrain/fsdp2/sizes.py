@@ -150,6 +150,9 @@ def _param_sizes(group: ParamGroup, param: ShardedParam) -> ParamSizes:
         packed_bytes=plan.shard_numel * plan.num_shards * group.reduce_dtype.itemsize,
         reduced_bytes=plan.shard_numel * group.reduce_dtype.itemsize,
         gradient_bytes=plan.shard_numel * param.orig_dtype.itemsize,
+        earlier_bytes=None
+        if group.reduce_dtype == group.compute_dtype
+        else math.prod(param.shape) * group.reduce_dtype.itemsize,
         is_trained=_is_trained(param),
         num_uses=len(param.owners),
     )
