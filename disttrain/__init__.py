@@ -36,6 +36,7 @@ _HOMES = {
         "all_gather",
         "all_gather_into_tensor",
         "all_gather_object",
+        "all_gather_into_tensor_coalesced",
         "all_gather_single",
         "all_reduce",
         "all_to_all",

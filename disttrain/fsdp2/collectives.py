@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.fsdp2._torch import chunk_cat
+from disttrain.fsdp2._torch import chunk_cat, copy_all
 from disttrain.fsdp2.flat import FlatPlan
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
@@ -232,5 +232,5 @@ def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype
         if has_padding:
             place[slot.numel :].zero_()
         filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
-    torch._foreach_copy_(filled, list(grads))
+    copy_all(filled, grads)
     return places

@@ -22,7 +22,7 @@ from disttrain.fsdp2.state import ShardState, set_state, state_of
 from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
 
-Module = TypeVar("Module", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module | list[Any])
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -44,7 +44,9 @@ def fully_shard(
     averaged by one reduce-scatter. The parameters become DTensors, before and after computing; build the optimizer
     after the last call.
 
-    Args:    mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
+    Args:    module                 a module, or a list of modules that run one after the other and make one group: that
+                                    is gathered before the first of them and freed after the last.
+             mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
                                     copies (hybrid sharding). Default: all ranks share. Parameters move to its device,
                                     but those on "meta".
              reshard_after_forward  free the whole parameters between forward and backward. A number: keep them on that
@@ -56,22 +58,24 @@ def fully_shard(
              ignored_params         parameters to leave as they are.
     Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
     sharded is each rank's part of them.
-    Returns: the module, changed in place; its class now derives from FSDPModule as well.
+    Returns: the module or list, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
              number that does not divide the ranks, a parameter that is a scalar, lies on a mesh of its own, or is
              shared with a part that is sharded already.
     Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
     """
-    _check_module(module)
-    mesh = mesh if mesh is not None else _whole_world(module)
-    _check(module, mesh, reshard_after_forward)
+    modules = _topmost(module if isinstance(module, list) else [module])
+    together = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    mesh = mesh if mesh is not None else _whole_world(together)
+    for one in modules:
+        _check(one, mesh, reshard_after_forward)
     for given, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
         _check_policy(given, kind)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
     sharding = Sharding(mesh)
-    managed = list(_managed(module, ignored_params or set()))
+    managed = list(_managed(together, ignored_params or set()))
     dims, with_hooks = {}, set()
     for fqn, parameter, _ in managed:
         check_can_shard(fqn, parameter, device, mesh.get_rank())
@@ -81,7 +85,7 @@ def fully_shard(
             with_hooks.add(fqn)
     # What is kept on the host is cut there, and need not fit onto the device as a whole.
     shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
-    _move_to(module, device, {parameter: shard_device for _, parameter, _ in managed})
+    _move_to(together, device, {parameter: shard_device for _, parameter, _ in managed})
     kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
         param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
@@ -90,8 +94,10 @@ def fully_shard(
         (ExtensionGroup if have_hooks else ParamGroup)(params, sharding, policy, offload, device)
         for (_, have_hooks), params in kinds.items()
     ]
-    set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
-    module.__class__ = _sharded_class(cast(Any, type(module)))
+    state = ShardState(modules, groups, policy, device, reshard_after_forward)
+    for one in modules:
+        set_state(one, state)
+        one.__class__ = _sharded_class(cast(Any, type(one)))
     return module
 
 
@@ -109,12 +115,19 @@ def _whole_world(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(device_type, (current_world("fully_shard").world_size,))
 
 
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, nn.Module):
-        return
-    raise ShardingError(
-        "fully_shard", f"a {type(module).__name__} is no module.", "Give an nn.Module, such as a block of the model."
-    )
+def _topmost(modules: list[Any]) -> list[nn.Module]:
+    """The modules without those that are part of others."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(
+                "fully_shard",
+                f"a {type(module).__name__} is no module.",
+                "Give an nn.Module, such as a block of the model, or a list of them.",
+            )
+    if not modules:
+        raise ShardingError("fully_shard", "the list of modules is empty.", "Give one module at least.")
+    below = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in dict.fromkeys(modules) if module not in below]
 
 
 def _check_policy(given: object, kind: type) -> None:

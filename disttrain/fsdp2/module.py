@@ -171,7 +171,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return state.run_gathered(method, args, kwargs)
+        return state.run_gathered(module, method, args, kwargs)
 
     setattr(module, method_name, gathered)
 
@@ -183,7 +183,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 def _states(module: object, *, recurse: bool) -> Iterable[ShardState]:
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
-    return [state for state in map(state_of, modules) if state is not None]
+    return list(dict.fromkeys(state for state in map(state_of, modules) if state is not None))
 
 
 def _state(module: object) -> ShardState:

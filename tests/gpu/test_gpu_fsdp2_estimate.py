@@ -79,6 +79,7 @@ def check(mesh: disttrain.DeviceMesh, device: torch.device, *, is_tied: bool, **
         for parameter in model.parameters():
             parameter.fill_(0.01)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not options.get("offload_policy"))
+
     def step() -> None:
         model(tokens).float().logsumexp(-1).mean().backward()
 
