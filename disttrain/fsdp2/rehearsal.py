@@ -16,14 +16,14 @@ PACKED, REDUCED, GATHERED = "packed gradients", "reduced gradients", "being gath
 
 @dataclass(frozen=True, eq=False)
 class ParamSizes:
-    """Bytes of one parameter: whole, for all ranks as it is reduced, this rank's part of that, and of the gradient."""
+    """Bytes of one parameter: whole, its gradient as it is kept from microbatch to microbatch, for all ranks as it is
+    reduced, this rank's part of that, and of the gradient."""
 
     whole_bytes: int
+    kept_bytes: int
     packed_bytes: int
     reduced_bytes: int
     gradient_bytes: int
-    earlier_bytes: int | None
-    """Of a sum of whole gradients that is kept until one is reduced, where it has a dtype of its own."""
     is_trained: bool
     num_uses: int
     """Modules that have it."""
@@ -97,7 +97,7 @@ class _GroupState:
         self.uses_seen: Counter[ParamSizes] = Counter()
         self.reduced: set[ParamSizes] = set()
         self.with_whole_gradient: set[ParamSizes] = set()
-        self.with_earlier_gradient: set[ParamSizes] = set()
+        self.with_kept_gradient: set[ParamSizes] = set()
         self.with_gradient: set[ParamSizes] = set()
 
 
@@ -170,7 +170,7 @@ class Rehearsal:
                 done = self._states[group].reduced
                 self._reduce(group, [param for param in group.params if param not in done])
             else:
-                self._keep_gradients(group, group.params)
+                self._keep_gradients(group, [param for param in group.params if param.kept_bytes != param.whole_bytes])
 
     def _neighbour(self, module: SizedModule, step: int) -> list[SizedModule]:
         place = self._order.index(module) + step
@@ -197,6 +197,7 @@ class Rehearsal:
             self._add(WHOLE, group.whole_bytes)
         else:
             self._release_gathered()
+        was_kept = state.kept is not None
         if state.kept is None:
             num_ranks, held = group.num_shards, 0
             if group.is_offloaded and self._has_streams:
@@ -210,10 +211,10 @@ class Rehearsal:
             self._add(GATHERED, group.sent_bytes * group.num_shards)
             state.held_while_gathering = 0
         self._send("all_gather", num_ranks, group.sent_bytes * group.num_shards)
-        if self._has_streams:
+        if self._has_streams and not was_kept:
             self._drop(GATHERED, held)
         else:
-            # The transport has its input until it has been waited for.
+            # What a transport reads, or a stream that is not its owner, is there until it has been waited for.
             state.held_while_gathering = held
 
     def _end_gather(self, group: GroupSizes) -> None:
@@ -269,23 +270,22 @@ class Rehearsal:
                     self._reduce(group, part)
 
     def _keep_gradients(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
-        """Gradients that are not reduced now are added to a sum in the dtype in which they will be."""
+        """Add whole gradients to sums in the dtype in which they will be reduced."""
         state = self._states[group]
         for param in params:
-            if param.earlier_bytes is not None and param in state.with_whole_gradient:
-                if param not in state.with_earlier_gradient:
-                    self._add(WHOLE_GRADIENTS, param.earlier_bytes)
-                    state.with_earlier_gradient.add(param)
+            if param in state.with_whole_gradient:
+                if param not in state.with_kept_gradient:
+                    self._add(WHOLE_GRADIENTS, param.kept_bytes)
                 self._drop(WHOLE_GRADIENTS, param.whole_bytes)
-                state.with_whole_gradient.remove(param)
+                state.with_kept_gradient.add(param)
+                state.with_whole_gradient.discard(param)
 
     def _reduce(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
         trained = [param for param in params if param.is_trained]
         if not trained:
             return
         state = self._states[group]
-        if state.with_earlier_gradient:
-            self._keep_gradients(group, trained)
+        self._keep_gradients(group, [param for param in trained if param in state.with_kept_gradient])
         self._finish_reduction()
         packed_bytes = sum(param.packed_bytes for param in trained)
         reduced_bytes = sum(param.reduced_bytes for param in trained)
@@ -293,11 +293,10 @@ class Rehearsal:
         self._send("reduce_scatter", group.num_shards, packed_bytes)
         if group.num_replicas > 1:
             self._send("all_reduce", group.num_replicas, 2 * reduced_bytes)
-        for param in trained:
-            earlier_bytes = param.earlier_bytes if param in state.with_earlier_gradient else None
-            self._drop(WHOLE_GRADIENTS, param.whole_bytes if earlier_bytes is None else earlier_bytes)
+        self._drop(WHOLE_GRADIENTS, sum(param.whole_bytes for param in state.with_whole_gradient.intersection(trained)))
+        self._drop(WHOLE_GRADIENTS, sum(param.kept_bytes for param in state.with_kept_gradient.intersection(trained)))
         state.with_whole_gradient.difference_update(trained)
-        state.with_earlier_gradient.difference_update(trained)
+        state.with_kept_gradient.difference_update(trained)
         self._reducing = group, trained
 
     def _finish_reduction(self) -> None:

@@ -147,12 +147,10 @@ def _param_sizes(group: ParamGroup, param: ShardedParam) -> ParamSizes:
     plan = plan_flat([param.front_shape], group.sharding.num_shards)
     return ParamSizes(
         whole_bytes=math.prod(param.shape) * group.compute_dtype.itemsize,
+        kept_bytes=math.prod(param.shape) * group.reduce_dtype.itemsize,
         packed_bytes=plan.shard_numel * plan.num_shards * group.reduce_dtype.itemsize,
         reduced_bytes=plan.shard_numel * group.reduce_dtype.itemsize,
         gradient_bytes=plan.shard_numel * param.orig_dtype.itemsize,
-        earlier_bytes=None
-        if group.reduce_dtype == group.compute_dtype
-        else math.prod(param.shape) * group.reduce_dtype.itemsize,
         is_trained=_is_trained(param),
         num_uses=len(param.owners),
     )

@@ -28,7 +28,7 @@ def test_arguments_of_other_kinds() -> None:
     mistakes = [
         ("a ModuleList has no forward of its own.*Shard each of its modules", nn.ModuleList([linear]), {}),
         ("a ParameterList has no forward of its own", nn.ParameterList([linear.weight]), {}),
-        ("a list is no module", [linear], {}),
+        ("a list is no module", [[linear]], {}),
         ("parameter weight has no shape yet.*before fully_shard", nn.LazyLinear(2), {}),
         ("the mesh is a .*object.*disttrain.init_device_mesh", linear, {"mesh": object()}),
         (

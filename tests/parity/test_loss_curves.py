@@ -22,7 +22,7 @@ SEED = 3
 
 def batches(steps: range) -> list[torch.Tensor]:
     """The global batches, of the example's own source."""
-    text = read_text(str(Path(train_lm.__file__).parent), 32)
+    text = read_text(str(Path(train_lm.__file__).parent / "lm"), 32)
     return [text.batch(step, seed=SEED, batch_size=8, seq_size=32) for step in steps]
 
 
