@@ -67,10 +67,6 @@ def main() -> None:
             with comms:
                 loss = F.mse_loss(model(batch), wanted)
                 loss.backward()
-                for each in model.parameters():
-                    if isinstance(each, DTensor):
-                        # A gradient comes as each rank's term of a sum, which need not be sent more than once.
-                        each.grad = each.grad.redistribute(placements=each.placements)
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
             losses.append(loss.item())  # the value, on every rank

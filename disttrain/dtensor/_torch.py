@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -221,7 +221,9 @@ def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
 
     The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
     """
-    register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
+    # torch 2.11 takes only classes of a metaclass of its own: there, DTensors are not traced.
+    with suppress(TypeError):
+        register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ once. The usual calls, where nothing moves and one tensor comes out, have closur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,16 +198,35 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
 
     if fetch is not None:
         return lambda args, kwargs: run_on_copy(args, kwargs, fetch)
+    # A part's strides, which nobody else knows, may not allow what the whole's strides allow. A compiler that traces
+    # such a view raises ValueError.
+    instead = partial(run_on_copy, fetch=AS_CONTIGUOUS)
+    if len(specs) == 1 and len(call.arguments) == 1 and not call.keywords and not call.facts.returns_list:
+        return _viewing_alone(wrap, compute, specs[0], instead, wrapped)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             results = compute(args[0]._local_tensor, *args[1:], **kwargs)
-        except (RuntimeError, ValueError):  # a compiler that traces it raises the latter
-            # This part's strides, which nobody else knows, do not allow what the whole's strides allow.
-            return run_on_copy(args, kwargs, AS_CONTIGUOUS)
+        except (RuntimeError, ValueError):
+            return instead(args, kwargs)
         if type(results) is torch.Tensor and not torch.is_inference_mode_enabled():
             return wrap(results, specs[0])
         return wrapped(args[0], results, specs)
+
+    return run
+
+
+def _viewing_alone(
+    wrap: Wrap, compute: Compute, spec: Spec, instead: Run, wrapped: Callable[[torch.Tensor, Any, Sequence[Spec]], Any]
+) -> Run:
+    """The shortest of them: for `t`, `detach` and others that have no argument but their operand."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            part = compute(args[0]._local_tensor)
+        except (RuntimeError, ValueError):
+            return instead(args, kwargs)
+        return wrapped(args[0], part, (spec,)) if torch.is_inference_mode_enabled() else wrap(part, spec)
 
     return run
 

@@ -105,7 +105,8 @@ def _dispatch_once(
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
-    if op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
+    # `_fused_rms_norm` and the like are operators as others are.
+    if type(args[0] if args else None) is list and op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     written = written_tensors(op_facts, args, kwargs)
     if are_scalars_apart(tensors, written):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from disttrain.fsdp2.estimate import Estimate, Traffic, estimate
 from disttrain.fsdp2.fully_shard import fully_shard
 from disttrain.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Estimate",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Traffic",
     "UnshardHandle",
+    "estimate",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -43,3 +43,8 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets the r-th of each, cast."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy, and cast, each source to its target, in few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.fsdp2._torch import chunk_cat
+from disttrain.fsdp2._torch import chunk_cat, copy_all
 from disttrain.fsdp2.flat import FlatPlan
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
@@ -26,11 +26,15 @@ from disttrain.process_group import (
 
 @dataclass
 class Gather:
-    """An all-gather under way. Row r of `output` is the flat buffer of shard r; None where all is in its place."""
+    """An all-gather under way. Row r of `output` is the flat buffer of shard r; None where all is in its place.
 
+    `sent`, its input, may belong to the stream that computes: it is held until that is ordered after the gather.
+    """
+
+    sent: torch.Tensor
     output: torch.Tensor | None
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
 
     def wait(self, streams: CommStreams) -> None:
         """Order the current stream (CPU: the host) after it."""
@@ -54,13 +58,12 @@ def start_gather(
     written = streams.mark() if ready is None else ready
     with streams.gathering():
         streams.follow(written)
-        if shard.device != device:
-            shard = shard.to(device, non_blocking=True)
-        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        sent = shard if shard.device == device else shard.to(device, non_blocking=True)
+        sent = sent if sent.dtype == dtype else sent.to(dtype)
         output = sent.new_empty((num_shards, sent.numel() * group.size() // num_shards))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
         work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
-        return Gather(output, work, streams.mark())
+        return Gather(shard, output, work, streams.mark())
 
 
 def start_gather_in_place(
@@ -70,22 +73,21 @@ def start_gather_in_place(
     places: Sequence[torch.Tensor],
     group: ProcessGroup,
     streams: CommStreams,
-    ready: torch.Event | None,
 ) -> Gather:
     """Gather each parameter right into its place, (num_shards, padded elements), all in one launch. Collective.
 
-    The places must have been allocated on the current stream: who had their memory before is done before that.
+    The places must have been allocated on the current stream: who had their memory before is done at this point of it.
     """
-    written = streams.mark() if ready is None else ready
+    written = streams.mark()
     with streams.gathering():
         streams.follow(written)
-        if shard.device != places[0].device:
-            shard = shard.to(places[0].device, non_blocking=True)
-        sent = shard if shard.dtype == dtype else shard.to(dtype)
+        device = places[0].device
+        sent = shard if shard.device == device else shard.to(device, non_blocking=True)
+        sent = sent if sent.dtype == dtype else sent.to(dtype)
         pairs = [pair for pair in zip(places, sent.split(plan.split_sizes), strict=True) if pair[1].numel()]
         outputs, inputs = [place for place, _ in pairs], [part for _, part in pairs]
         all_gather_into_tensor_coalesced(outputs, inputs, group=group)
-        return Gather(None, None, streams.mark())
+        return Gather(shard, None, None, streams.mark())
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Reduction:
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
     work: Work | None
-    done: torch.cuda.Event | None
+    done: torch.Event | None
     rest: Callable[[], None] | None
     """What is still to be done to `output` once the host has waited, where there are no streams."""
 
@@ -135,6 +137,11 @@ class Reduction:
         if self.rest is not None:
             self.rest()
         streams.follow(self.done)
+
+    def drop(self, streams: CommStreams) -> None:
+        """The same for a reduction whose result nobody wants."""
+        self.rest = None
+        self.wait(streams)
 
 
 @dataclass(frozen=True)
@@ -221,8 +228,9 @@ def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype
     places = list(memory.split(numels))
     filled = []
     for place, grad, slot in zip(places, grads, plan.slots, strict=True):
-        if place.numel() > slot.numel:
+        has_padding = place.numel() > slot.numel
+        if has_padding:
             place[slot.numel :].zero_()
-        filled.append(place[: slot.numel].view(grad.shape))
-    torch._foreach_copy_(filled, list(grads))
+        filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
+    copy_all(filled, grads)
     return places

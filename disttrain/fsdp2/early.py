@@ -37,10 +37,10 @@ def parts_by_child(module: nn.Module, params: Sequence[ShardedParam]) -> list[li
 
 
 class EarlyParts:
-    """Counts the gradients of each part, and calls `reduce` with a part when it has all of them.
+    """Ticks off the gradients of each part, and calls `reduce` with a part when each parameter has had one.
 
-    What a rank's backward pass does not reach is left to the pass's end. Ranks whose passes reach different parameters
-    do not agree on the order of collectives; that is so for blocks, too.
+    What comes later, or what a rank's backward pass does not reach, is left to the pass's end. Ranks whose passes reach
+    different parameters do not agree on the order of collectives; that is so for blocks, too.
     """
 
     def __init__(
@@ -48,21 +48,25 @@ class EarlyParts:
     ) -> None:
         self._parts = parts
         self._reduce = reduce
-        self._missing: list[int] = []
-        self.begin()
+        self._missing: list[set[ShardedParam]] = [set() for _ in parts]
 
     def begin(self) -> None:
-        """A backward pass begins, or has ended."""
-        self._missing = [sum(param.is_trained for param in part) for part in self._parts]
+        """A backward pass begins."""
+        self._missing = [{param for param in part if param.is_trained} for part in self._parts]
 
     def watch(self) -> None:
         """Ask to be told of each gradient; once for each whole parameter."""
         for place, part in enumerate(self._parts):
             for param in part:
                 if param.unsharded is not None and param.unsharded.requires_grad:
-                    param.unsharded.register_post_accumulate_grad_hook(lambda _, place=place: self._count(place))
+                    param.unsharded.register_post_accumulate_grad_hook(
+                        lambda _, place=place, param=param: self._tick_off(place, param)
+                    )
 
-    def _count(self, place: int) -> None:
-        self._missing[place] -= 1
-        if self._missing[place] == 0:
-            self._reduce(self._parts[place])
+    def _tick_off(self, place: int, param: ShardedParam) -> None:
+        # Recomputation by a backward pass of its own brings a parameter's gradient in several pieces.
+        missing = self._missing[place]
+        if param in missing:
+            missing.remove(param)
+            if not missing:
+                self._reduce(self._parts[place])

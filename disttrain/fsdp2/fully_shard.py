@@ -12,16 +12,19 @@ from torch import nn
 from disttrain.dtensor import Placement, Shard
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
 from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
 
-Module = TypeVar("Module", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module | list[Any])
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def fully_shard(
@@ -41,7 +44,9 @@ def fully_shard(
     averaged by one reduce-scatter. The parameters become DTensors, before and after computing; build the optimizer
     after the last call.
 
-    Args:    mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
+    Args:    module                 a module, or a list of modules that run one after the other and make one group: that
+                                    is gathered before the first of them and freed after the last.
+             mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
                                     copies (hybrid sharding). Default: all ranks share. Parameters move to its device,
                                     but those on "meta".
              reshard_after_forward  free the whole parameters between forward and backward. A number: keep them on that
@@ -53,32 +58,46 @@ def fully_shard(
              ignored_params         parameters to leave as they are.
     Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
     sharded is each rank's part of them.
-    Returns: the module, changed in place; its class now derives from FSDPModule as well.
+    Returns: the module or list, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
              number that does not divide the ranks, a parameter that is a scalar, lies on a mesh of its own, or is
              shared with a part that is sharded already.
     Every rank of the mesh calls it, with equal parameter values; it communicates nothing.
     """
-    mesh = mesh if mesh is not None else _whole_world(module)
-    _check(module, mesh, reshard_after_forward)
+    modules = _topmost(module if isinstance(module, list) else [module])
+    together = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    mesh = mesh if mesh is not None else _whole_world(together)
+    for one in modules:
+        _check(one, mesh, reshard_after_forward)
+    for given, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
+        _check_policy(given, kind)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
     sharding = Sharding(mesh)
-    managed = list(_managed(module, ignored_params or set()))
-    dims = {}
+    managed = list(_managed(together, ignored_params or set()))
+    dims, with_hooks = {}, set()
     for fqn, parameter, _ in managed:
-        check_can_shard(fqn, parameter, mesh.get_rank())
+        check_can_shard(fqn, parameter, device, mesh.get_rank())
         dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
         sharding.spec_of(fqn, parameter, dims[fqn])
-    _move_to(module, device)
-    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
+        if has_gather_hooks(fqn, parameter, dims[fqn], mesh.get_rank()):
+            with_hooks.add(fqn)
+    # What is kept on the host is cut there, and need not fit onto the device as a whole.
+    shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+    _move_to(together, device, {parameter: shard_device for _, parameter, _ in managed})
+    kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
         param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
-        by_dtype.setdefault(parameter.dtype, []).append(param)
-    groups = [ParamGroup(params, sharding, policy, offload, device) for params in by_dtype.values()]
-    set_state(module, ShardState(module, groups, policy, device, reshard_after_forward))
-    module.__class__ = _sharded_class(cast(Any, type(module)))
+        kinds.setdefault((parameter.dtype, fqn in with_hooks), []).append(param)
+    groups = [
+        (ExtensionGroup if have_hooks else ParamGroup)(params, sharding, policy, offload, device)
+        for (_, have_hooks), params in kinds.items()
+    ]
+    state = ShardState(modules, groups, policy, device, reshard_after_forward)
+    for one in modules:
+        set_state(one, state)
+        one.__class__ = _sharded_class(cast(Any, type(one)))
     return module
 
 
@@ -96,14 +115,52 @@ def _whole_world(module: nn.Module) -> DeviceMesh:
     return init_device_mesh(device_type, (current_world("fully_shard").world_size,))
 
 
+def _topmost(modules: list[Any]) -> list[nn.Module]:
+    """The modules without those that are part of others."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(
+                "fully_shard",
+                f"a {type(module).__name__} is no module.",
+                "Give an nn.Module, such as a block of the model, or a list of them.",
+            )
+    if not modules:
+        raise ShardingError("fully_shard", "the list of modules is empty.", "Give one module at least.")
+    below = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in dict.fromkeys(modules) if module not in below]
+
+
+def _check_policy(given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise ShardingError(
+            "fully_shard",
+            f"a {type(given).__module__}.{type(given).__qualname__} is no {kind.__name__} of disttrain.",
+            f"Import {type(given).__name__} from disttrain.fsdp2.",
+        )
+
+
 def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
-    rank = mesh.get_rank()
     name = type(module).__name__
+    if not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            "fully_shard",
+            f"the mesh is a {type(mesh).__module__}.{type(mesh).__qualname__}.",
+            "Make it by disttrain.init_device_mesh.",
+        )
+    rank = mesh.get_rank()
     if state_of(module) is not None:
         raise ShardingError("fully_shard", f"this {name} is sharded already.", "Call it once per module.", rank=rank)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
         raise ShardingError(
             "fully_shard", f"a {name} has no forward of its own.", "Shard each of its modules instead.", rank=rank
+        )
+    own = mesh.world.device.type
+    if mesh.device_type not in ("cpu", own):
+        raise ShardingError(
+            "fully_shard",
+            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {own!r}.",
+            f"Make it for the device that is there: init_device_mesh({own!r}, ...).",
+            rank=rank,
         )
     if mesh.ndim > 2:
         raise ShardingError(
@@ -142,11 +199,13 @@ def _cut_dim(
     return dim
 
 
-def _move_to(module: nn.Module, device: torch.device) -> None:
+def _move_to(module: nn.Module, device: torch.device, places: dict[nn.Parameter, torch.device]) -> None:
+    """Move parameters to their places, and others and buffers to `device`; those on "meta" stay."""
     for child in _unmanaged_modules(module):
         for tensor in (*(parameter for _, parameter in own_parameters(child)), *child.buffers(recurse=False)):
-            if tensor.device not in (device, torch.device("meta")):
-                tensor.data = tensor.data.to(device)
+            place = places.get(cast(nn.Parameter, tensor), device)
+            if tensor.device not in (place, torch.device("meta")):
+                tensor.data = tensor.data.to(place)
 
 
 def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter, list[Owner]]]:

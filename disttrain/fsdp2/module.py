@@ -125,7 +125,11 @@ class FSDPModule:
             group.only_sums = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients of a module also on ranks where none of its parameters got one, as zeros."""
+        """True: parameters without a gradient take part, and receive one, too.
+
+        Needed where a parameter gets a gradient on some ranks and none on others: a rank on which it got none would
+        otherwise leave its part of the parameter as it is.
+        """
         for state in _states(self, recurse=recurse):
             for group in state.groups:
                 group.reduces_unused = reduce_scatter_unused_params
@@ -167,7 +171,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return state.run_gathered(method, args, kwargs)
+        return state.run_gathered(module, method, args, kwargs)
 
     setattr(module, method_name, gathered)
 
@@ -179,7 +183,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 def _states(module: object, *, recurse: bool) -> Iterable[ShardState]:
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
-    return [state for state in map(state_of, modules) if state is not None]
+    return list(dict.fromkeys(state for state in map(state_of, modules) if state is not None))
 
 
 def _state(module: object) -> ShardState:

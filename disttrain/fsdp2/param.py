@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
@@ -36,6 +38,8 @@ class ShardedParam:
     def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, sharding: Sharding, dim: int) -> None:
         """`check_can_shard` has been asked about `parameter`."""
         parameter.__dict__[_SHARDED_AS] = fqn
+        self.original: weakref.ref[nn.Parameter] | None = weakref.ref(parameter)
+        """What the module had before, while somebody holds it."""
         self.owners = owners
         self.fqn = fqn
         self.dim = dim
@@ -52,11 +56,13 @@ class ShardedParam:
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
+        self._earlier_grad: torch.Tensor | None = None
+        """The sum of whole gradients that are still to be reduced, where it is kept in another dtype than theirs."""
         self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: the shard alone."""
-        return {**self.__dict__, "unsharded": None, "_shard_view": None}
+        return {**self.__dict__, **dict.fromkeys(("original", "unsharded", "_shard_view", "_earlier_grad"))}
 
     @property
     def front_shape(self) -> tuple[int, ...]:
@@ -99,6 +105,9 @@ class ShardedParam:
 
     def lay_out(self, view: torch.Tensor) -> None:
         """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""
+        if self.sharded.device != view.device:
+            # The same parameter on the host, where its gradients will be.
+            self.sharded.data = DTensor(view, self._spec)
         self.sharded._local_tensor = view  # type: ignore[attr-defined]
         self._shard_view = view
 
@@ -128,22 +137,41 @@ class ShardedParam:
     @property
     def has_grad(self) -> bool:
         """True when a backward pass has left a gradient of the whole that has not been reduced."""
-        return self.unsharded is not None and self.unsharded.grad is not None and self.unsharded.numel() > 0
+        whole = self.unsharded
+        return whole is not None and (whole.grad is not None or self._earlier_grad is not None) and whole.numel() > 0
 
     def drop_grad(self) -> None:
         """Forget the gradient of the whole."""
+        self._earlier_grad = None
         if self.unsharded is not None:
             self.unsharded.grad = None
 
     def whole_grad(self) -> torch.Tensor | None:
         """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where
         another parallelism has left it to be summed."""
+        if self._earlier_grad is None:
+            grad = self._own_grad()
+        else:
+            self.keep_grad(self._earlier_grad.dtype)
+            grad = self._earlier_grad
+        return grad if grad is None or self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
+
+    def keep_grad(self, dtype: torch.dtype) -> None:
+        """Add the whole's gradient, if it is of another dtype, to a sum in `dtype`: many small terms would not change a
+        sum of few bits."""
+        grad = self._own_grad()
+        if grad is None or self.unsharded is None or (grad.dtype == dtype and self._earlier_grad is None):
+            return
+        self._earlier_grad = grad.to(dtype) if self._earlier_grad is None else self._earlier_grad.add_(grad)
+        self.unsharded.grad = None
+
+    def _own_grad(self) -> torch.Tensor | None:
         if self.unsharded is None or self.unsharded.grad is None:
             return None
         grad = self.unsharded.grad
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
-        return grad if self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
+        return grad
 
     def accumulate_grad(self, local_grad: torch.Tensor) -> None:
         """Add this rank's part of a reduced gradient to the sharded parameter's."""
@@ -153,9 +181,19 @@ class ShardedParam:
             self.sharded.grad._local_tensor.add_(local_grad)  # type: ignore[attr-defined]
 
 
-def check_can_shard(fqn: str, parameter: nn.Parameter, rank: int) -> None:
-    """Raise ShardingError for a parameter that `fully_shard` cannot take."""
-    if parameter.ndim == 0:
+def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:
+    """Raise ShardingError for a parameter that `fully_shard` cannot take to shards on `device`."""
+    if isinstance(parameter, UninitializedParameter):
+        problem = f"parameter {fqn} has no shape yet."
+        remedy = "Run the module once, or give it its sizes, before fully_shard."
+    elif parameter.device not in (device, torch.device("cpu"), torch.device("meta")):
+        problem = f"parameter {fqn} is on {parameter.device}, and this rank computes on {device}."
+        remedy = (
+            f"Make the mesh for it: init_device_mesh({parameter.device.type!r}, ...), or move the model first."
+            if parameter.device.type != device.type
+            else f"Build the model on 'cpu', 'meta' or {str(device)!r}."
+        )
+    elif parameter.ndim == 0:
         problem = f"parameter {fqn} is a scalar, which has no dim to shard."
         remedy = "Make it one-dimensional, or leave it out by ignored_params."
     elif _SHARDED_AS in parameter.__dict__:

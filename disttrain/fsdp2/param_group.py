@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,68 +13,18 @@ from disttrain.fsdp2.collectives import (
     Averaging,
     Gather,
     Hook,
-    Reduction,
     ReductionPlan,
     start_gather,
     start_gather_in_place,
     start_reduction,
 )
+from disttrain.fsdp2.comm import Comm, UnderWay
 from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.sharding import Sharding
-from disttrain.fsdp2.streams import CommStreams
 from disttrain.fsdp2.wholes import Wholes
-
-
-class Comm:
-    """What all groups of one model share: streams, and the buffers that a stream may still be reading."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.streams = CommStreams(device)
-        self.copied_out: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
-        self.reducing: UnderWay | None = None
-        self.ready: torch.Event | None = None
-        """What the next gather waits for, in place of everything on the current stream."""
-        self.offloaded: torch.cuda.Event | None = None
-        """Gradients are on their way to the host until then."""
-
-    def release_gathered(self) -> None:
-        """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
-        if self.copied_out is not None:
-            with self.streams.gathering():
-                self.streams.follow(self.copied_out[1])
-            self.copied_out = None
-
-    def drop_reduction(self) -> None:
-        """Wait for the reduce-scatter under way, if any, and forget what it brings."""
-        if self.reducing is not None:
-            under_way, self.reducing = self.reducing, None
-            under_way.reduction.wait(self.streams)
-
-    def finish_offload(self) -> None:
-        """Wait, on the host, until all gradients that go there have come."""
-        if self.offloaded is not None:
-            self.offloaded.synchronize()
-            self.offloaded = None
-
-    def finish_reduction(self) -> None:
-        """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
-        if self.reducing is not None:
-            under_way, self.reducing = self.reducing, None
-            under_way.group.take_reduced(under_way)
-
-
-@dataclass(frozen=True)
-class UnderWay:
-    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient."""
-
-    group: ParamGroup
-    reduction: Reduction
-    plan: FlatPlan
-    params: tuple[ShardedParam, ...]
-    receivers: list[ShardedParam | None]
 
 
 class ParamGroup:
@@ -114,22 +63,41 @@ class ParamGroup:
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
         self._gather: Gather | None = None
-        self._unreduced: dict[tuple[ShardedParam, ...], torch.Tensor] = {}
-        """Averages over the shards' ranks of backward passes that were not reduced over the replicas."""
+        self._unreduced: dict[ShardedParam, torch.Tensor] = {}
+        """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
         self._early: EarlyParts | None = None
         self._reduced: set[ShardedParam] = set()
         """Those that this backward pass has reduced already."""
+        self._has_taken_part = False
+        """This backward pass has reduced unused parameters, too."""
+        self._asked_for: list[bool] = []
+        """Which of the whole parameters require gradients, as modules were given them."""
+        self._is_misplaced = False
         self.lay_out()
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the gathered parameters."""
-        return self._policy.param_dtype or self._orig_dtype
+        return self._chosen(self._policy.param_dtype) or self._orig_dtype
+
+    def _chosen(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """What the policy says of floating-point values; others keep their dtype."""
+        return dtype if self._orig_dtype.is_floating_point else None
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        return self._chosen(self._policy.reduce_dtype) or self.compute_dtype
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True where shards and their gradients are kept on the host."""
+        return isinstance(self._offload, CPUOffloadPolicy)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
         gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early"))
-        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
+        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set(), "_asked_for": []}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -147,10 +115,10 @@ class ParamGroup:
                 view.copy_(local)
                 param.lay_out(view)
         self._flat = flat
+        self._is_misplaced = flat.is_meta or (flat.device != self._device and not self.is_offloaded)
 
     def _shard_device(self, local: torch.Tensor) -> torch.device:
-        is_offloaded = isinstance(self._offload, CPUOffloadPolicy) and local.device.type != "meta"
-        return torch.device("cpu") if is_offloaded else local.device
+        return torch.device("cpu") if self.is_offloaded and local.device.type != "meta" else local.device
 
     def _new_flat(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         is_pinned = (
@@ -172,6 +140,16 @@ class ParamGroup:
             )
         return next(iter(dtypes))
 
+    def _refuse_device(self, found: torch.device) -> None:
+        raise ShardingError(
+            "forward",
+            f"parameter {self.params[0].fqn} is on {found}, and this rank computes on {self._device}.",
+            f"Call model.to_empty(device={str(self._device)!r}) and initialise or load the parameters first."
+            if found.type == "meta"
+            else f"Move the model there: model.to({str(self._device)!r}).",
+            rank=self.sharding.mesh.get_rank(),
+        )
+
     def unshard(self) -> None:
         """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
 
@@ -180,13 +158,16 @@ class ParamGroup:
         if self.is_unsharded or self._gather is not None:
             return
         self.lay_out()
-        comm = self._comm()
         assert self._flat is not None
+        if self._is_misplaced:
+            self._refuse_device(self._flat.device)
+        comm = self._comm()
         ready, comm.ready = comm.ready, None
         dtype, group = self.compute_dtype, self.sharding.shard_group
-        if comm.streams.is_cuda and self._kept is None and self._is_cut_in_front:
+        if comm.streams.is_cuda and ready is None and self._kept is None and self._is_cut_in_front:
             places = self._allocated_wholes().places
-            self._gather = start_gather_in_place(self._flat, dtype, self._plan, places, group, comm.streams, ready)
+            self._gather = start_gather_in_place(self._flat, dtype, self._plan, places, group, comm.streams)
+            self._note_upload(comm)
             return
         comm.release_gathered()
         shard = self._flat
@@ -196,6 +177,11 @@ class ParamGroup:
             self._kept = None
         num_shards = self.sharding.num_shards
         self._gather = start_gather(shard, dtype, self._device, num_shards, group, comm.streams, ready)
+        self._note_upload(comm)
+
+    def _note_upload(self, comm: Comm) -> None:
+        if isinstance(self._offload, CPUOffloadPolicy) and self._gather is not None:
+            comm.uploaded = self._gather.done
 
     def wait_for_unshard(self) -> None:
         """Have the modules compute with the gathered parameters."""
@@ -215,6 +201,7 @@ class ParamGroup:
             if whole.requires_grad != param.sharded.requires_grad:
                 whole.requires_grad_(param.sharded.requires_grad)
             param.show(whole)
+        self._asked_for = [whole.requires_grad for whole in wholes.parameters]
         self.is_unsharded = True
 
     def _allocated_wholes(self) -> Wholes:
@@ -241,9 +228,12 @@ class ParamGroup:
             return
         if keep_on is not None:
             self._kept = self._own_part(keep_on), keep_on
-        for param in self.params:
-            param.show(param.sharded)
         assert self._wholes is not None
+        for param, whole, was_asked in zip(self.params, self._wholes.parameters, self._asked_for, strict=True):
+            if whole.requires_grad != was_asked:
+                # Frozen, or unfrozen, by whoever saw the whole parameter.
+                param.sharded.requires_grad_(whole.requires_grad)
+            param.show(param.sharded)
         self._wholes.free()
         self.is_unsharded = False
 
@@ -264,12 +254,14 @@ class ParamGroup:
         """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
         self._unreduced.clear()
         self._reduced.clear()
+        self._has_taken_part = False
         for param in self.params:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+            param.drop_grad()
 
     def zero_grads(self, *, set_to_none: bool) -> None:
         """Clear whole gradients and those of the shards."""
+        if self.comm is not None and self.comm.reducing is not None and self.comm.reducing.group is self:
+            self.comm.drop_reduction()
         self.drop_grads()
         for param in self.params:
             if set_to_none or param.sharded.grad is None:
@@ -303,54 +295,85 @@ class ParamGroup:
         if self._early is not None:
             self._early.begin()
 
-    def reduce_grads(self) -> None:
-        """Reduce the gradients of this backward pass that have not been. Collective."""
-        rest = [param for param in self.params if param not in self._reduced] if self._reduced else self.params
-        self._reduced.clear()
-        if any(param.has_grad for param in rest) or (self.reduces_unused and self.is_trained):
+    def keep_grads(self) -> None:
+        """Keep the gradients of this backward pass for one that reduces, in the dtype in which they will be reduced."""
+        dtype = self._chosen(self._policy.reduce_dtype)
+        if dtype not in (None, self.compute_dtype):
+            for param in self.params:
+                param.keep_grad(dtype)
+
+    def reduce_grads(self, *, at_end: bool) -> None:
+        """Reduce the gradients of this backward pass, or what is there of them, that have not been. Collective."""
+        reduced, rest = self._reduced, self.params
+        if reduced:
+            rest = [param for param in self.params if param not in reduced or param.has_grad]
+            self._reduced = set()
+        is_owed = bool(self._unreduced) and self.reduces_over_replicas
+        takes_part = self.reduces_unused and self.is_trained and not (at_end and self._has_taken_part)
+        self._has_taken_part = not at_end
+        if is_owed or takes_part or any(param.has_grad for param in rest):
             self._reduce(rest)
 
     def _reduce(self, params: Sequence[ShardedParam]) -> None:
         """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
 
-        A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks, but gets none.
+        A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks; it gets none
+        unless `reduces_unused`.
         """
         comm = self._comm()
         # What has no elements has nothing to reduce.
-        trainable = [param for param in params if param.is_trained]
+        trainable = [param for param in params if param.is_trained or param in self._unreduced]
         with torch.no_grad():
             grads = [param.whole_grad() for param in trainable]
-        receivers = [None if grad is None else param for param, grad in zip(trainable, grads, strict=True)]
+        receivers = [
+            param if grad is not None or self.reduces_unused or param in self._unreduced else None
+            for param, grad in zip(trainable, grads, strict=True)
+        ]
         for param in trainable:
             param.drop_grad()
         comm.finish_reduction()
         plan = self._plan
         if len(trainable) < len(self.params):
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
-        dtype = self._policy.reduce_dtype or self.compute_dtype
+        dtype = self.reduce_dtype
         num_ranks = self.sharding.num_shards * self.sharding.num_replicas
         factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
         averaging = Averaging.over(num_ranks, dtype, factor)
         what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
-        unreduced = self._unreduced.pop(tuple(trainable), None)
         with torch.no_grad():
+            unreduced = self._unreduced_of(trainable, plan)
             packed = [
                 torch.zeros(slot.shape, dtype=self.compute_dtype, device=self._device) if grad is None else grad
                 for grad, slot in zip(grads, plan.slots, strict=True)
             ]
+            if len({grad.dtype for grad in packed}) > 1:
+                packed = [grad.to(dtype) for grad in packed]
             reduction = start_reduction(packed, plan, dtype, what, unreduced, comm.streams)
-        comm.reducing = UnderWay(self, reduction, plan, tuple(trainable), receivers)
+        is_complete = self.reduces_over_replicas or self.sharding.replicate_group is None
+        comm.reducing = UnderWay(self, reduction, plan, receivers, is_complete)
+
+    def _unreduced_of(self, params: Sequence[ShardedParam], plan: FlatPlan) -> torch.Tensor | None:
+        """What earlier backward passes have left to be reduced over the replicas, laid out by `plan`."""
+        parts = [self._unreduced.pop(param, None) for param in params]
+        given = next((part for part in parts if part is not None), None)
+        if given is None:
+            return None
+        sizes = plan.split_sizes
+        return torch.cat([given.new_zeros(s) if part is None else part for part, s in zip(parts, sizes, strict=True)])
 
     def take_reduced(self, done: UnderWay) -> None:
         """Order the current stream after a reduction of this group, and give each receiver its gradient."""
         comm = self._comm()
         done.reduction.wait(comm.streams)
-        if not self.reduces_over_replicas and self.sharding.replicate_group is not None:
-            self._unreduced[done.params] = done.reduction.output
+        if not done.is_complete:
+            parts = done.reduction.output.split(done.plan.split_sizes)
+            self._unreduced.update(
+                (param, part) for param, part in zip(done.receivers, parts, strict=True) if param is not None
+            )
             return
         with torch.no_grad():
             flat = done.reduction.output.to(self._orig_dtype)
-            if isinstance(self._offload, CPUOffloadPolicy):
+            if self.is_offloaded:
                 flat = self._offloaded(flat, done.receivers, comm)
             for param, slot in zip(done.receivers, done.plan.slots, strict=True):
                 if param is not None:

@@ -45,6 +45,11 @@ class Sharding:
         return self.mesh.get_group(self.mesh.ndim - 1)
 
     @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """These ranks."""
+        return self.mesh if self.mesh.ndim == 1 else DeviceMesh(self.mesh.device_type, list(self.shard_group.ranks))
+
+    @cached_property
     def replicate_group(self) -> ProcessGroup | None:
         """The ranks that hold the same shard; None where only this one does."""
         return self.mesh.get_group(0) if self.num_replicas > 1 else None

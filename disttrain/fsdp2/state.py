@@ -6,10 +6,10 @@ autograd function on the inputs for post-backward, a callback at the end of the 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
+from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.nests import cast_floats, for_each_tensor
 from disttrain.fsdp2.order import ExecutionOrder
-from disttrain.fsdp2.param_group import Comm, ParamGroup
+from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 
 
 class _BackwardEnd:
@@ -60,6 +63,7 @@ class RootContext:
         self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
         self.order.begin()
         for state in self.states:
+            state.forget_forward()
             if not state.is_kept_unsharded:
                 state.reshard()
 
@@ -84,7 +88,7 @@ class RootContext:
     def end_backward(self) -> None:
         """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
         for state in reversed(self.states):
-            state.post_backward()
+            state.post_backward(at_end=True)
             state.is_kept_unsharded = not state.reshard_after_backward
         if self.root.is_last_backward:
             self.comm.finish_reduction()
@@ -109,17 +113,18 @@ class RootContext:
 
 
 class ShardState:
-    """The state of one module that `fully_shard` was called on."""
+    """The state of one module that `fully_shard` was called on, or of several that it was called on together."""
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: list[ParamGroup],
         policy: MixedPrecisionPolicy,
         device: torch.device,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.module = module
+        self.modules = tuple(modules)
+        self.module = modules[0]
         self.groups = groups
         self.context: RootContext | None = None
         self.requires_gradient_sync = True
@@ -138,11 +143,14 @@ class ShardState:
         """True once the user has gathered the parameters, until their backward or until the user frees them."""
         self._awaits_post_backward = False
         self._is_root = False
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward, always_call=True)
-        # What is saved and loaded is the shards, whatever the module computes with at the moment.
-        module.register_state_dict_pre_hook(self._show_shards)
-        module.register_load_state_dict_pre_hook(self._show_shards)
+        self._to_run: set[nn.Module] = set()
+        """Those of several modules that have not run since the first of them did."""
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, always_call=True)
+            # What is saved and loaded is the shards, whatever the module computes with at the moment.
+            module.register_state_dict_pre_hook(self._show_shards)
+            module.register_load_state_dict_pre_hook(self._show_shards)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: a module that has not run yet."""
@@ -154,6 +162,7 @@ class ShardState:
             "is_kept_unsharded": False,
             "_awaits_post_backward": False,
             "_is_root": False,
+            "_to_run": set(),
         }
 
     def unshard(self) -> None:
@@ -179,27 +188,31 @@ class ShardState:
             )
         self.context.reset()
 
-    def run_gathered(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_gathered(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a method of the module as its forward is called."""
-        args, kwargs = self._pre_forward(self.module, args, kwargs)
+        args, kwargs = self._pre_forward(module, args, kwargs)
         outputs = None
         try:
             outputs = method(*args, **kwargs)
         finally:
-            outputs = self._post_forward(self.module, args, outputs)
+            outputs = self._post_forward(module, args, outputs)
         return outputs
 
     def _show_shards(self, *_: object) -> None:
         self.reshard()
 
-    def post_backward(self) -> None:
+    def post_backward(self, *, at_end: bool) -> None:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
         self._awaits_post_backward = False
         for group in reversed(self.groups):
             if self.reshard_after_backward:
                 group.reshard()
             if self.requires_gradient_sync:
-                group.reduce_grads()
+                group.reduce_grads(at_end=at_end)
+            else:
+                group.keep_grads()
 
     def abandon_backward(self) -> None:
         """Forget the gradients of whole parameters, and that a backward pass was under way."""
@@ -225,19 +238,32 @@ class ShardState:
             for state in self._next(self.forward_prefetch, following):
                 state.unshard()
         if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = _cast(args, self._policy.param_dtype), _cast(kwargs, self._policy.param_dtype)
-        if torch.is_grad_enabled() and self.groups:
+            args, kwargs = cast_floats(args, self._policy.param_dtype), cast_floats(kwargs, self._policy.param_dtype)
+        is_first = is_recomputation or self._begins_with(module)
+        if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    def _begins_with(self, module: nn.Module) -> bool:
+        """True for the first of the modules to run: with its inputs' gradients, the backward of all is over."""
+        is_first = not self._to_run
+        if is_first:
+            self._to_run.update(self.modules)
+        return is_first or len(self.modules) == 1
+
+    def forget_forward(self) -> None:
+        """None of the modules has run."""
+        self._to_run.clear()
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         assert self.context is not None
         if self._is_root:
-            self.context.is_in_forward = False
-            self.context.comm.ready = None
-        # Without outputs, as after an exception, there is no backward to keep anything for.
-        grad_will_come = torch.is_grad_enabled() and outputs is not None
+            self.context.is_in_forward, self.context.comm.ready = False, None
+        # After an exception there is no backward to keep anything for.
+        has_failed = outputs is None and sys.exception() is not None
+        grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
+        self._to_run.discard(module)
 
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_outputs
@@ -247,14 +273,15 @@ class ShardState:
             return self._watch_output(tensor) if grad_will_come else tensor
 
         if self._policy.output_dtype is not None:
-            outputs = _cast(outputs, self._policy.output_dtype)
-        outputs = _for_each_tensor(outputs, hand_out)
+            outputs = cast_floats(outputs, self._policy.output_dtype)
+        outputs = for_each_tensor(outputs, hand_out)
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
-        is_unseen = grad_will_come and num_outputs == 0
-        is_needed = self.is_kept_unsharded or self._awaits_post_backward or is_unseen
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
+        is_needed = is_needed or (bool(self._to_run) and not has_failed)
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
+            self.context.comm.finish_upload()
             for state in self.context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
                     state.reshard()
@@ -302,23 +329,25 @@ class ShardState:
                 inputs.append(tensor)
             return tensor
 
-        _for_each_tensor((args, kwargs), collect)
+        for_each_tensor((args, kwargs), collect)
         if not inputs:
             return args, kwargs
         outputs = iter(_PostBackward.apply(self, *inputs))  # type: ignore[no-untyped-call]
-        replaced: tuple[tuple[Any, ...], dict[str, Any]] = _for_each_tensor(
+        replaced: tuple[tuple[Any, ...], dict[str, Any]] = for_each_tensor(
             (args, kwargs), lambda tensor: next(outputs) if tensor.requires_grad else tensor
         )
         return replaced
 
     def _become_root(self) -> RootContext:
-        states = [state for state in map(state_of, self.module.modules()) if state is not None]
+        below = chain.from_iterable(module.modules() for module in self.modules)
+        states = list(dict.fromkeys(state for state in map(state_of, below) if state is not None))
         self._is_root = True
         for state in states:
             if state is not self:
                 state._is_root = False
-        for group in self.groups:
-            group.reduce_early(self.module, lambda: self.requires_gradient_sync)
+        for group in self.groups if len(self.modules) == 1 else ():
+            group.reduce_early(self.modules[0], lambda: self.requires_gradient_sync)
+        watch_stale_optimizers([group for state in states for group in state.groups])
         comm = self.shared_comm
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
@@ -333,7 +362,7 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward()
+        ctx.state.post_backward(at_end=False)
         return (None, *grads)
 
 
@@ -351,44 +380,3 @@ def state_of(module: nn.Module) -> ShardState | None:
 
 def set_state(module: nn.Module, state: ShardState) -> None:
     module.__dict__["_disttrain_shard_state"] = state
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return _for_each_tensor(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def _for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nest of tuples, lists, dicts and dataclasses with `function` applied to its tensors, in order.
-
-    A container of which nothing changes is handed on itself: a module may want to write to it.
-    """
-    if isinstance(values, torch.Tensor):
-        return function(values)
-    items = _items_of(values)
-    mapped = {key: _for_each_tensor(value, function) for key, value in items.items()}
-    if all(mapped[key] is value for key, value in items.items()):
-        return values
-    if isinstance(values, tuple):
-        return type(values)(*mapped.values()) if hasattr(values, "_fields") else tuple(mapped.values())
-    if isinstance(values, list):
-        return list(mapped.values())
-    # A subclass of dict, or a dataclass, may have more to it than its items.
-    changed = copy.copy(values)
-    for key, value in mapped.items():
-        if isinstance(changed, dict):
-            changed[key] = value
-        else:
-            object.__setattr__(changed, key, value)
-    return changed
-
-
-def _items_of(values: Any) -> dict[Any, Any]:
-    """What a container holds, by place, key or field; nothing for other values."""
-    if isinstance(values, tuple | list):
-        return dict(enumerate(values))
-    if isinstance(values, dict):
-        return dict(values)
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        names = (field.name for field in dataclasses.fields(values))
-        return {name: getattr(values, name) for name in names if hasattr(values, name)}
-    return {}

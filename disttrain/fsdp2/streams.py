@@ -17,21 +17,22 @@ class CommStreams:
     def __init__(self, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
         self._device = device
+        # torch's streams and events for any device enter, record and wait without Python in between.
         self._gather, self._reduce, self._replicate = (
-            torch.cuda.Stream(device, priority=-1) if self.is_cuda else None for _ in range(3)
+            torch.Stream(device, priority=-1) if self.is_cuda else None for _ in range(3)
         )
 
     def gathering(self) -> AbstractContextManager[object]:
         """Work inside is queued on the all-gather stream."""
-        return nullcontext() if self._gather is None else torch.cuda.stream(self._gather)
+        return nullcontext() if self._gather is None else self._gather
 
     def reducing(self) -> AbstractContextManager[object]:
         """Work inside is queued on the reduce-scatter stream."""
-        return nullcontext() if self._reduce is None else torch.cuda.stream(self._reduce)
+        return nullcontext() if self._reduce is None else self._reduce
 
     def replicating(self) -> AbstractContextManager[object]:
         """Work inside is queued on the stream of sums over replicas."""
-        return nullcontext() if self._replicate is None else torch.cuda.stream(self._replicate)
+        return nullcontext() if self._replicate is None else self._replicate
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream | None, used: torch.Tensor) -> Iterator[None]:
@@ -46,11 +47,15 @@ class CommStreams:
         used.record_stream(stream)
         current.wait_stream(stream)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """An event at this point of the current stream."""
-        return torch.cuda.current_stream(self._device).record_event() if self.is_cuda else None
+        if not self.is_cuda:
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
 
     def follow(self, event: torch.Event | None) -> None:
         """Queue nothing more on the current stream before `event`."""
         if event is not None and self.is_cuda:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            event.wait()

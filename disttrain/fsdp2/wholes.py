@@ -15,6 +15,21 @@ _ALIGNMENT_BYTES = 256
 """Where a parameter may begin: what torch's own allocator gives, and kernels with wide loads ask for."""
 
 
+def whole_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Where each whole parameter begins, and where the last one ends, in elements."""
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    offsets, end = [], 0
+    for param, slot in zip(params, plan.slots, strict=True):
+        offsets.append(end)
+        end += -(-_place_numel(param, slot, plan) // step) * step
+    return offsets, end
+
+
+def _place_numel(param: ShardedParam, slot: FlatSlot, plan: FlatPlan) -> int:
+    """Where the first dim is cut, a whole is followed by its padding."""
+    return plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
+
+
 class Wholes:
     """Whole parameters in one storage, each in a place of its own.
 
@@ -27,11 +42,7 @@ class Wholes:
     ) -> None:
         self.dtype, self.device = dtype, device
         self._params, self._plan = params, plan
-        step = _ALIGNMENT_BYTES // dtype.itemsize
-        offsets, end = [], 0
-        for param, slot in zip(params, plan.slots, strict=True):
-            offsets.append(end)
-            end += -(-self._place_numel(param, slot) // step) * step
+        offsets, end = whole_offsets(params, plan, dtype)
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False):
             memory = torch.empty(end, dtype=dtype, device=device)
@@ -43,16 +54,12 @@ class Wholes:
             for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
                 # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
                 # change to autograd, which holds views of the parameter from the forward pass.
-                place = memory.narrow(0, offset, self._place_numel(param, slot)).data
+                place = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
                 local = place[: slot.numel].view(param.shape).data
                 self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
-                whole = local if param.whole_spec is None else _wrapped(local, param.whole_spec)
+                whole = local if param.whole_spec is None else wrapped(local, param.whole_spec)
                 self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
         self.is_cut_in_front = all(param.dim == 0 for param in params)
-
-    def _place_numel(self, param: ShardedParam, slot: FlatSlot) -> int:
-        """Where the first dim is cut, a whole is followed by its padding."""
-        return self._plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
 
     def allocate(self) -> None:
         """Have memory again."""
@@ -90,5 +97,6 @@ class Wholes:
         return torch.cat(columns, dim=1)
 
 
-def _wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A whole of another parallelism, of which this rank computes with `local`."""
     return DTensor(local, Spec(spec.layout, spec.shape, spec.stride, local.dtype))

@@ -16,7 +16,14 @@ from torch import nn
 import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
-from disttrain.fsdp2 import MixedPrecisionPolicy, early, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from disttrain.fsdp2 import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    early,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -206,7 +213,7 @@ def test_gradients_are_divided_as_asked() -> None:
     models.loss_of(reference, models.batch(0)).backward()
     expected = gradients(reference)
     for block in model.blocks:
-        block.set_gradient_divide_factor(1.0)
+        block.set_reduce_scatter_divide_factor(1.0)
         block.set_force_sum_reduction_for_comms(True)
     model.set_force_sum_reduction_for_comms(True)
     models.loss_of(model, own_rows(0)).backward()
@@ -327,3 +334,35 @@ def test_a_roots_gradients_are_reduced_as_soon_as_they_are_there() -> None:
         torch.testing.assert_close(gradients(model), gradients(plain))
     finally:
         early.PART_BYTES = usual
+
+
+@on_ranks(2)
+def test_several_modules_are_one_group() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7)).double()
+    model = copy.deepcopy(plain)
+    listed = [model[2], model[3]]
+    assert fully_shard(listed) is listed
+    fully_shard(model[1])
+    fully_shard(model)
+    assert isinstance(model[2], FSDPModule)
+    assert isinstance(model[3], FSDPModule)
+    tokens = torch.arange(8).remainder(7).view(2, 4)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain)]
+    for _ in range(3):
+        with recorded() as names:
+            model(tokens[disttrain.get_rank()]).square().mean().backward()
+        # The root stays whole; the linear and the two at the end are gathered once before forward and before backward.
+        assert names.count(GATHER) == 5
+        assert names.count(SCATTER) == 3
+        plain(tokens).square().mean().backward()
+        torch.testing.assert_close(gradients(model), gradients(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    model(tokens[disttrain.get_rank()])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), plain(tokens))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with pytest.raises(ShardingError, match="the list of modules is empty"):
+        fully_shard([])

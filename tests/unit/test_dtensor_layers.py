@@ -192,3 +192,16 @@ def test_attention_by_heads_moves_nothing_and_batch_norm_twice() -> None:
         assert found == ["all_reduce", "all_reduce"]
 
     run_threads(2, body)
+
+
+def test_a_fused_norm_is_no_optimizers_operator() -> None:
+    def body() -> None:
+        mesh = mesh_of((2,))
+        x, weight = normal(4, 6), normal(6, seed=1)
+        expected = aten._fused_rms_norm(x, [6], weight, 1e-5)
+        for placement in (Shard(0), Shard(1), Replicate()):
+            cut, whole = laid_out(x, mesh, [placement]), laid_out(weight, mesh, [Replicate()])
+            for found, wanted in zip(aten._fused_rms_norm(cut, [6], whole, 1e-5), expected, strict=True):
+                torch.testing.assert_close(found.full_tensor(), wanted)
+
+    run_threads(2, body)

@@ -185,3 +185,27 @@ def test_one_rank_that_prints_alone_is_told_what_to_do() -> None:
             ]
 
     run_threads(2, body)
+
+
+def test_gradients_of_parameters_lie_as_the_parameters_do() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2, 2))
+        alone = nn.Linear(4, 4)
+        with torch.no_grad():
+            alone.weight.copy_(torch.linspace(-1, 1, 16).view(4, 4))
+            alone.bias.copy_(torch.linspace(0, 1, 4))
+        together = distribute_module(copy.deepcopy(alone), mesh)
+        x = torch.arange(16.0).view(4, 4)
+        rows = distribute_tensor(x, mesh, [Shard(0), Shard(0)])
+        for model in (together, copy.deepcopy(together)):
+            alone.zero_grad()
+            for _ in range(2):
+                model(rows).square().mean().backward()
+                alone(x).square().mean().backward()
+            for parameter, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                grad: Any = parameter.grad
+                assert grad.placements == (Replicate(), Replicate())
+                torch.testing.assert_close(grad.full_tensor(), wanted.grad)
+            assert collectives_of(lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == []
+
+    run_threads(4, body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_the_buffers_of_all_ranks_hold_every_row_once(shapes: list[tuple[int, ..
     chunk_cat(tensors, num_shards, out=buffers)
     for tensor, slot in zip(tensors, plan.slots, strict=True):
         columns = buffers[:, slot.offset : slot.offset + slot.padded_numel]
-        rows = columns.reshape(num_shards * slot.padded_rows, slot.row_numel)
+        rows = columns.reshape(num_shards * slot.padded_rows, math.prod(slot.shape[1:]))
         assert torch.equal(rows[: slot.shape[0]].reshape(slot.shape), tensor)
         assert not rows[slot.shape[0] :].any()
 

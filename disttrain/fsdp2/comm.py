@@ -1,0 +1,74 @@
+"""What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.fsdp2.collectives import Reduction
+from disttrain.fsdp2.flat import FlatPlan
+from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.streams import CommStreams
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.param_group import ParamGroup
+
+
+class Comm:
+    """What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = CommStreams(device)
+        self.copied_out: tuple[torch.Tensor, torch.Event | None] | None = None
+        self.reducing: UnderWay | None = None
+        self.ready: torch.Event | None = None
+        """What the next gather waits for, in place of everything on the current stream."""
+        self.offloaded: torch.Event | None = None
+        """Gradients are on their way to the host until then."""
+        self.uploaded: torch.Event | None = None
+        """Shards on the host are being read until then."""
+
+    def release_gathered(self) -> None:
+        """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
+        if self.copied_out is not None:
+            with self.streams.gathering():
+                self.streams.follow(self.copied_out[1])
+            self.copied_out = None
+
+    def drop_reduction(self) -> None:
+        """Wait for the reduce-scatter under way, if any, and forget what it brings."""
+        if self.reducing is not None:
+            under_way, self.reducing = self.reducing, None
+            under_way.reduction.drop(self.streams)
+
+    def finish_offload(self) -> None:
+        """Wait, on the host, until all gradients that go there have come."""
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
+            self.offloaded = None
+
+    def finish_upload(self) -> None:
+        """Wait, on the host, until shards that lie there may be written to."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+            self.uploaded = None
+
+    def finish_reduction(self) -> None:
+        """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
+        if self.reducing is not None:
+            under_way, self.reducing = self.reducing, None
+            under_way.group.take_reduced(under_way)
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient."""
+
+    group: ParamGroup
+    reduction: Reduction
+    plan: FlatPlan
+    receivers: list[ShardedParam | None]
+    is_complete: bool
+    """False where it is still to be reduced over the replicas."""

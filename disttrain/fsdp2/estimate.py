@@ -1,0 +1,219 @@
+"""What training a sharded model will cost each rank, before it runs: bytes held, and bytes sent in a step."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Placement
+from disttrain.errors import ShardingError
+from disttrain.fsdp2.fully_shard import fully_shard
+from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.rehearsal import REDUCED, Message, Peak, Rehearsal
+from disttrain.fsdp2.sizes import Held, OptimizerBytes, OptimizerCost, Sizing, held_of_group, held_unsharded
+from disttrain.fsdp2.state import ShardState, state_of
+from disttrain.mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in a step: over how many ranks, how many, and what each rank sends in all of them."""
+
+    operation: str
+    num_ranks: int
+    num_calls: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that the first rank, which has the most, holds, and what it sends in a step. Printed, it is a table."""
+
+    mesh_text: str
+    parameters_bytes: int
+    """Shards with their padding, and parameters that are not sharded."""
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    host_bytes: int
+    """How much of parameters, gradients and optimizer state an offload policy keeps in the host's memory."""
+    resting_bytes: int
+    """What the device holds all the time: parameters, optimizer state, buffers."""
+    peak: Peak
+    """What comes and goes, when it is most. Activations are not in it, nor an optimizer's intermediate results."""
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def unsharded_peak_bytes(self) -> int:
+        """What is whole at the peak, parameters and gradients, with what is packed and gathered for that."""
+        return self.peak.num_bytes - self.peak.by_kind.get(REDUCED, 0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device holds at one time, but for activations."""
+        return self.resting_bytes + self.peak.num_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a rank sends in a step."""
+        return sum(each.sent_bytes for each in self.traffic)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, int]] = [
+            ("parameters", "", self.parameters_bytes),
+            ("gradients", "", self.gradients_bytes),
+            ("optimizer state", "", self.optimizer_bytes),
+            ("buffers", "", self.buffers_bytes),
+        ]
+        if self.host_bytes:
+            rows.append(("  of these on the host", "", self.host_bytes))
+        rows.append(("peak, without activations", "", self.peak_bytes))
+        rows += [(f"  {kind}", "", size) for kind, size in self.peak.by_kind.items() if size]
+        rows.append(("sent in a step", f"{sum(each.num_calls for each in self.traffic)}", self.wire_bytes))
+        rows += [
+            (f"  {each.operation} of {each.num_ranks} ranks", f"{each.num_calls}", each.sent_bytes)
+            for each in self.traffic
+        ]
+        lines = [f"{name:<40} {calls:>6} {_readable(size):>12}" for name, calls, size in rows]
+        title = f"on {self.mesh_text}, each rank; the peak is in {self.peak.when}"
+        return "\n".join((title, f"{'':<40} {'calls':>6} {'bytes':>12}", *lines))
+
+
+def estimate(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    blocks: Iterable[nn.Module] = (),
+    optimizer: OptimizerCost = torch.optim.AdamW,
+    num_microbatches: int = 1,
+    reduces_each: bool = True,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+) -> Estimate:
+    """Say what a step of training `model` under `fully_shard` takes: bytes held, also at the peak, and bytes sent.
+
+    A model that has been sharded is taken as it is. Of one that has not been, the cost is that of calling fully_shard
+    with these arguments on each of `blocks`, then on the model, which stays as it is. It may be on "meta".
+
+    Args:    optimizer         its class, or a function from parameters to one, which is tried on a parameter of
+                               64 x 64; or the bytes that it keeps for each element.
+             num_microbatches  forwards and backwards in a step.
+             reduces_each      False: only the last one's backward reduces gradients (set_requires_gradient_sync).
+    The step is not the first one, which has yet to learn the order of the modules, and begins without gradients.
+    Modules are taken to run in the order in which they are registered, and parameters with methods around the gather
+    for plain ones. What kernels take for themselves is left out, as activations are. Bytes sent are those of
+    collectives that go round a ring.
+    Raises:  ShardingError for a model that is sharded only in parts, or otherwise than these arguments say.
+    Communicates nothing.
+    """
+    options = {
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+    }
+    blocks = list(blocks)
+    root = state_of(model)
+    if root is None:
+        root = state_of(_sharded_twin(model, mesh, blocks, options))
+        assert root is not None
+    else:
+        _check_is_sharded_so(root, mesh, blocks, options)
+    sizing = Sizing(root)
+    step = Rehearsal(sizing.root, has_streams=root.device.type == "cuda")
+    step.run(num_microbatches, reduces_each=reduces_each)
+    return _summed_up(root, sizing, step, OptimizerBytes(optimizer))
+
+
+def _check_is_sharded_so(
+    root: ShardState, mesh: DeviceMesh | None, blocks: list[nn.Module], options: dict[str, Any]
+) -> None:
+    given = [name for name, value in options.items() if value is not None] + ["blocks"] * bool(blocks)
+    if mesh is not None and any(mesh != group.sharding.mesh for group in root.groups):
+        given.append("mesh")
+    if given:
+        raise ShardingError(
+            "estimate",
+            f"the model is sharded already, and {', '.join(given)} would say how it is to be.",
+            "Leave them out, or give the model before fully_shard.",
+        )
+
+
+def _sharded_twin(
+    model: nn.Module, mesh: DeviceMesh | None, blocks: list[nn.Module], options: dict[str, Any]
+) -> nn.Module:
+    """A copy of the model without memory, sharded as asked."""
+    if any(state_of(module) is not None for module in model.modules()):
+        raise ShardingError(
+            "estimate", "parts of the model are sharded, but not the model itself.", "Call fully_shard on it first."
+        )
+    tensors = [*model.parameters(), *model.buffers()]
+    # What deepcopy finds here it takes for copied already.
+    memo: dict[int, Any] = {id(tensor): _without_memory(tensor) for tensor in tensors}
+    twin = copy.deepcopy(model, memo)
+    for block in blocks:
+        if id(block) not in memo:
+            raise ShardingError(
+                "estimate", f"a {type(block).__name__} of the blocks is no part of the model.", "Give parts of it."
+            )
+        fully_shard(memo[id(block)], mesh=mesh, **options)
+    return fully_shard(twin, mesh=mesh, **options)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor._local_tensor, device="meta")
+        bare: torch.Tensor = DTensor(local, tensor._spec)
+    else:
+        bare = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+
+def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: OptimizerBytes) -> Estimate:
+    held, on_host = Held(), Held()
+    for group in sizing.groups:
+        of_group = held_of_group(group, optimizer)
+        held += of_group
+        if group.is_offloaded and root.device.type != "cpu":
+            on_host += of_group
+    unsharded = held_unsharded(root, sizing.groups, optimizer)
+    held += unsharded
+    buffers_bytes = sum(buffer.nbytes for buffer in root.module.buffers())
+    by_kind = {**step.peak.by_kind, REDUCED: step.peak.by_kind.get(REDUCED, 0) + unsharded.gradients}
+    return Estimate(
+        mesh_text=str(sizing.groups[0].sharding.mesh.layout) if sizing.groups else "no mesh",
+        parameters_bytes=held.parameters,
+        gradients_bytes=held.gradients,
+        optimizer_bytes=held.optimizer,
+        buffers_bytes=buffers_bytes,
+        host_bytes=on_host.parameters + on_host.gradients + on_host.optimizer,
+        resting_bytes=held.parameters + held.optimizer + buffers_bytes - on_host.parameters - on_host.optimizer,
+        peak=Peak(step.peak.when, by_kind),
+        traffic=_traffic(step.messages),
+    )
+
+
+def _traffic(messages: Counter[Message]) -> tuple[Traffic, ...]:
+    calls: Counter[tuple[str, int]] = Counter()
+    sent: Counter[tuple[str, int]] = Counter()
+    for message, count in messages.items():
+        kind = message.operation, message.num_ranks
+        calls[kind] += count
+        sent[kind] += count * message.sent_bytes
+    return tuple(Traffic(*kind, calls[kind], sent[kind]) for kind in sorted(calls))
+
+
+def _readable(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"

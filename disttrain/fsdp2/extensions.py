@@ -1,0 +1,211 @@
+"""Parameters that say themselves what is gathered of them, and what is made of it: 8-bit weights with scales, and more.
+
+A tensor subclass has both of torch's methods:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (whole, inner tensors), or None with `out`
+
+The first is asked of this rank's shard; `mesh` has the ranks that share it. Each input is gathered along its first dim;
+one with the shard's shape is padded to that of the first rank's shard. The second makes the parameter to compute with,
+of `outputs` and maybe other inner tensors; their memory is freed and comes again with the whole, so with `out`, which
+is what the first call made, only the rest of it is to be updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor
+from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.errors import ShardingError
+from disttrain.fsdp2.collectives import start_gather
+from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.wholes import Wholes, wrapped
+
+_ALIGNMENT_BYTES = 16
+"""Where an input may begin among the bytes that are gathered: a multiple of every dtype's size."""
+
+
+def has_gather_hooks(fqn: str, parameter: torch.Tensor, dim: int, rank: int) -> bool:
+    """True for a parameter of this kind. Raises ShardingError for half a one, or one that is cut along another dim."""
+    tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+    found = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(tensor, name)]
+    if len(found) == 1:
+        problem = f"the {type(tensor).__name__} of parameter {fqn} has {found[0]} alone."
+        raise ShardingError("fully_shard", problem, "Give it both methods, before and after the gather.", rank=rank)
+    if found and dim != 0:
+        problem = f"parameter {fqn} has methods around the gather, and is to be cut along dim {dim}."
+        raise ShardingError("fully_shard", problem, "Let shard_placement_fn return None for it.", rank=rank)
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a shard gives to be gathered: `inputs`, each of one size on every rank."""
+
+    param: ShardedParam
+    local: Any
+    inputs: tuple[torch.Tensor, ...]
+    metadata: Any
+
+    @property
+    def kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+
+
+class ExtensionGroup(ParamGroup):
+    """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
+
+    _given: Sequence[_Given] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_given": ()}
+
+    def lay_out(self) -> None:
+        """Give each shard memory of its own, on the device where shards are kept."""
+        for param in self.params:
+            if not param.is_laid_out():
+                param.adopt_registered()
+                local = param.sharded._local_tensor  # type: ignore[attr-defined]
+                with torch.inference_mode(False), torch.no_grad():
+                    param.lay_out(local.detach().clone().to(self._shard_device(local)))
+        self._orig_dtype = self._common_dtype()
+
+    def unshard(self) -> None:
+        """As of any group. What shards give is made on the current stream."""
+        if self.is_unsharded or self._gather is not None:
+            return
+        self.lay_out()
+        for param in self.params:
+            device = param.sharded.device
+            if device.type == "meta" or device not in (self._device, self._shard_device(param.sharded)):
+                self._refuse_device(device)
+        comm = self._comm()
+        comm.release_gathered()
+        with torch.inference_mode(False), torch.no_grad():
+            self._given = [self._give(param) for param in self.params]
+            sent = torch.cat([_as_bytes(tensor) for one in self._given for tensor in one.inputs])
+        num_shards, group = self.sharding.num_shards, self.sharding.shard_group
+        # What is sent has been made just now, so waiting for the optimizer alone would not do.
+        comm.ready = None
+        self._gather = start_gather(sent, torch.uint8, self._device, num_shards, group, comm.streams, None)
+        self._note_upload(comm)
+
+    def _give(self, param: ShardedParam) -> _Given:
+        local = param.sharded._local_tensor  # type: ignore[attr-defined]
+        if local.device != self._device:
+            local = local.to(self._device, non_blocking=True)
+        inputs, metadata = local.fsdp_pre_all_gather(
+            self.sharding.shard_mesh,
+            torch.Size(param.shape),
+            contiguous_strides(param.shape),
+            param.owners[0].module,
+            self._policy,
+        )
+        num_rows = -(-param.shape[0] // self.sharding.num_shards)
+        return _Given(param, local, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
+
+    def _allocated_wholes(self) -> _GatheredParts:
+        wholes = self._wholes
+        if not isinstance(wholes, _GatheredParts) or not wholes.fits(self._given, self.compute_dtype, self._device):
+            wholes = self._wholes = _GatheredParts(
+                self._given, self.sharding.num_shards, self.compute_dtype, self._device
+            )
+        wholes.allocate()
+        wholes.given, self._given = self._given, ()
+        return wholes
+
+    def reshard(self, keep_on: int | None = None) -> None:
+        """As of any group, but that nothing is kept between forward and backward: a whole has no shards again."""
+        super().reshard(None)
+
+    def reduce_early(self, *_: object) -> None:
+        """Gradients are reduced together."""
+
+
+class _GatheredParts(Wholes):
+    """The outputs of the gather, and the parameters made of them, whose memory comes and goes with theirs."""
+
+    def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.parameters: list[nn.Parameter] = []
+        self.given = given
+        self._kinds = [one.kinds for one in given]
+        self._num_shards = num_shards
+        with torch.inference_mode(False):
+            self._outputs = [
+                [torch.empty(_gathered_shape(t.shape, num_shards), dtype=t.dtype, device=device) for t in one.inputs]
+                for one in given
+            ]
+        storages = [tensor.untyped_storage() for tensor in chain(*self._outputs)]
+        self._memory = [(storage, storage.nbytes()) for storage in storages]
+
+    def fits(self, given: Sequence[_Given], dtype: torch.dtype, device: torch.device) -> bool:
+        """True where parameters made once can be filled with what is given now."""
+        return (self.dtype, self.device, self._kinds) == (dtype, device, [one.kinds for one in given])
+
+    def allocate(self) -> None:
+        for storage, num_bytes in self._memory:
+            storage.resize_(num_bytes)
+
+    def free(self) -> None:
+        for storage, _ in self._memory:
+            storage.resize_(0)
+
+    def write(self, gathered: torch.Tensor) -> None:
+        start = 0
+        for output in chain(*self._outputs):
+            num_bytes = output.numel() * output.itemsize // self._num_shards
+            rows = gathered.narrow(1, start, num_bytes).view(output.dtype)
+            # `.data` keeps the version: autograd has saved this memory as it will be again.
+            output.data.view(self._num_shards, -1).copy_(rows)
+            start += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        is_first = not self.parameters
+        for place, (one, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
+            if is_first:
+                self._make(one, tuple(outputs))
+            else:
+                made: torch.Tensor = self.parameters[place]
+                made = made._local_tensor if isinstance(made, DTensor) else made
+                one.local.fsdp_post_all_gather(tuple(outputs), one.metadata, self.dtype, out=made)
+        self.given = ()
+
+    def _make(self, one: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
+        param = one.param
+        whole, inner = one.local.fsdp_post_all_gather(outputs, one.metadata, self.dtype)
+        # Inner tensors may be the outputs themselves.
+        known = {storage.data_ptr() for storage, _ in self._memory}
+        for storage in (tensor.untyped_storage() for tensor in inner):
+            if storage.data_ptr() not in known:
+                self._memory.append((storage, storage.nbytes()))
+        if tuple(whole.shape) != param.shape:
+            whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)
+        if param.whole_spec is not None:
+            whole = wrapped(whole, param.whole_spec)
+        param.unsharded = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
+        self.parameters.append(param.unsharded)
+
+
+def _gathered_shape(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
+    return (num_shards * shape[0], *shape[1:]) if shape else (num_shards,)
+
+
+def _padded(tensor: torch.Tensor, shard_shape: torch.Size, num_rows: int) -> torch.Tensor:
+    if tensor.shape != shard_shape or tensor.shape[0] == num_rows:
+        return tensor
+    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
+    padded.narrow(0, 0, tensor.shape[0]).copy_(tensor)
+    return padded
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, up to where the next one may begin."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT_BYTES))

@@ -1,0 +1,52 @@
+"""Nests of tuples, lists, dicts and dataclasses, as modules take and return them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
+    """The same nest with its floating-point tensors in `dtype`."""
+    return for_each_tensor(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The nest of tuples, lists, dicts and dataclasses with `function` applied to its tensors, in order.
+
+    A container of which nothing changes is handed on itself: a module may want to write to it.
+    """
+    if isinstance(values, torch.Tensor):
+        return function(values)
+    items = _items_of(values)
+    mapped = {key: for_each_tensor(value, function) for key, value in items.items()}
+    if all(mapped[key] is value for key, value in items.items()):
+        return values
+    if isinstance(values, tuple):
+        return type(values)(*mapped.values()) if hasattr(values, "_fields") else tuple(mapped.values())
+    if isinstance(values, list):
+        return list(mapped.values())
+    # A subclass of dict, or a dataclass, may have more to it than its items.
+    changed = copy.copy(values)
+    for key, value in mapped.items():
+        if isinstance(changed, dict):
+            changed[key] = value
+        else:
+            object.__setattr__(changed, key, value)
+    return changed
+
+
+def _items_of(values: Any) -> dict[Any, Any]:
+    """What a container holds, by place, key or field; nothing for other values."""
+    if isinstance(values, tuple | list):
+        return dict(enumerate(values))
+    if isinstance(values, dict):
+        return dict(values)
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        names = (field.name for field in dataclasses.fields(values))
+        return {name: getattr(values, name) for name in names if hasattr(values, name)}
+    return {}

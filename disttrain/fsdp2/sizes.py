@@ -1,0 +1,175 @@
+"""How large what `fully_shard` handles is: its groups as sizes for a rehearsal, and what a rank holds of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2.early import parts_by_child
+from disttrain.fsdp2.flat import plan_flat
+from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.rehearsal import GroupSizes, ParamSizes, SizedModule, Use
+from disttrain.fsdp2.state import ShardState, state_of
+from disttrain.fsdp2.wholes import whole_offsets
+
+OptimizerCost = float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_PROBE_SIZE = 64
+
+
+class OptimizerBytes:
+    """What an optimizer keeps for an element; found out, for each dtype, on a small matrix."""
+
+    def __init__(self, cost: OptimizerCost) -> None:
+        self._cost = cost
+        self._known: dict[torch.dtype, float] = {}
+
+    def per_element(self, dtype: torch.dtype) -> float:
+        """Bytes for an element of a parameter of this dtype."""
+        if isinstance(self._cost, int | float):
+            return self._cost
+        if dtype not in self._known:
+            with torch.inference_mode(False):
+                probe = nn.Parameter(torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device="cpu"))
+                probe.grad = torch.zeros_like(probe)
+                optimizer = self._cost([probe])
+                optimizer.step()
+            # Numbers that there are once, such as that of the step, do not grow with the parameter.
+            kept = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+            self._known[dtype] = sum(value.nbytes for value in kept if value.numel() > 1) / probe.numel()
+        return self._known[dtype]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+
+def held_of_group(group: ParamGroup, optimizer: OptimizerBytes) -> Held:
+    """What the first rank holds of a group; of parameters and gradients, every rank."""
+    plan = plan_flat([param.front_shape for param in group.params], group.sharding.num_shards)
+    trained = sum(slot.padded_numel for param, slot in zip(group.params, plan.slots, strict=True) if _is_trained(param))
+    dtype = group.params[0].orig_dtype
+    per_element = optimizer.per_element(dtype) if trained else 0
+    return Held(plan.shard_numel * dtype.itemsize, trained * dtype.itemsize, round(trained * per_element))
+
+
+def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: OptimizerBytes) -> Held:
+    """What a rank holds of parameters that no group has taken: the whole."""
+    taken = {(owner.module, owner.name) for group in groups for param in group.params for owner in param.owners}
+    left = {
+        parameter
+        for module in root.module.modules()
+        for name, parameter in own_parameters(module)
+        if (module, name) not in taken
+    }
+    held = Held(sum(parameter.nbytes for parameter in left))
+    for parameter in left:
+        if parameter.requires_grad:
+            held += Held(0, parameter.nbytes, round(parameter.numel() * optimizer.per_element(parameter.dtype)))
+    return held
+
+
+class Sizing:
+    """A sharded model as sizes: `root` for a rehearsal, `groups` the groups of parameters in it."""
+
+    def __init__(self, root: ShardState) -> None:
+        self.groups = [group for state in _states_below(root) for group in state.groups]
+        self._sized: dict[ShardState, SizedModule] = {}
+        self._names = {module: name or type(module).__name__ for name, module in root.module.named_modules()}
+        self.root = self._module(root, is_root=True)
+        for state, sized in self._sized.items():
+            sized.forward_prefetch = self._chosen(state.forward_prefetch)
+            sized.backward_prefetch = self._chosen(state.backward_prefetch)
+
+    def _chosen(self, states: list[ShardState] | None) -> list[SizedModule] | None:
+        return None if states is None else [self._sized[state] for state in states if state in self._sized]
+
+    def _module(self, state: ShardState, *, is_root: bool) -> SizedModule:
+        if state in self._sized:
+            return self._sized[state]
+        groups: list[GroupSizes] = []
+        uses: dict[tuple[nn.Module, str], Use] = {}
+        for group in state.groups:
+            params = {param: _param_sizes(group, param) for param in group.params}
+            parts = parts_by_child(state.module, group.params) if is_root else []
+            groups.append(_group_sizes(group, params, [[params[param] for param in part] for part in parts]))
+            for param, sizes in params.items():
+                uses.update({(owner.module, owner.name): (groups[-1], sizes) for owner in param.owners})
+        reshard = state.reshard_after_forward
+        sized = self._sized[state] = SizedModule(
+            name=self._names[state.module],
+            groups=groups,
+            frees_after_forward=not is_root if reshard is None else reshard is not False,
+            kept_on=None if isinstance(reshard, bool | None) else reshard,
+            gathers_in_backward=state.unshards_in_backward,
+        )
+        sized.body = list(self._body(state.module, uses))
+        return sized
+
+    def _body(self, module: nn.Module, uses: dict[tuple[nn.Module, str], Use]) -> Iterator[SizedModule | Use]:
+        """What the module's forward comes across, as it is registered."""
+        for name, _ in own_parameters(module):
+            if (module, name) in uses:
+                yield uses[module, name]
+        for child in module.children():
+            state = state_of(child)
+            if state is None:
+                yield from self._body(child, uses)
+            else:
+                yield self._module(state, is_root=False)
+
+
+def _states_below(root: ShardState) -> list[ShardState]:
+    return [state for state in map(state_of, root.module.modules()) if state is not None]
+
+
+def _is_trained(param: ShardedParam) -> bool:
+    return param.sharded.requires_grad and math.prod(param.shape) > 0
+
+
+def _param_sizes(group: ParamGroup, param: ShardedParam) -> ParamSizes:
+    plan = plan_flat([param.front_shape], group.sharding.num_shards)
+    return ParamSizes(
+        whole_bytes=math.prod(param.shape) * group.compute_dtype.itemsize,
+        kept_bytes=math.prod(param.shape) * group.reduce_dtype.itemsize,
+        packed_bytes=plan.shard_numel * plan.num_shards * group.reduce_dtype.itemsize,
+        reduced_bytes=plan.shard_numel * group.reduce_dtype.itemsize,
+        gradient_bytes=plan.shard_numel * param.orig_dtype.itemsize,
+        is_trained=_is_trained(param),
+        num_uses=len(param.owners),
+    )
+
+
+def _group_sizes(
+    group: ParamGroup, params: dict[ShardedParam, ParamSizes], parts: list[list[ParamSizes]]
+) -> GroupSizes:
+    plan = plan_flat([param.front_shape for param in params], group.sharding.num_shards)
+    dtype = group.compute_dtype
+    return GroupSizes(
+        params=tuple(params.values()),
+        early_parts=tuple(map(tuple, parts)),
+        shard_bytes=plan.shard_numel * group.params[0].orig_dtype.itemsize,
+        sent_bytes=plan.shard_numel * dtype.itemsize,
+        whole_bytes=whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
+        num_shards=group.sharding.num_shards,
+        num_replicas=group.sharding.num_replicas,
+        is_cast=dtype != group.params[0].orig_dtype,
+        is_gathered_in_place=all(param.dim == 0 for param in params),
+        is_offloaded=group.is_offloaded,
+    )
