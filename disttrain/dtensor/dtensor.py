@@ -196,8 +196,8 @@ class DTensor(Traced, torch.Tensor):
 
     def __str__(self) -> str:
         """The whole, as `print` shows it. Collective over the mesh; `repr` is not, and shows this rank's part."""
-        if self._local_tensor.device.type == "meta" or self._spec.is_symbolic:
-            return repr(self)
+        if self._local_tensor.device.type == "meta" or type(self._local_tensor) is not torch.Tensor:
+            return repr(self)  # there is no value: so it is while a compiler traces
         try:
             whole = cast(DTensor, self.detach()).full_tensor()
         except BackendError as error:

@@ -33,7 +33,7 @@ _REDUCE_OPS = {
 
 def all_reduce(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
     """The reduction of contiguous `values`, whose memory it may take. Collective, as all that follow."""
-    if is_traced():
+    if _is_recorded(values):
         return functional.all_reduce(values, reduce_op, group)
     all_reduce_(values, _REDUCE_OPS[reduce_op], group=group)
     return values
@@ -41,7 +41,7 @@ def all_reduce(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> tor
 
 def all_gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All ranks' contiguous parts of one shape, concatenated along dim 0."""
-    if is_traced():
+    if _is_recorded(part):
         return functional.all_gather_tensor(part, 0, group)
     gathered = part.new_empty((group.group_size * part.shape[0], *part.shape[1:]))
     all_gather_into_tensor(gathered, part, group=group)
@@ -50,7 +50,7 @@ def all_gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 def reduce_scatter(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> torch.Tensor:
     """The reduction of contiguous `values`, and of that this rank's equal part of dim 0."""
-    if is_traced():
+    if _is_recorded(values):
         return functional.reduce_scatter_tensor(values, reduce_op, 0, group)
     part = values.new_empty((values.shape[0] // group.group_size, *values.shape[1:]))
     reduce_scatter_tensor(part, values, _REDUCE_OPS[reduce_op], group=group)
@@ -59,7 +59,7 @@ def reduce_scatter(values: torch.Tensor, reduce_op: str, group: ProcessGroup) ->
 
 def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[torch.Tensor]:
     """Contiguous `sent[r]` goes to group rank r, and what comes from group rank r has `shapes[r]`."""
-    if is_traced():
+    if _is_recorded(sent[0]):
         received_sizes = [math.prod(shape) for shape in shapes]
         flat = torch.cat([piece.reshape(-1) for piece in sent])
         came = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
@@ -71,7 +71,12 @@ def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], grou
 
 def broadcast(values: torch.Tensor, group_src: int, group: ProcessGroup) -> torch.Tensor:
     """What group rank `group_src` has in contiguous `values`, whose memory it may take."""
-    if is_traced():
+    if _is_recorded(values):
         return functional.broadcast(values, group_src, group)
     broadcast_(values, group=group, group_src=group_src)
     return values
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Also true of a tensor of the compiler's that somebody looks at: it has no memory to send."""
+    return is_traced() or type(tensor) is not torch.Tensor
