@@ -91,8 +91,10 @@ def test_bf16_training_does_not_grow_and_learns() -> None:
     model.init(3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = batch(0)
-    losses, peaks = [], []
-    for _ in range(12):
+    losses, peaks, num_retries = [], [], 0
+    for step in range(100):
+        if step == 4:
+            num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
         torch.cuda.reset_peak_memory_stats()
         loss = models.loss_of(model, tokens)
         loss.backward()
@@ -102,6 +104,7 @@ def test_bf16_training_does_not_grow_and_learns() -> None:
         peaks.append(torch.cuda.max_memory_allocated())
     assert losses[-1] < 0.8 * losses[0]
     assert len(set(peaks[4:])) == 1, peaks
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == num_retries
 
 
 @on_ranks(NUM_GPUS)
