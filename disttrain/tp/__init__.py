@@ -1,0 +1,19 @@
+"""Tensor parallel: modules cut along a mesh axis, with the names of torch.distributed.tensor.parallel."""
+
+from __future__ import annotations
+
+from disttrain.tp.parallelize import parallelize_module
+from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from disttrain.tp.sequence import SequenceParallel
+from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

@@ -1,0 +1,244 @@
+"""Linear layers that compute on their parts: which way a call goes, and what comes in and out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
+from disttrain.errors import LayoutError
+from disttrain.tp.axis import Axis
+from disttrain.tp.columns import Column, ColumnInput, columns
+from disttrain.tp.linears import Matrix
+from disttrain.tp.params import Cut
+from disttrain.tp.rows import Row, row
+
+
+@dataclass(frozen=True)
+class ColumnLayer:
+    """A linear layer cut by its outputs. `output` None: as they come, each rank its own."""
+
+    axis: Axis
+    matrix: Matrix
+    weight: Cut
+    bias: Cut
+    num_blocks: int
+    input: Placement
+    output: Placement | None
+    use_local_output: bool
+    overlap: bool | None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        given = None if takes_the_long_way(x) else self.as_given(x)
+        if given is None:
+            return self._the_long_way(x, weight, bias)
+        (result,) = columns(x, given, (self.column(x, given, weight),), (weight, bias))
+        return self.finished(result)
+
+    def is_laid_out(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """False where the parameters are, for now, cut by something else as well."""
+        return all(
+            parameter is None or parameter._spec.layout is self.axis.layout(cut.placement)  # type: ignore[attr-defined]
+            for parameter, cut in ((weight, self.weight), (bias, self.bias))
+        )
+
+    def as_given(self, x: torch.Tensor) -> ColumnInput | None:
+        """How `x` comes, if it is one of the ways that need no DTensor's help."""
+        spec = spec_on(self.axis, x)
+        placement = self.input if spec is None else spec.placements[0]
+        if placement.is_replicate():
+            return ColumnInput(self.axis, None, spec, self.overlap)
+        if isinstance(placement, Shard):
+            dim = placement.dim % x.ndim
+            if dim < x.ndim - 1 and (spec is None or spec.shape[dim] % self.axis.size == 0):
+                return ColumnInput(self.axis, dim, spec, self.overlap)
+        return None
+
+    def column(self, x: torch.Tensor, given: ColumnInput, weight: torch.Tensor) -> Column:
+        """What the Function needs to know about this layer for an input that comes so."""
+        if self.output is None and self.use_local_output:
+            return Column(self.matrix, self.weight, self.bias, None)
+        rows = list(x.shape[:-1])
+        if given.dim is not None and given.spec is None:
+            rows[given.dim] *= self.axis.size
+        spec = self.axis.spec(self._cut_outputs(x.ndim), (*rows, self._num_outputs(weight)), x.dtype)
+        return Column(self.matrix, self.weight, self.bias, spec)
+
+    def finished(self, result: torch.Tensor) -> torch.Tensor:
+        """The result as the layer is asked to give it."""
+        if not isinstance(result, DTensor):
+            return result
+        return given_out(result, self.output or result.placements[0], self.use_local_output)
+
+    def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        whole = as_dtensor(x, self.input, self.axis).redistribute(placements=[Replicate()])
+        local = whole.to_local(grad_placements=[Partial()])
+        used_bias = None if bias is None else self.bias.used_with_grad(bias)
+        part = self.matrix.times(local, self.weight.used_with_grad(weight), used_bias)
+        if self.output is None and self.use_local_output:
+            return part
+        shape = (*whole.shape[:-1], self._num_outputs(weight))
+        result = DTensor.from_local(part, self.axis.mesh, [self._cut_outputs(x.ndim)], shape=shape)
+        return self.finished(result)
+
+    def _cut_outputs(self, num_dims: int) -> Placement:
+        last = num_dims - 1
+        return Shard(last) if self.num_blocks == 1 else StridedShard(last, self.num_blocks)
+
+    def _num_outputs(self, weight: torch.Tensor) -> int:
+        """Of all ranks; where ranks share heads, each counts as often as it is computed."""
+        piece = self.weight.piece
+        return weight.shape[self.matrix.out_dim] if piece is None else piece.size * piece.num_blocks * self.axis.size
+
+
+@dataclass(frozen=True)
+class RowLayer:
+    """A linear layer cut by its inputs."""
+
+    axis: Axis
+    matrix: Matrix
+    weight: Cut
+    bias: Cut
+    input: Placement
+    output: Placement
+    use_local_output: bool
+    overlap: bool | None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        layer = None if takes_the_long_way(x) else self._short(x, weight)
+        return self._the_long_way(x, weight, bias) if layer is None else row(x, layer, weight, bias)
+
+    def _short(self, x: torch.Tensor, weight: torch.Tensor) -> Row | None:
+        """What the Function needs to know, if input and output lie in one of the ways that need no DTensor's help."""
+        spec = spec_on(self.axis, x)
+        last = x.ndim - 1
+        if not _is_shard(self.input if spec is None else spec.placements[0], last, x.ndim):
+            return None
+        dim = None
+        if isinstance(self.output, Shard):
+            dim = self.output.dim % x.ndim
+            if dim == last or x.shape[dim] % self.axis.size:
+                return None
+        elif not self.output.is_replicate():
+            return None
+        output = None
+        if not self.use_local_output:
+            shape = (*x.shape[:-1], weight.shape[self.matrix.out_dim])
+            output = self.axis.spec(Replicate() if dim is None else Shard(dim), shape, x.dtype)
+        return Row(self.axis, self.matrix, self.weight, self.bias, dim, spec, output, self.overlap)
+
+    def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        whole_shape = None
+        if _is_shard(self.input, x.ndim - 1, x.ndim):
+            whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
+        given = as_dtensor(x, self.input, self.axis, whole_shape)
+        part = given.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+        term = self.matrix.times(part, self.weight.used_with_grad(weight), None)
+        result = DTensor.from_local(term, self.axis.mesh, [Partial()]).redistribute(placements=[self.output])
+        if bias is not None:
+            result = cast(DTensor, result + bias)
+        return given_out(result, self.output, self.use_local_output)
+
+
+def takes_the_long_way(x: torch.Tensor) -> bool:
+    """Compilers follow autograd's own functions better than ours, and autocast converts only for these."""
+    return torch.compiler.is_compiling() or x.ndim < 2 or torch.is_autocast_enabled(x.device.type)
+
+
+def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:
+    return isinstance(placement, Shard) and placement.dim % num_dims == dim
+
+
+def spec_on(axis: Axis, x: torch.Tensor) -> Spec | None:
+    """The spec of a DTensor on the axis, None of a plain tensor. Raises LayoutError for one on another mesh."""
+    spec: Spec | None = getattr(x, "_spec", None)
+    if spec is not None and spec.mesh != axis.mesh:
+        raise LayoutError(
+            "tensor parallel",
+            f"the input lies on the mesh {spec.mesh.layout}, the module on {axis.mesh.layout}.",
+            "Redistribute it, or give its local part.",
+            rank=axis.world_rank,
+        )
+    return spec
+
+
+def as_dtensor(x: torch.Tensor, placement: Placement, axis: Axis, shape: tuple[int, ...] | None = None) -> DTensor:
+    """`x`, which lies as `placement` says if it is plain. `shape` of the whole, where cuts may be uneven."""
+    if isinstance(x, DTensor):
+        spec_on(axis, x)
+        return x
+    return DTensor.from_local(x, axis.mesh, [placement], shape=shape)
+
+
+def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> torch.Tensor:
+    """The result as it is asked for.
+
+    Raises: LayoutError when a plain part is asked for and ranks would have parts of several sizes: nobody could tell
+    the size of the whole from them.
+    """
+    layout = result._spec.layout.with_placements((_from_front(placement, result.ndim),))
+    if use_local_output and isinstance(placement, Shard):
+        dim, size = placement.dim % result.ndim, layout.mesh.size()
+        if dim != result.ndim - 1 and result.shape[dim] % size:
+            raise LayoutError(
+                "tensor parallel",
+                f"dim {dim} of a result of shape {tuple(result.shape)} doesn't divide among {size} ranks, and plain "
+                "parts don't say what they are parts of.",
+                f"Pad it to a multiple of {size}, or set use_local_output=False.",
+                rank=layout.mesh.get_rank(),
+            )
+    if layout is not result._spec.layout:
+        result = result.redistribute(placements=layout.placements)
+    return result.to_local() if use_local_output else result
+
+
+def _from_front(placement: Placement, num_dims: int) -> Placement:
+    return Shard(placement.dim % num_dims) if isinstance(placement, Shard) else placement
+
+
+class Parallel(nn.Module):
+    """A module that one of the styles has cut. `isinstance` with its former class stays true."""
+
+    _tp: Any
+
+
+class ColumnLinear(Parallel):
+    """A linear layer whose outputs are cut along the axis."""
+
+    _tp: ColumnLayer
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = getattr(x, "_shared_input", None)
+        result = None if shared is None else shared.result_for(self)
+        if result is not None:
+            return self._tp.finished(result)
+        return self._tp(x, self.weight, self.bias)
+
+
+class RowLinear(Parallel):
+    """A linear layer whose inputs are cut along the axis."""
+
+    _tp: RowLayer
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._tp(x, self.weight, self.bias)
+
+
+def become(module: nn.Module, kind: type[Parallel], state: object) -> None:
+    """Make `module` one of `kind`, in place."""
+    module.__class__ = _joined((kind, type(module)))
+    module._tp = state  # type: ignore[assignment]
+
+
+@functools.cache
+def _joined(classes: tuple[type, type]) -> type[nn.Module]:
+    kind, cls = classes
+    return type(f"{kind.__name__}Of{cls.__name__}", classes, {})

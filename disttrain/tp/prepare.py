@@ -1,0 +1,240 @@
+"""Inputs and outputs of modules that hold layers of several styles, laid out as these want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import Placement, Replicate, Shard
+from disttrain.errors import LayoutError, ShardingError
+from disttrain.mesh import DeviceMesh
+from disttrain.tp.axis import Axis
+from disttrain.tp.layers import as_dtensor, given_out
+from disttrain.tp.modules import as_tuple
+from disttrain.tp.shared_input import CheckAsked, gathered, sharing_layers
+from disttrain.tp.styles import ParallelStyle
+
+Layouts = Placement | Sequence[Placement | None] | None
+KeywordLayouts = Mapping[str, Placement | None] | None
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Make a module's inputs DTensors, laid out as the layers in it want them.
+
+    Where the first input is gathered for the module and its own linear layers are ColwiseParallel, these are computed
+    together: one gather, one reduction of the gradient, both under the multiplications.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: KeywordLayouts = None,
+        desired_input_kwarg_layouts: KeywordLayouts = None,
+        use_local_output: bool = False,
+        shared_by: Sequence[str] | None = None,
+    ) -> None:
+        """
+        Args: input_layouts          how plain positional inputs lie; None for what is left alone.
+              desired_input_layouts  how they are wanted; as many.
+              input_kwarg_layouts, desired_input_kwarg_layouts  the same by name.
+              use_local_output       give this rank's parts, not DTensors.
+              shared_by              names of the ColwiseParallel layers that take the gathered input as it is; default:
+                                     all that are the module's own children, `()` for none.
+        """
+        self.input_layouts = input_layouts
+        self.desired_input_layouts = desired_input_layouts
+        self.input_kwarg_layouts = input_kwarg_layouts
+        self.desired_input_kwarg_layouts = desired_input_kwarg_layouts
+        self.use_local_output = use_local_output
+        self.shared_by = shared_by
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        given, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
+        if self.input_layouts is None and self.input_kwarg_layouts is None:
+            _refuse("neither input_layouts nor input_kwarg_layouts are given.", "Say how the inputs lie.", axis)
+        if self.input_layouts is not None:
+            _check_pairs("input_layouts", given, "desired_input_layouts", wanted, axis)
+        by_name, wanted_by_name = dict(self.input_kwarg_layouts or {}), dict(self.desired_input_kwarg_layouts or {})
+        if by_name.keys() != wanted_by_name.keys():
+            _refuse(
+                f"input_kwarg_layouts name {sorted(by_name)}, desired_input_kwarg_layouts {sorted(wanted_by_name)}.",
+                "Give the same names to both.",
+                axis,
+            )
+        positional = None
+        if self.input_layouts is not None:
+            positional = tuple(
+                _Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True)
+            )
+        named = {
+            name: _Conversion(axis, placement, wanted_by_name[name], self.use_local_output)
+            for name, placement in by_name.items()
+        }
+        check = CheckAsked()
+        module.register_forward_pre_hook(_PrepareInputs(positional, named, self.shared_by, check), with_kwargs=True)
+        module.register_forward_hook(check)
+        return module
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Lay out a module's outputs as whoever takes them wants them."""
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        """
+        Args: output_layouts          how plain outputs lie; None for what is left alone.
+              desired_output_layouts  how they are wanted; as many.
+              use_local_output        give this rank's parts, not DTensors.
+        """
+        self.output_layouts = output_layouts
+        self.desired_output_layouts = desired_output_layouts
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
+        _check_pairs("output_layouts", given, "desired_output_layouts", wanted, axis)
+        conversions = tuple(_Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True))
+        module.register_forward_hook(_PrepareOutputs(conversions))
+        return module
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: KeywordLayouts = None,
+        desired_input_kwarg_layouts: KeywordLayouts = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+        shared_by: Sequence[str] | None = None,
+    ) -> None:
+        """As the two; `use_local_input` is the former's `use_local_output`."""
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+            shared_by=shared_by,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input._apply(module, device_mesh)
+        return self.prepare_module_output._apply(module, device_mesh)
+
+
+class _Conversion:
+    """Of one input or output, which lies as `given` if it is plain; None leaves it alone."""
+
+    def __init__(self, axis: Axis, given: Placement | None, wanted: Placement | None, use_local: bool) -> None:
+        self.axis, self.given, self.use_local = axis, given, use_local
+        self.wanted = wanted or given
+
+    def __call__(self, value: Any) -> Any:
+        if self.given is None or self.wanted is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise LayoutError(
+                "tensor parallel",
+                f"a layout {self.given} is given for {type(value).__name__} {value!r}.",
+                "Give None for what is no tensor.",
+                rank=self.axis.world_rank,
+            )
+        return given_out(as_dtensor(value, self.given, self.axis), self.wanted, self.use_local)
+
+    @property
+    def gathered_from(self) -> Shard | None:
+        """How a plain input lies that is gathered, so that layers can be computed together."""
+        is_gather = not self.use_local and self.wanted == Replicate()
+        return self.given if is_gather and isinstance(self.given, Shard) else None
+
+
+class _PrepareInputs:
+    """A forward pre-hook. It belongs to one module, and is copied with it."""
+
+    def __init__(
+        self,
+        positional: tuple[_Conversion, ...] | None,
+        named: Mapping[str, _Conversion],
+        shared_by: Sequence[str] | None,
+        check: CheckAsked,
+    ) -> None:
+        self.positional, self.named = positional, named
+        self.shared_by, self.check = shared_by, check
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.positional is not None:
+            if len(args) != len(self.positional):
+                raise LayoutError(
+                    "tensor parallel",
+                    f"{type(module).__name__} is called with {len(args)} positional inputs, and {len(self.positional)} "
+                    "input_layouts are given.",
+                    "Give one per positional input, None for those to be left alone; others go by input_kwarg_layouts.",
+                )
+            args = tuple(
+                self._converted(module, conversion, value)
+                for conversion, value in zip(self.positional, args, strict=True)
+            )
+        if self.named:
+            kwargs = {
+                name: self._converted(module, self.named[name], value) if name in self.named else value
+                for name, value in kwargs.items()
+            }
+        return args, kwargs
+
+    def _converted(self, module: nn.Module, conversion: _Conversion, value: Any) -> Any:
+        given = conversion.gathered_from
+        if given is not None and isinstance(value, torch.Tensor):
+            layers = sharing_layers(module, self.shared_by, conversion.axis)
+            made = gathered(layers, value, given, conversion.axis) if layers else None
+            if made is not None:
+                whole, self.check.shared = made
+                return whole
+        return conversion(value)
+
+
+class _PrepareOutputs:
+    """A forward hook."""
+
+    def __init__(self, conversions: tuple[_Conversion, ...]) -> None:
+        self.conversions = conversions
+
+    def __call__(self, module: nn.Module, _inputs: Any, output: Any) -> Any:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if len(outputs) != len(self.conversions):
+            raise LayoutError(
+                "tensor parallel",
+                f"{type(module).__name__} gives {len(outputs)} outputs, and {len(self.conversions)} output_layouts are "
+                "given.",
+                "Give one per output, None for those to be left alone.",
+            )
+        prepared = tuple(conversion(value) for conversion, value in zip(self.conversions, outputs, strict=True))
+        return prepared if isinstance(output, tuple) else prepared[0]
+
+
+def _check_pairs(name: str, given: Sequence[Any], wanted_name: str, wanted: Sequence[Any], axis: Axis) -> None:
+    if len(given) != len(wanted):
+        _refuse(f"{len(given)} {name} and {len(wanted)} {wanted_name} are given.", "Give as many of both.", axis)
+
+
+def _refuse(problem: str, remedy: str, axis: Axis) -> None:
+    raise ShardingError("parallelize_module", problem, remedy, rank=axis.world_rank)

@@ -1,0 +1,186 @@
+"""The styles of layers: by columns, by rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import nn
+
+from disttrain.dtensor import Placement, Replicate, Shard
+from disttrain.errors import ShardingError
+from disttrain.mesh import DeviceMesh
+from disttrain.tp.axis import Axis
+from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
+from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
+from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
+from disttrain.tp.params import REPLICATED, Cut, lay_out
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class ParallelStyle(ABC):
+    """How `parallelize_module` cuts one module. Derive from it to write your own."""
+
+    src_data_rank: int | None = 0
+    """The rank along the axis whose parameters count; None: all ranks have the same, and nothing is sent."""
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Cut `module` along the axis of `device_mesh`, in place, and return it. Collective."""
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if name != "src_data_rank" and value is not None}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class ColwiseParallel(ParallelStyle):
+    """Each rank computes some of a layer's outputs. For linear layers, embeddings and convolutions."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        head_dim: int | None = None,
+        num_blocks: int = 1,
+        overlap: bool | None = None,
+    ) -> None:
+        """
+        Args: input_layouts     how a plain input lies; default Replicate. Shard(dim) is gathered.
+              output_layouts    how the output is wanted; default: as it is computed, sharded along the last dim, of
+                                convolutions along the channels.
+              use_local_output  give this rank's part, not a DTensor.
+              head_dim          the outputs of a linear layer belong together in heads of so many. With fewer heads
+                                than ranks, as of keys and values in grouped-query attention, ranks share a head.
+              num_blocks        the outputs are so many equal blocks, such as query, key and value in one layer.
+              overlap           send a gathered input part by part under the multiplications; default: where it pays.
+        """
+        self.input_layouts = input_layouts or Replicate()
+        self.output_layouts = output_layouts
+        self.use_local_output = use_local_output
+        self.head_dim = head_dim
+        self.num_blocks = num_blocks
+        self.overlap = overlap
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = checked_axis(self, module, device_mesh)
+        matrix = matrix_of(module)
+        if matrix is not None:
+            cuts = column_cuts(module, matrix, axis, self.head_dim, self.num_blocks)
+            lay_out(module, cuts, axis, self.src_data_rank)
+            weight, bias = cuts["weight"], cuts["bias"]
+            state = ColumnLayer(
+                axis, matrix, weight, bias, self.num_blocks,
+                self.input_layouts, self.output_layouts, self.use_local_output, self.overlap,
+            )  # fmt: skip
+            become(module, ColumnLinear, state)
+            return module
+        weight_dim, output_dim = _column_dims(self, module, axis)
+        lay_out(module, {"weight": Cut(Shard(weight_dim)), "bias": Cut(Shard(0))}, axis, self.src_data_rank)
+        _mark(module, axis)
+        output = self.output_layouts or Shard(output_dim)
+        hook(
+            module,
+            PrepareFirst(axis, self.input_layouts, Replicate()),
+            FinishOutput(output, self.use_local_output),
+        )
+        return module
+
+
+class RowwiseParallel(ParallelStyle):
+    """Each rank computes with some of a layer's inputs. For linear layers, embeddings and convolutions."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        overlap: bool | None = None,
+    ) -> None:
+        """
+        Args: input_layouts     how a plain input lies; default: sharded along the last dim, of convolutions along the
+                                channels, of embeddings Replicate.
+              output_layouts    how the output is wanted; default Replicate. Shard(dim) scatters the sum.
+              use_local_output  give this rank's part, not a DTensor.
+              overlap           send a scattered sum part by part under the multiplications; default: where it pays.
+        """
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts or Replicate()
+        self.use_local_output = use_local_output
+        self.overlap = overlap
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = checked_axis(self, module, device_mesh)
+        matrix = matrix_of(module)
+        if matrix is not None:
+            cuts = row_cuts(matrix, self.output_layouts)
+            lay_out(module, cuts, axis, self.src_data_rank)
+            state = RowLayer(
+                axis, matrix, cuts["weight"], cuts["bias"],
+                self.input_layouts or Shard(-1), self.output_layouts, self.use_local_output, self.overlap,
+            )  # fmt: skip
+            become(module, RowLinear, state)
+            return module
+        weight_dim, wanted = _row_dims(self, module, axis)
+        lay_out(module, {"weight": Cut(Shard(weight_dim)), "bias": REPLICATED}, axis, self.src_data_rank)
+        _mark(module, axis)
+        hook(
+            module,
+            PrepareFirst(axis, self.input_layouts or wanted, wanted),
+            FinishOutput(self.output_layouts, self.use_local_output),
+        )
+        return module
+
+
+def checked_axis(style: ParallelStyle, module: nn.Module, mesh: Any) -> Axis:
+    """Raises: MeshError for no mesh of one axis; ShardingError when the module has been cut before."""
+    axis = Axis.of("parallelize_module", mesh)
+    if isinstance(module, Parallel) or _MARK in module.__dict__:
+        raise ShardingError(
+            "parallelize_module",
+            f"{style} is applied to a {type(module).__name__}, which another style has cut already.",
+            "Give each module one style; two keys of the plan may name the same.",
+            rank=axis.world_rank,
+        )
+    return axis
+
+
+def _column_dims(style: ParallelStyle, module: nn.Module, axis: Axis) -> tuple[int, int]:
+    """The dim to cut a weight along, and the one the output is cut along then."""
+    if isinstance(module, nn.Embedding):
+        return 1, -1
+    if isinstance(module, _CONVOLUTIONS):
+        return 0, -1 - len(module.kernel_size)
+    if isinstance(module, nn.Linear):
+        return 0, -1
+    raise _unknown(style, module, axis)
+
+
+def _row_dims(style: ParallelStyle, module: nn.Module, axis: Axis) -> tuple[int, Placement]:
+    """The dim to cut a weight along, and how the input must lie then."""
+    if isinstance(module, nn.Embedding):
+        return 0, Replicate()
+    if isinstance(module, _CONVOLUTIONS):
+        return 1, Shard(-1 - len(module.kernel_size))
+    if isinstance(module, nn.Linear):
+        return 1, Shard(-1)
+    raise _unknown(style, module, axis)
+
+
+_MARK = "_disttrain_parallel"
+
+
+def _mark(module: nn.Module, axis: Axis) -> None:
+    module.__dict__[_MARK] = axis
+
+
+def _unknown(style: ParallelStyle, module: nn.Module, axis: Axis) -> ShardingError:
+    return ShardingError(
+        "parallelize_module",
+        f"{type(style).__name__} does not know {type(module).__module__}.{type(module).__qualname__}.",
+        "It cuts nn.Linear, nn.Embedding and nn.Conv1d to nn.Conv3d; write a ParallelStyle for other modules.",
+        rank=axis.world_rank,
+    )
