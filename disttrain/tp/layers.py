@@ -72,7 +72,7 @@ class ColumnLayer:
         """The result as the layer is asked to give it."""
         if not isinstance(result, DTensor):
             return result
-        return given_out(result, self.output or result.placements[0], self.use_local_output)
+        return given_out(result, self.output or self._cut_outputs(result.ndim), self.use_local_output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         whole = as_dtensor(x, self.input, self.axis).redistribute(placements=[Replicate()])
@@ -169,7 +169,8 @@ def spec_on(axis: Axis, x: torch.Tensor) -> Spec | None:
 def as_dtensor(x: torch.Tensor, placement: Placement, axis: Axis, shape: tuple[int, ...] | None = None) -> DTensor:
     """`x`, which lies as `placement` says if it is plain. `shape` of the whole, where cuts may be uneven."""
     if isinstance(x, DTensor):
-        spec_on(axis, x)
+        if not torch.compiler.is_compiling():
+            spec_on(axis, x)
         return x
     return DTensor.from_local(x, axis.mesh, [placement], shape=shape)
 
@@ -180,19 +181,20 @@ def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> 
     Raises: LayoutError when a plain part is asked for and ranks would have parts of several sizes: nobody could tell
     the size of the whole from them.
     """
-    layout = result._spec.layout.with_placements((_from_front(placement, result.ndim),))
+    mesh = result.device_mesh
     if use_local_output and isinstance(placement, Shard):
-        dim, size = placement.dim % result.ndim, layout.mesh.size()
+        dim, size = placement.dim % result.ndim, mesh.size()
         if dim != result.ndim - 1 and result.shape[dim] % size:
             raise LayoutError(
                 "tensor parallel",
                 f"dim {dim} of a result of shape {tuple(result.shape)} doesn't divide among {size} ranks, and plain "
                 "parts don't say what they are parts of.",
                 f"Pad it to a multiple of {size}, or set use_local_output=False.",
-                rank=layout.mesh.get_rank(),
+                rank=mesh.get_rank(),
             )
-    if layout is not result._spec.layout:
-        result = result.redistribute(placements=layout.placements)
+    # A compiler that reads this knows no layouts, but what redistribute does with them.
+    if torch.compiler.is_compiling() or result.placements != (_from_front(placement, result.ndim),):
+        result = result.redistribute(placements=[placement])
     return result.to_local() if use_local_output else result
 
 

@@ -1,0 +1,37 @@
+"""Cut modules under torch.compile: one graph, the values and gradients of a single process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import disttrain
+from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import parallelize_module
+from tests.tp_cases import Block, block_plan, check_gradients, gathered, scattered
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("sequence", [False, True])
+@on_ranks(2)
+def test_a_compiled_block(backend: str, sequence: bool) -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = Block().double()
+    module = parallelize_module(copy.deepcopy(alone), mesh, block_plan(2, sequence=sequence))
+    module.compile(fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for size in (8, 12, 16):
+        x = torch.randn(2, size, 8, dtype=torch.float64)
+        expected = alone(x)
+        result = module(scattered(1)(x, mesh) if sequence else x)
+        result = gathered(1)(result, mesh) if sequence else result
+        torch.testing.assert_close(result, expected)
+        expected.sin().sum().backward()
+        result.sin().sum().backward()
+        check_gradients(module, alone)
+    # The second size makes torch take sizes for symbols; the third is nothing new.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
