@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor.checked_layouts import gradient_placements
+from disttrain.dtensor.layout import Spec
 
 
 def settle_gradient(leaf: Any) -> None:
@@ -25,7 +26,10 @@ def settle_gradient(leaf: Any) -> None:
 
 def _settle(parameter: Any) -> None:
     grad = parameter.grad
-    wanted = parameter._spec.layout.with_placements(gradient_placements(parameter.placements))
+    own: Spec = parameter._spec
+    if getattr(grad, "_spec", None) is own:
+        return
+    wanted = own.layout.with_placements(gradient_placements(parameter.placements))
     spec = getattr(grad, "_spec", None)
     if spec is not None and spec.layout is not wanted:
         with torch.no_grad():

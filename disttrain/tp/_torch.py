@@ -20,6 +20,11 @@ def shown_as(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[No
         module._parameters.update(own)
 
 
-def has_pre_hooks(module: nn.Module) -> bool:
-    """Whether something is done before the module's forward, such as gathering its parameters."""
-    return bool(module._forward_pre_hooks)
+def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
+    """The module's own parameters; quicker than by attribute."""
+    return [module._parameters.get(name) for name in names]
+
+
+def backward_is_running() -> bool:
+    """True when this thread is inside a backward pass, as in a recomputation under activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1

@@ -10,22 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from disttrain.dtensor import DTensor, Partial, Replicate, Spec
 from disttrain.tp.axis import Axis
-from disttrain.tp.gathering import gather_and_multiply
-from disttrain.tp.linears import Matrix
+from disttrain.tp.gathering import Gather, gather_and_multiply
+from disttrain.tp.linears import Matrix, refuse_second_derivative
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import Finish, start_all_reduce, start_reduce_scatter
 
 
 @dataclass(frozen=True)
 class Column:
-    """One linear layer: how it holds its matrix, how its parameters are cut, and how its result lies.
-
-    `wraps`: the result is given as a DTensor, else as this rank's part.
-    """
+    """One linear layer: how it holds its matrix, how its parameters are cut, and how its result lies, where that is
+    given as a DTensor; else it is this rank's part."""
 
     matrix: Matrix
     weight: Cut
@@ -34,104 +31,92 @@ class Column:
 
 
 @dataclass(frozen=True)
-class ColumnInput:
-    """How the input comes. `dim` is that along which ranks have parts, None where each has the whole.
+class Columns:
+    """What is done for an input of one form.
 
-    `spec` is that of a DTensor. The gradient of a whole plain input is summed over the ranks; that of a whole DTensor
-    is left as terms of the sum, which others may join.
+    `gather` is None where each rank has the whole input. `spec` is the input's where it is a DTensor. The gradient of a
+    whole plain input is summed over the ranks; that of a whole DTensor is left as terms of the sum, which others may
+    join. `whole` is the spec of the whole input, where that is given out before the results.
     """
 
     axis: Axis
-    dim: int | None
+    gather: Gather | None
     spec: Spec | None
-    overlap: bool | None = None
+    layers: tuple[Column, ...]
+    whole: Spec | None = None
 
 
-def columns(
-    x: torch.Tensor,
-    given: ColumnInput,
-    layers: Sequence[Column],
-    parameters: Sequence[torch.Tensor | None],
-    *,
-    keeps_whole: bool = False,
-) -> tuple[torch.Tensor, ...]:
-    """The results of `layers`, whose weights and biases take turns in `parameters`; after the whole input, if asked."""
-    return _Columns.apply(x, given, tuple(layers), keeps_whole, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+def columns(x: torch.Tensor, plan: Columns, parameters: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """The results of the plan's layers, whose weights and biases take turns in `parameters`."""
+    return _Columns.apply(x, plan, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        given: ColumnInput,
-        layers: tuple[Column, ...],
-        keeps_whole: bool,
-        *parameters: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        part = x if given.spec is None else x._local_tensor  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: torch.Tensor, plan: Columns, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        part = x if plan.spec is None else x._local_tensor  # type: ignore[attr-defined]
+        layers = plan.layers
         weights = [layer.weight.used(weight) for layer, weight in zip(layers, parameters[::2], strict=True)]
         biases = [
             None if bias is None else layer.bias.used(bias)
             for layer, bias in zip(layers, parameters[1::2], strict=True)
         ]
         matrices = [layer.matrix for layer in layers]
-        if given.dim is None:
+        if plan.gather is None:
             whole = part
             results = [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
         else:
-            whole, results = gather_and_multiply(part, given.dim, given.axis, given.overlap, matrices, weights, biases)
-        ctx.given, ctx.layers, ctx.keeps_whole = given, layers, keeps_whole
+            whole, results = gather_and_multiply(part, plan.gather, matrices, weights, biases)
+        ctx.plan = plan
         ctx.save_for_backward(whole, *parameters)
         ctx.set_materialize_grads(False)
-        given_on = [
-            result if layer.output is None else _wrapped(result, layer.output)
+        given_out = [
+            result if layer.output is None else DTensor(result, layer.output)
             for result, layer in zip(results, layers, strict=True)
         ]
-        if keeps_whole:
-            given_on.insert(0, _wrapped(whole, given.axis.spec(Replicate(), whole.shape, whole.dtype)))
-        return tuple(given_on)
+        if plan.whole is not None:
+            given_out.insert(0, DTensor(whole, plan.whole))
+        return tuple(given_out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        given: ColumnInput = ctx.given
-        layers: tuple[Column, ...] = ctx.layers
+        refuse_second_derivative("ColwiseParallel")
+        plan: Columns = ctx.plan
         whole, *parameters = ctx.saved_tensors
-        whole_grad, results_grads = (grads[0], grads[1:]) if ctx.keeps_whole else (None, grads)
+        needed = ctx.needs_input_grad
+        whole_grad, result_grads = (None, grads) if plan.whole is None else (grads[0], grads[1:])
         flat = [
             None if grad is None else _part_of(grad, layer).flatten(0, -2)
-            for grad, layer in zip(results_grads, layers, strict=True)
+            for grad, layer in zip(result_grads, plan.layers, strict=True)
         ]
-        finish = None
-        if ctx.needs_input_grad[0]:
-            finish = _start_input_grad(given, whole, whole_grad, flat, layers, parameters)
+        finish = _start_input_grad(plan, whole, whole_grad, flat, parameters) if needed[0] else None
         rows = whole.flatten(0, -2)
-        found: list[torch.Tensor | None] = []
-        for place, (layer, grad) in enumerate(zip(layers, flat, strict=True)):
-            weight, bias = parameters[2 * place : 2 * place + 2]
-            needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * place : 6 + 2 * place]
-            if grad is None:
-                found += [None, None]
-                continue
-            found.append(
-                layer.weight.grad(layer.matrix.weight_grad(grad, rows), weight._spec) if needs_weight else None
-            )
-            found.append(layer.bias.grad(grad.sum(0), bias._spec) if bias is not None and needs_bias else None)
-        return (finish() if finish is not None else None), None, None, None, *found
+        found: list[torch.Tensor | None] = [None, None]
+        place = 0
+        for layer, grad in zip(plan.layers, flat, strict=True):
+            weight, bias = parameters[place], parameters[place + 1]
+            place += 2
+            weight_grad = bias_grad = None
+            if grad is not None and needed[place]:
+                weight_grad = layer.weight.grad(layer.matrix.weight_grad(grad, rows), weight._spec)
+            if grad is not None and needed[place + 1]:
+                bias_grad = layer.bias.grad(grad.sum(0), bias._spec)
+            found += (weight_grad, bias_grad)
+        if finish is not None:
+            found[0] = finish()
+        return tuple(found)
 
 
 def _start_input_grad(
-    given: ColumnInput,
+    plan: Columns,
     whole: torch.Tensor,
     whole_grad: torch.Tensor | None,
     grads: Sequence[torch.Tensor | None],
-    layers: Sequence[Column],
     parameters: Sequence[Any],
 ) -> Finish:
     """Sum up what the layers give for the input, and begin to send it."""
     total = None
-    for layer, grad, weight in zip(layers, grads, parameters[::2], strict=True):
+    for layer, grad, weight in zip(plan.layers, grads, parameters[::2], strict=True):
         if grad is None:
             continue
         used = layer.weight.used(weight)
@@ -142,14 +127,14 @@ def _start_input_grad(
     if total is None:
         total = whole.new_zeros(whole.shape)
     total = total.view(whole.shape)
-    axis, spec = given.axis, given.spec
+    axis, spec = plan.axis, plan.spec
     if whole_grad is not None:
         _add_term(total, whole_grad, axis)
-    if given.dim is None:
+    if plan.gather is None:
         if spec is not None:
             return lambda: DTensor(total, spec.with_layout(axis.layout(Partial())))
         return start_all_reduce(total, axis)
-    finish = start_reduce_scatter(total, given.dim, axis)
+    finish = start_reduce_scatter(total, plan.gather.dim, axis)
     return finish if spec is None else lambda: DTensor(finish(), spec)
 
 
@@ -169,7 +154,3 @@ def _part_of(grad: torch.Tensor, layer: Column) -> torch.Tensor:
         return grad
     assert isinstance(grad, DTensor)
     return grad.redistribute(placements=layer.output.placements)._local_tensor
-
-
-def _wrapped(part: torch.Tensor, spec: Spec) -> DTensor:
-    return DTensor(part, spec)

@@ -4,42 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from disttrain.process_group import P2POp, Work, batch_isend_irecv, irecv, isend
 from disttrain.tp.axis import Axis
 from disttrain.tp.linears import Matrix
-from disttrain.tp.transfers import start_gather
+from disttrain.tp.transfers import gather
 
 PAYS_FROM_BYTES = 4 << 20
 """Messages of this size take a GPU longer than to launch what sends and multiplies them one by one."""
 
 
-def pays(part_bytes: int, device: torch.device, axis: Axis) -> bool:
-    """Whether to send parts of so many bytes one by one, under the multiplications, where nobody has said so."""
-    return device.type == "cuda" and axis.size > 1 and part_bytes >= PAYS_FROM_BYTES
+@dataclass(frozen=True)
+class Gather:
+    """Parts along `dim` come from the ranks of the axis; `overlap`: one by one, each multiplied when it has come."""
+
+    axis: Axis
+    dim: int
+    overlap: bool
+
+
+def pays(axis: Axis, wished: bool | None, part_numel: int, dtype: torch.dtype) -> bool:
+    """Whether parts of so many elements are sent one by one under the multiplications: as wished, or where it pays.
+
+    All ranks know the same, so they decide alike.
+    """
+    if axis.size == 1:
+        return False
+    if wished is not None:
+        return wished
+    return axis.mesh.device_type == "cuda" and part_numel * dtype.itemsize >= PAYS_FROM_BYTES
 
 
 def gather_and_multiply(
     part: torch.Tensor,
-    dim: int,
-    axis: Axis,
-    overlap: bool | None,
+    how: Gather,
     matrices: Sequence[Matrix],
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The whole input (all ranks' parts along `dim`), and its product with each matrix.
-
-    Args: part     (..., in), of one shape on all ranks;
-          overlap  multiply each part when it has come, this rank's own first; None: where it pays.
-    Collective.
-    """
-    if overlap is None:
-        overlap = pays(part.nbytes, part.device, axis)
-    if not overlap or axis.size == 1:
-        whole = start_gather(part, dim, axis)()
+    """The whole input, from parts (..., in) of one shape on all ranks, and its product with each matrix. Collective."""
+    axis, dim = how.axis, how.dim
+    if not how.overlap:
+        whole = gather(part, dim, axis)
         return whole, [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
     part = part.contiguous()
     lead, rows, depth = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]), part.shape[-1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from disttrain.errors import LayoutError
 from disttrain.tp.axis import Axis
-from disttrain.tp.columns import Column, ColumnInput, columns
+from disttrain.tp.columns import Column, Columns, columns
+from disttrain.tp.gathering import Gather, pays
 from disttrain.tp.linears import Matrix
 from disttrain.tp.params import Cut
 from disttrain.tp.rows import Row, row
@@ -32,11 +34,16 @@ class ColumnLayer:
     use_local_output: bool
     overlap: bool | None
 
+    _plans: dict[Any, Columns | None] = field(default_factory=dict, compare=False, repr=False)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        given = None if takes_the_long_way(x) else self.as_given(x)
-        if given is None:
+        plan = None
+        if not takes_the_long_way(x):
+            key = form_of(x)
+            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+        if plan is None:
             return self._the_long_way(x, weight, bias)
-        (result,) = columns(x, given, (self.column(x, given, weight),), (weight, bias))
+        (result,) = columns(x, plan, (weight, bias))
         return self.finished(result)
 
     def is_laid_out(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -46,25 +53,22 @@ class ColumnLayer:
             for parameter, cut in ((weight, self.weight), (bias, self.bias))
         )
 
-    def as_given(self, x: torch.Tensor) -> ColumnInput | None:
-        """How `x` comes, if it is one of the ways that need no DTensor's help."""
+    def _plan(self, x: torch.Tensor, weight: torch.Tensor) -> Columns | None:
+        """For inputs like `x`, if they come in one of the ways that need no DTensor's help."""
         spec = spec_on(self.axis, x)
         placement = self.input if spec is None else spec.placements[0]
         if placement.is_replicate():
-            return ColumnInput(self.axis, None, spec, self.overlap)
-        if isinstance(placement, Shard):
-            dim = placement.dim % x.ndim
-            if dim < x.ndim - 1 and (spec is None or spec.shape[dim] % self.axis.size == 0):
-                return ColumnInput(self.axis, dim, spec, self.overlap)
-        return None
+            return Columns(self.axis, None, spec, (self.column(x, None, weight),))
+        gather = gather_of(x, placement, self.axis, self.overlap)
+        return None if gather is None else Columns(self.axis, gather, spec, (self.column(x, gather, weight),))
 
-    def column(self, x: torch.Tensor, given: ColumnInput, weight: torch.Tensor) -> Column:
-        """What the Function needs to know about this layer for an input that comes so."""
+    def column(self, x: torch.Tensor, gather: Gather | None, weight: torch.Tensor) -> Column:
+        """This layer's part in a plan for inputs like `x`, which are whole or gathered."""
         if self.output is None and self.use_local_output:
             return Column(self.matrix, self.weight, self.bias, None)
         rows = list(x.shape[:-1])
-        if given.dim is not None and given.spec is None:
-            rows[given.dim] *= self.axis.size
+        if gather is not None and not isinstance(x, DTensor):
+            rows[gather.dim] *= self.axis.size
         spec = self.axis.spec(self._cut_outputs(x.ndim), (*rows, self._num_outputs(weight)), x.dtype)
         return Column(self.matrix, self.weight, self.bias, spec)
 
@@ -108,28 +112,33 @@ class RowLayer:
     use_local_output: bool
     overlap: bool | None
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        layer = None if takes_the_long_way(x) else self._short(x, weight)
-        return self._the_long_way(x, weight, bias) if layer is None else row(x, layer, weight, bias)
+    _plans: dict[Any, Row | None] = field(default_factory=dict, compare=False, repr=False)
 
-    def _short(self, x: torch.Tensor, weight: torch.Tensor) -> Row | None:
-        """What the Function needs to know, if input and output lie in one of the ways that need no DTensor's help."""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        plan = None
+        if not takes_the_long_way(x):
+            key = form_of(x)
+            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+        return self._the_long_way(x, weight, bias) if plan is None else row(x, plan, weight, bias)
+
+    def _plan(self, x: torch.Tensor, weight: torch.Tensor) -> Row | None:
+        """For inputs like `x`, if input and output lie in one of the ways that need no DTensor's help."""
         spec = spec_on(self.axis, x)
-        last = x.ndim - 1
+        last, width, size = x.ndim - 1, weight.shape[self.matrix.out_dim], self.axis.size
         if not _is_shard(self.input if spec is None else spec.placements[0], last, x.ndim):
             return None
         dim = None
         if isinstance(self.output, Shard):
             dim = self.output.dim % x.ndim
-            if dim == last or x.shape[dim] % self.axis.size:
+            if dim == last or x.shape[dim] % size:
                 return None
         elif not self.output.is_replicate():
             return None
         output = None
         if not self.use_local_output:
-            shape = (*x.shape[:-1], weight.shape[self.matrix.out_dim])
-            output = self.axis.spec(Replicate() if dim is None else Shard(dim), shape, x.dtype)
-        return Row(self.axis, self.matrix, self.weight, self.bias, dim, spec, output, self.overlap)
+            output = self.axis.spec(Replicate() if dim is None else Shard(dim), (*x.shape[:-1], width), x.dtype)
+        overlap = pays(self.axis, self.overlap, math.prod(x.shape[:-1]) // size * width, x.dtype)
+        return Row(self.axis, self.matrix, self.weight, self.bias, dim, spec, output, overlap)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         whole_shape = None
@@ -147,6 +156,24 @@ class RowLayer:
 def takes_the_long_way(x: torch.Tensor) -> bool:
     """Compilers follow autograd's own functions better than ours, and autocast converts only for these."""
     return torch.compiler.is_compiling() or x.ndim < 2 or torch.is_autocast_enabled(x.device.type)
+
+
+def form_of(x: torch.Tensor) -> Any:
+    """What plans are kept by: inputs of one form take one way."""
+    spec = getattr(x, "_spec", None)
+    return (x.shape, x.dtype) if spec is None else spec
+
+
+def gather_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Gather | None:
+    """How inputs like `x`, whose parts lie so, are gathered; None where that takes DTensor's help."""
+    if not isinstance(placement, Shard):
+        return None
+    dim = placement.dim % x.ndim
+    is_dtensor = isinstance(x, DTensor)
+    if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
+        return None
+    part_numel = x.numel() // axis.size if is_dtensor else x.numel()
+    return Gather(axis, dim, pays(axis, overlap, part_numel, x.dtype))
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:

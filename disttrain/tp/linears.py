@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.errors import ShardingError
+from disttrain.errors import LayoutError, ShardingError
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import REPLICATED, TERM, Cut, Piece
 
@@ -97,6 +97,16 @@ def column_cuts(module: nn.Module, matrix: Matrix, axis: Axis, head_dim: int | N
 def row_cuts(matrix: Matrix, output: Placement) -> dict[str, Cut]:
     """Cuts by which each rank has some of the inputs. The bias is added to the sum, of which a rank may have a part."""
     return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED if output.is_replicate() else TERM}
+
+
+def refuse_second_derivative(operation: str) -> None:
+    """Raise LayoutError within a backward pass that is to be differentiated itself (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise LayoutError(
+            operation,
+            "the backward pass of a cut layer is asked for its own derivative (create_graph=True).",
+            "Compute that part with DTensors, which have second derivatives, or leave create_graph out.",
+        )
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:

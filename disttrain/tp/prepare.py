@@ -14,7 +14,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
 from disttrain.tp.modules import as_tuple
-from disttrain.tp.shared_input import CheckAsked, gathered, sharing_layers
+from disttrain.tp.shared_input import Sharing
 from disttrain.tp.styles import ParallelStyle
 
 Layouts = Placement | Sequence[Placement | None] | None
@@ -76,9 +76,8 @@ class PrepareModuleInput(ParallelStyle):
             name: _Conversion(axis, placement, wanted_by_name[name], self.use_local_output)
             for name, placement in by_name.items()
         }
-        check = CheckAsked()
-        module.register_forward_pre_hook(_PrepareInputs(positional, named, self.shared_by, check), with_kwargs=True)
-        module.register_forward_hook(check)
+        prepare = _PrepareInputs(positional, named, self.shared_by)
+        module.register_forward_pre_hook(prepare.with_names if named else prepare, with_kwargs=bool(named))
         return module
 
 
@@ -176,38 +175,44 @@ class _PrepareInputs:
         positional: tuple[_Conversion, ...] | None,
         named: Mapping[str, _Conversion],
         shared_by: Sequence[str] | None,
-        check: CheckAsked,
     ) -> None:
         self.positional, self.named = positional, named
-        self.shared_by, self.check = shared_by, check
+        self.sharing = {
+            conversion: Sharing(conversion.axis, conversion.gathered_from, shared_by)
+            for conversion in (*(positional or ()), *named.values())
+            if conversion.gathered_from is not None
+        }
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.positional is not None:
-            if len(args) != len(self.positional):
-                raise LayoutError(
-                    "tensor parallel",
-                    f"{type(module).__name__} is called with {len(args)} positional inputs, and {len(self.positional)} "
-                    "input_layouts are given.",
-                    "Give one per positional input, None for those to be left alone; others go by input_kwarg_layouts.",
-                )
-            args = tuple(
-                self._converted(module, conversion, value)
-                for conversion, value in zip(self.positional, args, strict=True)
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.positional is None:
+            return inputs
+        if len(inputs) != len(self.positional):
+            raise LayoutError(
+                "tensor parallel",
+                f"{type(module).__name__} is called with {len(inputs)} positional inputs, and {len(self.positional)} "
+                "input_layouts are given.",
+                "Give one per positional input, None for those to be left alone; others go by input_kwarg_layouts.",
             )
-        if self.named:
-            kwargs = {
-                name: self._converted(module, self.named[name], value) if name in self.named else value
-                for name, value in kwargs.items()
-            }
-        return args, kwargs
+        return tuple(
+            [
+                self._converted(module, conversion, value)
+                for conversion, value in zip(self.positional, inputs, strict=True)
+            ]
+        )
+
+    def with_names(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The same hook for a module some of whose inputs go by name."""
+        converted = {
+            name: self._converted(module, self.named[name], value) if name in self.named else value
+            for name, value in named.items()
+        }
+        return self(module, inputs), converted
 
     def _converted(self, module: nn.Module, conversion: _Conversion, value: Any) -> Any:
-        given = conversion.gathered_from
-        if given is not None and isinstance(value, torch.Tensor):
-            layers = sharing_layers(module, self.shared_by, conversion.axis)
-            made = gathered(layers, value, given, conversion.axis) if layers else None
-            if made is not None:
-                whole, self.check.shared = made
+        sharing = self.sharing.get(conversion)
+        if sharing is not None and isinstance(value, torch.Tensor):
+            whole = sharing.gathered(module, value)
+            if whole is not None:
                 return whole
         return conversion(value)
 

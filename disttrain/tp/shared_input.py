@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.dtensor import Shard
-from disttrain.tp._torch import has_pre_hooks
+from disttrain.dtensor import Replicate, Shard
+from disttrain.tp._torch import backward_is_running, own_parameters
 from disttrain.tp.axis import Axis
-from disttrain.tp.columns import ColumnInput, columns
-from disttrain.tp.layers import ColumnLinear, spec_on, takes_the_long_way
+from disttrain.tp.columns import Columns, columns
+from disttrain.tp.layers import ColumnLayer, ColumnLinear, form_of, gather_of, spec_on, takes_the_long_way
 
 
 class SharedInput:
@@ -30,61 +30,85 @@ class SharedInput:
 
     @property
     def num_unasked(self) -> int:
+        """Layers whose results nobody has taken."""
         return len(self._results.keys() - self._asked)
 
 
-def sharing_layers(module: nn.Module, names: Sequence[str] | None, axis: Axis) -> list[ColumnLinear]:
-    """The layers of `module` that take its gathered input as it is: of these names, or its own children."""
-    layers = module.children() if names is None else [module.get_submodule(name) for name in names]
-    return [
-        layer
-        for layer in layers
-        if isinstance(layer, ColumnLinear)
-        and layer._tp.axis == axis
-        and layer._tp.input.is_replicate()
-        and layer._tp.is_laid_out(layer.weight, layer.bias)
-        and not has_pre_hooks(layer)
-    ]
+class Sharing:
+    """Gathers a module's input for the layers in it that take it as it is. It belongs to one module."""
 
+    def __init__(self, axis: Axis, given: Shard, names: Sequence[str] | None) -> None:
+        """`given`: how a plain input lies; `names` of the layers, default all linear ones among the children."""
+        self.axis, self.given, self.names = axis, given, names
+        self._plans: dict[Any, Columns | None] = {}
+        self._layers: list[ColumnLinear] | None = None
+        self._last: SharedInput | None = None
+        self._has_warned = False
 
-def gathered(
-    layers: Sequence[ColumnLinear], x: torch.Tensor, given: Shard, axis: Axis
-) -> tuple[torch.Tensor, SharedInput] | None:
-    """All of `x`, which lies as `given` if it is plain, as a DTensor that knows what the layers have made of it.
+    def gathered(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """All of `x` as a DTensor that knows what the layers have made of it; None where this is not to be had.
 
-    None where `x` comes in a way that takes DTensor's help. Collective.
-    """
-    spec = spec_on(axis, x)
-    placement = given if spec is None else spec.placements[0]
-    if takes_the_long_way(x) or not isinstance(placement, Shard):
-        return None
-    dim = placement.dim % x.ndim
-    if dim == x.ndim - 1 or (spec is not None and spec.shape[dim] % axis.size):
-        return None
-    overlap = next((layer._tp.overlap for layer in layers if layer._tp.overlap is not None), None)
-    come = ColumnInput(axis, dim, spec, overlap)
-    asked = [layer._tp.column(x, come, layer.weight) for layer in layers]
-    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    whole, *results = columns(x, come, asked, parameters, keeps_whole=True)
-    shared = SharedInput({id(layer): result for layer, result in zip(layers, results, strict=True)})
-    whole._shared_input = shared  # type: ignore[attr-defined]
-    return whole, shared
+        Collective.
+        """
+        if self._layers is None:
+            self._layers = self._find(module)
+        layers = self._layers
+        if not layers or takes_the_long_way(x):
+            return None
+        states = [layer._tp for layer in layers]
+        parameters: list[torch.Tensor | None] = []
+        for layer, state in zip(layers, states, strict=True):
+            weight, bias = own_parameters(layer, "weight", "bias")
+            if weight is None or not state.is_laid_out(weight, bias):
+                return None
+            parameters += (weight, bias)
+        key = form_of(x)
+        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, states, parameters))
+        if plan is None:
+            return None
+        whole, *results = columns(x, plan, parameters)
+        shared = SharedInput(dict(zip(map(id, layers), results, strict=True)))
+        whole._shared_input = shared  # type: ignore[attr-defined]
+        self._check_last(module, shared)
+        return whole
 
+    def _find(self, module: nn.Module) -> list[ColumnLinear]:
+        layers = module.children() if self.names is None else [module.get_submodule(name) for name in self.names]
+        return [
+            layer
+            for layer in layers
+            if isinstance(layer, ColumnLinear) and layer._tp.axis == self.axis and layer._tp.input.is_replicate()
+        ]
 
-class CheckAsked:
-    """A forward hook: warns once where a layer was multiplied by an input that it is never given."""
+    def _plan(
+        self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
+    ) -> Columns | None:
+        spec = spec_on(self.axis, x)
+        overlap = next((state.overlap for state in states if state.overlap is not None), None)
+        gather = gather_of(x, self.given if spec is None else spec.placements[0], self.axis, overlap)
+        if gather is None:
+            return None
+        shape = list(x.shape)
+        if spec is None:
+            shape[gather.dim] *= self.axis.size
+        layers = tuple(
+            state.column(x, gather, weight)
+            for state, weight in zip(states, parameters[::2], strict=True)
+            if weight is not None
+        )
+        return Columns(self.axis, gather, spec, layers, self.axis.spec(Replicate(), shape, x.dtype))
 
-    def __init__(self) -> None:
-        self.shared: SharedInput | None = None
-        self.has_warned = False
+    def _check_last(self, module: nn.Module, shared: SharedInput) -> None:
+        """Warn once where, the time before, a layer was multiplied by an input that it was never given.
 
-    def __call__(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        shared, self.shared = self.shared, None
-        if shared is None or not shared.num_unasked or self.has_warned:
+        What activation checkpointing computes again, it may leave early; that is not looked at.
+        """
+        last, self._last = self._last, None if backward_is_running() else shared
+        if last is None or last.num_unasked == 0 or self._has_warned:
             return
-        self.has_warned = True
+        self._has_warned = True
         warnings.warn(
-            f"{type(module).__name__}: {shared.num_unasked} of the ColwiseParallel layers in it were multiplied by its "
+            f"{type(module).__name__}: {last.num_unasked} of the ColwiseParallel layers in it were multiplied by its "
             "gathered input and are not called with it. Name those that are: PrepareModuleInput(shared_by=[...]).",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Parts of tensors between the ranks of an axis, at once and without gradients: each starts, and is awaited later."""
+"""Parts of tensors between the ranks of an axis, without gradients. What starts here is awaited later."""
 
 from __future__ import annotations
 
@@ -15,38 +15,51 @@ Finish = Callable[[], torch.Tensor]
 """Wait for what was started (CUDA: order the current stream after it), and take the result."""
 
 
-def start_gather(part: torch.Tensor, dim: int, axis: Axis) -> Finish:
-    """Begin to concatenate all ranks' parts, of one shape, along `dim`. Collective, as all that follow."""
+def gather(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """All ranks' parts, of one shape, concatenated along `dim`. Collective, as all that follow."""
     part = part.contiguous()
     shape = part.shape
-    in_place = math.prod(shape[:dim]) == 1
     whole_shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
-    gathered = part.new_empty(whole_shape if in_place else (axis.size, *shape))
-    work = all_gather_into_tensor(gathered.view(-1), part.view(-1), axis.group, async_op=True)
+    if dim == 0 or math.prod(shape[:dim]) == 1:
+        whole = part.new_empty(whole_shape)
+        all_gather_into_tensor(whole, part, axis.group)
+        return whole
+    stacked = part.new_empty((axis.size, *shape))
+    all_gather_into_tensor(stacked, part, axis.group)
+    return stacked.movedim(0, dim).reshape(whole_shape)
 
-    def finish() -> torch.Tensor:
-        if work is not None:
-            work.wait()
-        return gathered if in_place else gathered.movedim(0, dim).reshape(whole_shape)
 
-    return finish
+def reduce_scatter(whole: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+    """The sum of all ranks' tensors; of that each keeps its part of `dim`, which divides evenly."""
+    whole, part = _in_parts(whole, dim, axis)
+    reduce_scatter_tensor(part, whole, group=axis.group)
+    return part
 
 
 def start_reduce_scatter(whole: torch.Tensor, dim: int, axis: Axis) -> Finish:
-    """Begin to sum all ranks' tensors; of that each keeps its part of `dim`, which divides evenly."""
-    shape = whole.shape
-    part_shape = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
-    if math.prod(shape[:dim]) != 1:
-        whole = whole.view(*shape[:dim], axis.size, *part_shape[dim:]).movedim(dim, 0)
-    whole = whole.contiguous()
-    part = whole.new_empty(part_shape)
-    work = reduce_scatter_tensor(part.view(-1), whole.view(-1), group=axis.group, async_op=True)
-    return _finish(part, work)
+    """Begin the same."""
+    whole, part = _in_parts(whole, dim, axis)
+    return _finish(part, reduce_scatter_tensor(part, whole, group=axis.group, async_op=True))
+
+
+def all_reduce(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of all ranks' contiguous tensors, in their own memory."""
+    all_reduce_(values, group=axis.group)
+    return values
 
 
 def start_all_reduce(values: torch.Tensor, axis: Axis) -> Finish:
-    """Begin to sum all ranks' contiguous tensors, in their own memory."""
+    """Begin the same."""
     return _finish(values, all_reduce_(values, group=axis.group, async_op=True))
+
+
+def _in_parts(whole: torch.Tensor, dim: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """`whole` with the ranks' parts one behind the other, and memory for one of them."""
+    shape = whole.shape
+    part_shape = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
+    if dim and math.prod(shape[:dim]) != 1:
+        whole = whole.view(*shape[:dim], axis.size, *part_shape[dim:]).movedim(dim, 0)
+    return whole.contiguous(), whole.new_empty(part_shape)
 
 
 def _finish(result: torch.Tensor, work: object) -> Finish:
