@@ -11,7 +11,7 @@ import torch
 from disttrain.dtensor import DTensor, Spec
 from disttrain.process_group import P2POp, batch_isend_irecv, irecv, isend
 from disttrain.tp.axis import Axis
-from disttrain.tp.gathering import multiply_into, ring_gather
+from disttrain.tp.gathering import Gather, gather_and_multiply, multiply_into
 from disttrain.tp.linears import Matrix, refuse_second_derivative
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import all_reduce, gather, reduce_scatter
@@ -67,8 +67,9 @@ class _Row(torch.autograd.Function):
         used = plan.weight.used(weight)
         own = grad
         x_grad = weight_grad = bias_grad = None
-        if plan.dim is not None and plan.overlap and needs_x and math.prod(grad.shape[: plan.dim]) == 1:
-            grad, x_grad = _receive_and_multiply(grad, used, plan)
+        if plan.dim is not None and plan.overlap and needs_x:
+            back = Matrix(out_dim=plan.matrix.in_dim)
+            grad, (x_grad,) = gather_and_multiply(grad, Gather(plan.axis, plan.dim, True), [back], [used], [None])
         elif plan.dim is not None:
             grad = gather(grad, plan.dim, plan.axis)
         flat = grad.flatten(0, -2)
@@ -107,22 +108,3 @@ def _multiply_and_send(part: torch.Tensor, weight: torch.Tensor, plan: Row, dim:
         work.wait()
     total = terms[0].add_(terms[1]) if axis.size == 2 else terms.sum(0)
     return total.view(*part.shape[:dim], part.shape[dim] // axis.size, *part.shape[dim + 1 : -1], width)
-
-
-def _receive_and_multiply(grad: torch.Tensor, weight: torch.Tensor, plan: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the whole result, and from it that of this rank's columns of the input."""
-    axis, matrix, dim = plan.axis, plan.matrix, plan.dim
-    assert dim is not None
-    own = grad.contiguous().view(-1, grad.shape[-1])
-    parts = grad.new_empty((axis.size, *own.shape))
-    arriving = ring_gather(own, parts, axis)
-    x_grad = grad.new_empty((axis.size, len(own), weight.shape[matrix.in_dim]))
-    back = weight if matrix.out_dim == 0 else weight.t()
-    for step in range(axis.size):
-        source = (axis.rank + step) % axis.size
-        for work in arriving[step]:
-            work.wait()
-        torch.mm(own if step == 0 else parts[source], back, out=x_grad[source])
-    parts[axis.rank].copy_(own)
-    whole = parts.view(*grad.shape[:dim], grad.shape[dim] * axis.size, *grad.shape[dim + 1 :])
-    return whole, x_grad.flatten(0, 1)

@@ -1,0 +1,53 @@
+"""Cut modules on GPUs, with communication under the multiplications and without, judged by one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import disttrain
+from disttrain.dtensor import DTensor
+from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import parallelize_module
+from tests.tp_cases import Block, block_plan, gathered, scattered
+
+NUM_GPUS = max(1, torch.cuda.device_count())
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
+
+
+@pytest.mark.parametrize("overlap", [False, True, None])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(NUM_GPUS)
+def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = Block(512, 8, 2, 1024).to(disttrain.current_world().device, dtype)
+    plan = block_plan(64, sequence=True)
+    for style in plan.values():
+        if hasattr(style, "overlap"):
+            style.overlap = overlap
+    module = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    # 8192 rows of 512 are messages of 8 MiB in fp32, 4 MiB in bf16: the size decides for the overlap.
+    whole = torch.randn(batch, 8192, 512, device=alone.mlp.up.weight.device, dtype=dtype)
+    for _ in range(2):
+        expected_x, own_x = (whole.clone().requires_grad_() for _ in range(2))
+        expected = alone(expected_x)
+        result = gathered(1)(module(scattered(1)(own_x, mesh)), mesh)
+        close = CLOSE[dtype]
+        torch.testing.assert_close(result, expected, atol=close, rtol=close)
+        weights = torch.randn_like(expected) / 64
+        for values in (weights,):
+            disttrain.broadcast(values, 0)
+        (expected * weights).sum().backward()
+        (result * weights).sum().backward()
+        torch.testing.assert_close(own_x.grad, expected_x.grad, atol=close, rtol=close)
+    own = dict(module.named_parameters())
+    for name, parameter in alone.named_parameters():
+        grad = own[name].grad
+        assert isinstance(grad, DTensor)
+        scale = parameter.grad.abs().max().item()
+        torch.testing.assert_close(grad.full_tensor(), parameter.grad, atol=close * scale, rtol=close, msg=name)
