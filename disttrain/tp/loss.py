@@ -74,7 +74,7 @@ def vocab_parallel_cross_entropy(
             rank=own_group.world.rank,
         )
     if isinstance(target, DTensor) or isinstance(weight, DTensor):
-        raise ShapeError(
+        raise GroupError(
             NAME,
             "the logits are a plain tensor, target or weight a DTensor.",
             "Give to_local() of a replicated one, or DTensor logits.",

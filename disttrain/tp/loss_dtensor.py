@@ -8,12 +8,14 @@ from typing import cast
 import torch
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
+from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.transfers import all_reduce
 from disttrain.errors import LayoutError
 from disttrain.tp.loss_checks import NAME, LossOptions
 from disttrain.tp.loss_local import loss_and_weight
 
 
+@as_one_call
 def loss_of_dtensor(
     logits: DTensor, target: torch.Tensor, weight: torch.Tensor | None, options: LossOptions
 ) -> DTensor:

@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 
+from disttrain.process_group._c10d import is_traced
+
 PIECE_ELEMENTS: Final = 1 << 22
 """Elements of a buffer; a single row may take more."""
 
@@ -19,11 +21,6 @@ PIECE_ELEMENTS: Final = 1 << 22
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What statistics of logits of `dtype` are computed in."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def is_recorded() -> bool:
-    """True in a graph, where nothing is done in pieces or in place."""
-    return torch.compiler.is_compiling()
 
 
 def statistics_of_classes(
@@ -41,19 +38,22 @@ def statistics_of_classes(
         return found
     is_own = (own >= 0) & (own < logits.shape[1])
     picked = logits.gather(1, own.masked_fill(~is_own, 0).unsqueeze(1)).squeeze(1).to(found.dtype)
-    if is_recorded():
-        rows = [logits.to(found.dtype).logsumexp(1), torch.where(is_own, picked, 0.0)]
-        return torch.stack([*rows, _summed(logits.to(found.dtype), weight)] if sums_up else rows)
+    if is_traced():
+        wide = logits.to(found.dtype)
+        statistics = [wide.logsumexp(1), torch.where(is_own, picked, 0.0)]
+        if sums_up:
+            statistics.append((wide if weight is None else wide * weight).sum(1))
+        return torch.stack(statistics)
     found[1] = picked.masked_fill_(~is_own, 0.0)
     buffer = _buffer(logits)
     for rows in _pieces(logits):
         part = logits[rows]
-        top = _top(part, found.dtype)
-        shifted = torch.sub(part, top, out=buffer[: part.shape[0]])
-        if sums_up:
-            num_or_weight = part.shape[1] if weight is None else weight.sum()
-            found[2, rows] = _summed(shifted, weight).add_(top.squeeze(1) * num_or_weight)
-        found[0, rows] = shifted.exp_().sum(1).log_().add_(top.squeeze(1))
+        out = buffer[: part.shape[0]]
+        if sums_up and weight is None:
+            found[2, rows] = part.sum(1, dtype=found.dtype)
+        elif sums_up:
+            found[2, rows] = torch.mul(part, weight, out=out).sum(1)
+        found[0, rows] = _log_sum(part, out)
     return found
 
 
@@ -70,7 +70,7 @@ def gradient_of_classes(
 
     Args: log_sums, spread, at_target, everywhere  (rows,), wide;  own, weight  as for the statistics.
     """
-    if is_recorded():
+    if is_traced():
         result = (logits - log_sums.unsqueeze(1)).exp() * spread.unsqueeze(1)
         if everywhere is not None:
             result = result - everywhere.unsqueeze(1) * (1.0 if weight is None else weight)
@@ -109,7 +109,7 @@ def statistics_of_probabilities(
     if not logits.shape[1]:
         found[0] = float("-inf")
         return found
-    if is_recorded():
+    if is_traced():
         part, wished = logits.to(found.dtype), _wished(wanted, weight, smoothing, found.dtype)
         return torch.stack([part.logsumexp(1), wished.sum(1), (part * wished).sum(1)])
     buffer = _buffer(logits)
@@ -119,8 +119,7 @@ def statistics_of_probabilities(
         wished = _wished(wanted[rows], weight, smoothing, found.dtype)
         found[1, rows] = wished.sum(1)
         found[2, rows] = torch.mul(part, wished, out=out).sum(1)
-        top = _top(part, found.dtype)
-        found[0, rows] = torch.sub(part, top, out=out).exp_().sum(1).log_().add_(top.squeeze(1))
+        found[0, rows] = _log_sum(part, out)
     return found
 
 
@@ -134,7 +133,7 @@ def gradient_of_probabilities(
     smoothing: tuple[float, float],
 ) -> torch.Tensor:
     """`spread * softmax(logits) - scale * wanted`, smoothed and weighted as for the statistics."""
-    if is_recorded():
+    if is_traced():
         wished = _wished(wanted, weight, smoothing, spread.dtype)
         shares = (logits - log_sums.unsqueeze(1)).exp()
         return (shares * spread.unsqueeze(1) - wished * scale.unsqueeze(1)).to(logits.dtype)
@@ -163,14 +162,12 @@ def _buffer(logits: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(logits[first], dtype=wide_dtype(logits.dtype))
 
 
-def _top(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The maximum of each row; from infinity nothing may be taken away."""
-    top = part.amax(1, keepdim=True).to(dtype)
-    return top.masked_fill_(top.isinf(), 0.0)
-
-
-def _summed(part: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    return part.sum(1) if weight is None else part @ weight
+def _log_sum(part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """As part.logsumexp(1), wide, in `buffer`."""
+    top = part.amax(1, keepdim=True).to(buffer.dtype)
+    # From infinity nothing may be taken away.
+    top.masked_fill_(top.isinf(), 0.0)
+    return torch.sub(part, top, out=buffer).exp_().sum(1).log_().add_(top.squeeze(1))
 
 
 def _wished(

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from disttrain.process_group import ProcessGroup, all_gather_into_tensor, functional
+from disttrain.process_group._c10d import is_traced
 from disttrain.tp import loss_pieces
-from disttrain.tp.loss_pieces import is_recorded
 
 
 class LossTerms(NamedTuple):
@@ -81,7 +81,7 @@ def _once(backward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[An
 
     @wraps(backward)
     def run(ctx: Any, grad: torch.Tensor) -> Any:
-        if is_recorded():
+        if is_traced():
             result = backward(ctx, grad)
         else:
             with torch.no_grad():
@@ -108,7 +108,7 @@ class _OfClasses(torch.autograd.Function):
         smoothing = terms.label_smoothing
         is_ignored = target == terms.ignore_index
         is_wrong = (target < 0) | (target >= terms.num_classes)
-        if logits.device.type == "cpu" and not is_recorded() and (is_wrong & ~is_ignored).any():
+        if logits.device.type == "cpu" and not is_traced() and (is_wrong & ~is_ignored).any():
             # All ranks of the group have the same targets, so that none waits for one that has raised.
             raise IndexError(f"a target is out of bounds: there are {terms.num_classes} classes")
         own = target - terms.first_class
@@ -193,7 +193,7 @@ def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(ranks, statistics, rows)"""
     if group.group_size == 1:
         return found.unsqueeze(0)
-    if is_recorded():
+    if is_traced():
         return functional.all_gather_tensor(found.unsqueeze(0), 0, group)
     of_ranks = found.new_empty((group.group_size, *found.shape))
     all_gather_into_tensor(of_ranks, found, group=group)
@@ -203,7 +203,7 @@ def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 def _kernels(logits: torch.Tensor) -> Any:
     """Triton's kernels where they can work, else torch's."""
     is_fit = logits.is_cuda and logits.dtype is not torch.float64 and logits.numel() and logits.stride(1) == 1
-    if is_recorded() or not is_fit or not _has_triton():
+    if is_traced() or not is_fit or not _has_triton():
         return loss_pieces
     # Triton is not on every machine, and slow to load.
     from disttrain.tp import loss_triton
