@@ -1,1 +1,1 @@
-""""""
+"""Tensor parallel."""

@@ -89,7 +89,7 @@ def _target_part(target: torch.Tensor, logits: DTensor, axis: int) -> torch.Tens
     is_of_classes = not target.is_floating_point()
     if isinstance(target, DTensor):
         wanted: Sequence[Placement] = _without_classes(logits, axis) if is_of_classes else logits.placements
-        target = target.detach().redistribute(logits.device_mesh, wanted).to_local()
+        target = cast(DTensor, target.detach()).redistribute(logits.device_mesh, wanted).to_local()
     return target if is_of_classes or target.dim() != logits.dim() else target.movedim(classes_dim_of(logits), -1)
 
 

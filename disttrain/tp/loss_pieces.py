@@ -49,10 +49,9 @@ def statistics_of_classes(
     for rows in _pieces(logits):
         part = logits[rows]
         out = buffer[: part.shape[0]]
-        if sums_up and weight is None:
-            found[2, rows] = part.sum(1, dtype=found.dtype)
-        elif sums_up:
-            found[2, rows] = torch.mul(part, weight, out=out).sum(1)
+        if sums_up:
+            counted = part if weight is None else torch.mul(part, weight, out=out)
+            found[2, rows] = counted.sum(1, dtype=found.dtype)
         found[0, rows] = _log_sum(part, out)
     return found
 
@@ -87,10 +86,9 @@ def gradient_of_classes(
         part = logits[rows]
         out = grad[rows] if buffer is None else buffer[: part.shape[0]]
         result = torch.sub(part, log_sums[rows].unsqueeze(1), out=out).exp_().mul_(spread[rows].unsqueeze(1))
-        if everywhere is not None and weight is None:
-            result.sub_(everywhere[rows].unsqueeze(1))
-        elif everywhere is not None:
-            result.addr_(everywhere[rows], weight, alpha=-1)
+        if everywhere is not None:
+            share = everywhere[rows]
+            result.sub_(share.unsqueeze(1)) if weight is None else result.addr_(share, weight, alpha=-1)
         result.scatter_add_(1, columns[rows], taken[rows])
         if buffer is not None:
             grad[rows] = result

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,7 +48,8 @@ def loss_of_classes(
              row_weights  (rows,), wide: the weight of each row's target.
     Returns: (rows,), wide; NaN for a target out of range. On the CPU, outside of graphs, that raises IndexError.
     """
-    return cast(torch.Tensor, _OfClasses.apply(logits, target, row_weights, weight, terms, group))
+    loss: torch.Tensor = _OfClasses.apply(logits, target, row_weights, weight, terms, group)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def loss_of_probabilities(
@@ -59,7 +60,8 @@ def loss_of_probabilities(
     group: ProcessGroup,
 ) -> torch.Tensor:
     """The loss of each row against probabilities `wanted`, (rows, own classes); else as `loss_of_classes`."""
-    return cast(torch.Tensor, _OfProbabilities.apply(logits, wanted, weight, terms, group))
+    loss: torch.Tensor = _OfProbabilities.apply(logits, wanted, weight, terms, group)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _Refused(torch.autograd.Function):
@@ -88,7 +90,7 @@ def _once(backward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[An
                 result = backward(ctx, grad)
             if torch.is_grad_enabled():
                 # torch's own once_differentiable looks at the incoming gradient alone, and forgets the logits.
-                result = cast(torch.Tensor, _Refused.apply(result, grad, ctx.saved_tensors[0]))
+                result = _Refused.apply(result, grad, ctx.saved_tensors[0])  # type: ignore[no-untyped-call]
         return result, *[None] * (len(ctx.needs_input_grad) - 1)
 
     return run
@@ -143,7 +145,7 @@ class _OfClasses(torch.autograd.Function):
             spread = spread + everywhere * ctx.total_weight
         if terms.z_loss:
             spread = spread + scale * row_weights * log_sums * (2 * terms.z_loss)
-        compute = _kernels(logits).gradient_of_classes
+        compute: Callable[..., torch.Tensor] = _kernels(logits).gradient_of_classes
         return compute(logits, log_sums, own, spread, at_target, everywhere, part_weight)
 
 

@@ -6,7 +6,7 @@ arguments, is what the functions of the same names in `loss_pieces.py` do, which
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -18,17 +18,17 @@ _LARGEST_BLOCK: Final = 8192
 
 @triton.jit
 def _statistics(
-    logits: Any,
-    own: Any,
-    weight: Any,
-    found: Any,
-    row_stride: Any,
-    num_rows: Any,
-    num_classes: Any,
+    logits,
+    own,
+    weight,
+    found,
+    row_stride,
+    num_rows,
+    num_classes,
     SUMS_UP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * row_stride
     top = -float("inf")
@@ -60,20 +60,20 @@ def _statistics(
 
 @triton.jit
 def _gradient(
-    logits: Any,
-    log_sums: Any,
-    own: Any,
-    spread: Any,
-    at_target: Any,
-    everywhere: Any,
-    weight: Any,
-    grad: Any,
-    row_stride: Any,
-    num_classes: Any,
+    logits,
+    log_sums,
+    own,
+    spread,
+    at_target,
+    everywhere,
+    weight,
+    grad,
+    row_stride,
+    num_classes,
     IS_SMOOTHED: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < num_classes

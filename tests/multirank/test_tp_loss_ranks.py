@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import disttrain
-from disttrain.dtensor import CommDebugMode, DTensor, Replicate, Shard, distribute_tensor
+from disttrain.dtensor import CommDebugMode, Replicate, Shard, distribute_tensor
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import BackendError, ShapeError
 from disttrain.testing.pytest_plugin import on_ranks

@@ -138,7 +138,10 @@ def test_batches_of_any_shape() -> None:
     compare(2, normal(2, 3, 7), many, lambda whole: F.cross_entropy(whole.flatten(0, 1), many.flatten()))
     none = many[:0]
     compare(
-        2, normal(0, 3, 7), none, lambda whole: F.cross_entropy(whole.flatten(0, 1), none.flatten(), reduction="sum"),
+        2,
+        normal(0, 3, 7),
+        none,
+        lambda whole: F.cross_entropy(whole.flatten(0, 1), none.flatten(), reduction="sum"),
         reduction="sum",
     )
     turned = normal(7, 5).t()
@@ -178,7 +181,10 @@ def test_half_precision_has_statistics_of_fp32(dtype: torch.dtype) -> None:
         expected.backward()
 
         def body(
-            goal: torch.Tensor = goal, weight: Any = weight, s: float = smoothing, expected: Any = expected,
+            goal: torch.Tensor = goal,
+            weight: Any = weight,
+            s: float = smoothing,
+            expected: Any = expected,
             grad: Any = wide.grad,
         ) -> None:
             own = part(logits, 7).detach().requires_grad_()

@@ -36,7 +36,11 @@ def drawn(shape: tuple[int, ...], of_probabilities: bool) -> torch.Tensor:
 
 
 def compare(
-    mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...], target: torch.Tensor, **options: Any
+    mesh_shape: tuple[int, ...],
+    placements: list[Placement],
+    shape: tuple[int, ...],
+    target: torch.Tensor,
+    **options: Any,
 ) -> None:
     """Values and gradients are those of the whole, with the target cut in the loss's way, and given whole."""
     whole = normal(*shape).requires_grad_()
