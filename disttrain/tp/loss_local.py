@@ -8,8 +8,8 @@ from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import DisttrainError
 from disttrain.process_group import ProcessGroup
 from disttrain.tp.loss_checks import NAME, LossOptions, check_options, check_part
-from disttrain.tp.loss_pieces import wide_dtype
-from disttrain.tp.loss_rows import LossTerms, loss_of_classes, loss_of_probabilities
+from disttrain.tp.loss_pieces import LossTerms, weights_of, wide_dtype
+from disttrain.tp.loss_rows import loss_of_classes, loss_of_probabilities
 
 
 def loss_and_weight(
@@ -40,21 +40,13 @@ def loss_and_weight(
         total_weight = rows.new_full((), rows.shape[0], dtype=wide)
     else:
         classes = target.reshape(-1).long()
-        row_weights = _row_weights(classes, wide_weight, terms, wide)
-        loss = loss_of_classes(rows, classes, row_weights, wide_weight, terms, group)
-        total_weight = row_weights.sum()
+        loss = loss_of_classes(rows, classes, wide_weight, terms, group)
+        row_weights = weights_of(classes, wide_weight, terms)
+        is_counted = classes != options.ignore_index
+        counted = is_counted if row_weights is None else row_weights * is_counted
+        total_weight = counted.sum(dtype=wide)
     return loss.view(logits.shape[:-1]), total_weight
 
 
 def _as_rows(values: torch.Tensor) -> torch.Tensor:
     return values.unsqueeze(0) if values.dim() == 1 else values.flatten(0, -2)
-
-
-def _row_weights(
-    classes: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms, dtype: torch.dtype
-) -> torch.Tensor:
-    """The weight of each row's target, 0 where that is ignored; of one out of range, any."""
-    if weight is None:
-        return (classes != terms.ignore_index).to(dtype)
-    found = weight[classes.clamp(0, terms.num_classes - 1)]
-    return found.masked_fill(classes == terms.ignore_index, 0.0)

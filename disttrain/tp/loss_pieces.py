@@ -8,7 +8,7 @@ probabilities there are two. A graph takes all rows at once: its compiler fuses 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -18,68 +18,117 @@ PIECE_ELEMENTS: Final = 1 << 22
 """Elements of a buffer; a single row may take more."""
 
 
+class LossTerms(NamedTuple):
+    """What a loss is, but for its tensors."""
+
+    num_classes: int
+    first_class: int
+    """Of this rank's part."""
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What statistics of logits of `dtype` are computed in."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def statistics_of_classes(
-    logits: torch.Tensor, own: torch.Tensor, weight: torch.Tensor | None, *, sums_up: bool
-) -> torch.Tensor:
-    """Per row: log of the sum of exponentials, the target's logit, and where `sums_up` the weighted sum of logits.
+def weights_of(target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms) -> torch.Tensor | None:
+    """The weight of each row's target; any, of a target that is none. None where all are one."""
+    return None if weight is None else weight[target.clamp(0, terms.num_classes - 1)]
 
-    Args:    logits  (rows, own classes);  own  (rows,), the target counted from this rank's first class, anything for
-             one of other ranks, whose logit is 0 here;  weight  (own classes,), wide.
+
+def statistics_of_classes(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
+) -> torch.Tensor:
+    """Per row: log of the sum of exponentials, the target's logit, and with smoothing the weighted sum of logits.
+
+    Args:    logits  (rows, own classes);  target  (rows,), int64, of all classes; other ranks' have logit 0 here;
+             weight  (classes,), wide.
     Returns: (2 or 3, rows), wide; of no classes the first is minus infinity.
     """
+    sums_up = terms.label_smoothing > 0
     found = logits.new_zeros((2 + sums_up, logits.shape[0]), dtype=wide_dtype(logits.dtype))
     if not logits.shape[1]:
         found[0] = float("-inf")
         return found
-    is_own = (own >= 0) & (own < logits.shape[1])
-    picked = logits.gather(1, own.masked_fill(~is_own, 0).unsqueeze(1)).squeeze(1).to(found.dtype)
+    column, is_absent = _own_column(logits, target, terms)
+    picked = logits.gather(1, column).squeeze(1).to(found.dtype).masked_fill(is_absent, 0.0)
+    part_weight = _part_of(weight, logits, terms)
     if is_traced():
         wide = logits.to(found.dtype)
-        statistics = [wide.logsumexp(1), torch.where(is_own, picked, 0.0)]
+        statistics = [wide.logsumexp(1), picked]
         if sums_up:
-            statistics.append((wide if weight is None else wide * weight).sum(1))
+            statistics.append((wide if part_weight is None else wide * part_weight).sum(1))
         return torch.stack(statistics)
-    found[1] = picked.masked_fill_(~is_own, 0.0)
+    found[1] = picked
     buffer = _buffer(logits)
     for rows in _pieces(logits):
         part = logits[rows]
         out = buffer[: part.shape[0]]
         if sums_up:
-            counted = part if weight is None else torch.mul(part, weight, out=out)
+            counted = part if part_weight is None else torch.mul(part, part_weight, out=out)
             found[2, rows] = counted.sum(1, dtype=found.dtype)
         found[0, rows] = _log_sum(part, out)
     return found
 
 
+def combined_of_classes(
+    of_ranks: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row, and the log of its sum of exponentials, from all ranks' statistics; both (rows,).
+
+    Args: of_ranks  (ranks, 2 or 3, rows);  target, weight  as for the statistics.
+    """
+    log_sums = of_ranks[:, 0].logsumexp(0)
+    loss = log_sums - of_ranks[:, 1].sum(0)
+    row_weights = weights_of(target, weight, terms)
+    if row_weights is not None:
+        loss = loss * row_weights
+    if terms.label_smoothing:
+        total_weight = float(terms.num_classes) if weight is None else weight.sum()
+        spread_out = log_sums * total_weight - of_ranks[:, 2].sum(0)
+        loss = loss * (1 - terms.label_smoothing) + spread_out * (terms.label_smoothing / terms.num_classes)
+    if terms.z_loss:
+        squares = log_sums.square() * terms.z_loss
+        loss = loss + (squares if row_weights is None else squares * row_weights)
+    is_wrong = (target < 0) | (target >= terms.num_classes)
+    return loss.masked_fill(is_wrong, float("nan")).masked_fill(target == terms.ignore_index, 0.0), log_sums
+
+
 def gradient_of_classes(
     logits: torch.Tensor,
     log_sums: torch.Tensor,
-    own: torch.Tensor,
-    spread: torch.Tensor,
-    at_target: torch.Tensor,
-    everywhere: torch.Tensor | None,
+    target: torch.Tensor,
+    grad_rows: torch.Tensor,
     weight: torch.Tensor | None,
+    terms: LossTerms,
 ) -> torch.Tensor:
-    """`spread * softmax(logits) - everywhere * weight`, less `at_target` in the target's column, in the logits' dtype.
-
-    Args: log_sums, spread, at_target, everywhere  (rows,), wide;  own, weight  as for the statistics.
-    """
+    """The gradient of this rank's logits, in their dtype; `grad_rows` is that of the losses."""
+    # Where all rows are ignored, the mean's gradient is infinite.
+    scale = grad_rows.masked_fill(target == terms.ignore_index, 0.0)
+    row_weights = weights_of(target, weight, terms)
+    weighted = scale if row_weights is None else scale * row_weights
+    spread = at_target = weighted * (1 - terms.label_smoothing)
+    everywhere = None
+    if terms.label_smoothing:
+        everywhere = scale * (terms.label_smoothing / terms.num_classes)
+        spread = spread + everywhere * (float(terms.num_classes) if weight is None else weight.sum())
+    if terms.z_loss:
+        spread = spread + weighted * log_sums * (2 * terms.z_loss)
+    part_weight = _part_of(weight, logits, terms)
     if is_traced():
         result = (logits - log_sums.unsqueeze(1)).exp() * spread.unsqueeze(1)
         if everywhere is not None:
-            result = result - everywhere.unsqueeze(1) * (1.0 if weight is None else weight)
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        return torch.where(columns == own.unsqueeze(1), result - at_target.unsqueeze(1), result).to(logits.dtype)
+            result = result - everywhere.unsqueeze(1) * (1.0 if part_weight is None else part_weight)
+        columns = torch.arange(terms.first_class, terms.first_class + logits.shape[1], device=logits.device)
+        is_target = columns == target.unsqueeze(1)
+        return torch.where(is_target, result - at_target.unsqueeze(1), result).to(logits.dtype)
     grad = torch.empty_like(logits)
     if not logits.shape[1]:
         return grad
-    is_absent = (own < 0) | (own >= logits.shape[1])
-    columns = own.masked_fill(is_absent, 0).unsqueeze(1)
+    column, is_absent = _own_column(logits, target, terms)
     taken = at_target.masked_fill(is_absent, 0.0).neg_().unsqueeze(1)
     buffer = None if grad.dtype == spread.dtype else _buffer(logits)
     for rows in _pieces(logits):
@@ -88,33 +137,34 @@ def gradient_of_classes(
         result = torch.sub(part, log_sums[rows].unsqueeze(1), out=out).exp_().mul_(spread[rows].unsqueeze(1))
         if everywhere is not None:
             share = everywhere[rows]
-            result.sub_(share.unsqueeze(1)) if weight is None else result.addr_(share, weight, alpha=-1)
-        result.scatter_add_(1, columns[rows], taken[rows])
+            result.sub_(share.unsqueeze(1)) if part_weight is None else result.addr_(share, part_weight, alpha=-1)
+        result.scatter_add_(1, column[rows], taken[rows])
         if buffer is not None:
             grad[rows] = result
     return grad
 
 
 def statistics_of_probabilities(
-    logits: torch.Tensor, wanted: torch.Tensor, weight: torch.Tensor | None, smoothing: tuple[float, float]
+    logits: torch.Tensor, wanted: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
 ) -> torch.Tensor:
     """Per row: log of the sum of exponentials, the sum of what is wanted, and the sum of logits times that.
 
-    Args:    logits, wanted  (rows, own classes);  smoothing  factor and summand for `wanted`, before `weight`.
+    Args:    logits, wanted  (rows, own classes);  weight  (classes,), wide.
     Returns: (3, rows), wide.
     """
     found = logits.new_zeros((3, logits.shape[0]), dtype=wide_dtype(logits.dtype))
     if not logits.shape[1]:
         found[0] = float("-inf")
         return found
+    part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        part, wished = logits.to(found.dtype), _wished(wanted, weight, smoothing, found.dtype)
+        part, wished = logits.to(found.dtype), _wished(wanted, part_weight, terms, found.dtype)
         return torch.stack([part.logsumexp(1), wished.sum(1), (part * wished).sum(1)])
     buffer = _buffer(logits)
     for rows in _pieces(logits):
         part = logits[rows]
         out = buffer[: part.shape[0]]
-        wished = _wished(wanted[rows], weight, smoothing, found.dtype)
+        wished = _wished(wanted[rows], part_weight, terms, found.dtype)
         found[1, rows] = wished.sum(1)
         found[2, rows] = torch.mul(part, wished, out=out).sum(1)
         found[0, rows] = _log_sum(part, out)
@@ -124,25 +174,29 @@ def statistics_of_probabilities(
 def gradient_of_probabilities(
     logits: torch.Tensor,
     log_sums: torch.Tensor,
+    total: torch.Tensor,
     wanted: torch.Tensor,
-    spread: torch.Tensor,
-    scale: torch.Tensor,
+    grad_rows: torch.Tensor,
     weight: torch.Tensor | None,
-    smoothing: tuple[float, float],
+    terms: LossTerms,
 ) -> torch.Tensor:
-    """`spread * softmax(logits) - scale * wanted`, smoothed and weighted as for the statistics."""
+    """As `gradient_of_classes`; `total` (rows,) is the sum of what is wanted, of all ranks."""
+    spread = grad_rows * total
+    if terms.z_loss:
+        spread = spread + grad_rows * log_sums * (2 * terms.z_loss)
+    part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        wished = _wished(wanted, weight, smoothing, spread.dtype)
+        wished = _wished(wanted, part_weight, terms, spread.dtype)
         shares = (logits - log_sums.unsqueeze(1)).exp()
-        return (shares * spread.unsqueeze(1) - wished * scale.unsqueeze(1)).to(logits.dtype)
+        return (shares * spread.unsqueeze(1) - wished * grad_rows.unsqueeze(1)).to(logits.dtype)
     grad = torch.empty_like(logits)
     buffer = None if grad.dtype == spread.dtype else _buffer(logits)
     for rows in _pieces(logits):
         part = logits[rows]
         out = grad[rows] if buffer is None else buffer[: part.shape[0]]
         result = torch.sub(part, log_sums[rows].unsqueeze(1), out=out).exp_().mul_(spread[rows].unsqueeze(1))
-        wished = _wished(wanted[rows], weight, smoothing, spread.dtype)
-        result.addcmul_(wished, scale[rows].unsqueeze(1), value=-1)
+        wished = _wished(wanted[rows], part_weight, terms, spread.dtype)
+        result.addcmul_(wished, grad_rows[rows].unsqueeze(1), value=-1)
         if buffer is not None:
             grad[rows] = result
     return grad
@@ -169,10 +223,21 @@ def _log_sum(part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _wished(
-    wanted: torch.Tensor, weight: torch.Tensor | None, smoothing: tuple[float, float], dtype: torch.dtype
+    wanted: torch.Tensor, part_weight: torch.Tensor | None, terms: LossTerms, dtype: torch.dtype
 ) -> torch.Tensor:
-    factor, summand = smoothing
+    """Probabilities, smoothed and weighted."""
     wished = wanted.to(dtype)
-    if summand:
-        wished = wished * factor + summand
-    return wished if weight is None else wished * weight
+    if terms.label_smoothing:
+        wished = wished * (1 - terms.label_smoothing) + terms.label_smoothing / terms.num_classes
+    return wished if part_weight is None else wished * part_weight
+
+
+def _part_of(weight: torch.Tensor | None, logits: torch.Tensor, terms: LossTerms) -> torch.Tensor | None:
+    return None if weight is None else weight.narrow(0, terms.first_class, logits.shape[1])
+
+
+def _own_column(logits: torch.Tensor, target: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where in this part each row's target stands, (rows, 1), and which rows' stands elsewhere, (rows,)."""
+    own = target - terms.first_class
+    is_absent = (own < 0) | (own >= logits.shape[1])
+    return own.masked_fill_(is_absent, 0).unsqueeze(1), is_absent

@@ -14,41 +14,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 
 from disttrain.process_group import ProcessGroup, all_gather_into_tensor, functional
 from disttrain.process_group._c10d import is_traced
 from disttrain.tp import loss_pieces
-
-
-class LossTerms(NamedTuple):
-    """What a loss is, but for its tensors."""
-
-    num_classes: int
-    first_class: int
-    """Of this rank's part."""
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
+from disttrain.tp.loss_pieces import LossTerms
 
 
 def loss_of_classes(
     logits: torch.Tensor,
     target: torch.Tensor,
-    row_weights: torch.Tensor,
     weight: torch.Tensor | None,
     terms: LossTerms,
     group: ProcessGroup,
 ) -> torch.Tensor:
     """The loss of each row against the class that `target` names; 0 where it is ignored. Collective.
 
-    Args:    logits  (rows, own classes);  target  (rows,), whole numbers;  weight  (classes,), wide;
-             row_weights  (rows,), wide: the weight of each row's target.
+    Args:    logits  (rows, own classes);  target  (rows,), int64;  weight  (classes,), wide.
     Returns: (rows,), wide; NaN for a target out of range. On the CPU, outside of graphs, that raises IndexError.
     """
-    loss: torch.Tensor = _OfClasses.apply(logits, target, row_weights, weight, terms, group)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _OfClasses.apply(logits, target, weight, terms, group)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -102,51 +90,29 @@ class _OfClasses(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
-        row_weights: torch.Tensor,
         weight: torch.Tensor | None,
         terms: LossTerms,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        smoothing = terms.label_smoothing
-        is_ignored = target == terms.ignore_index
-        is_wrong = (target < 0) | (target >= terms.num_classes)
-        if logits.device.type == "cpu" and not is_traced() and (is_wrong & ~is_ignored).any():
-            # All ranks of the group have the same targets, so that none waits for one that has raised.
-            raise IndexError(f"a target is out of bounds: there are {terms.num_classes} classes")
-        own = target - terms.first_class
-        part_weight = _part_of(weight, logits, terms)
+        if target.device.type == "cpu" and not is_traced():
+            is_wrong = ((target < 0) | (target >= terms.num_classes)) & (target != terms.ignore_index)
+            if is_wrong.any():
+                # All ranks of the group have the same targets, so that none waits for one that has raised.
+                raise IndexError(f"a target is out of bounds: there are {terms.num_classes} classes")
         kernels = _kernels(logits)
-        found = kernels.statistics_of_classes(logits, own, part_weight, sums_up=smoothing > 0)
-        of_ranks = _gathered(found, group)
-        log_sums, picked = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
-        loss = (log_sums - picked) * row_weights
-        total_weight: torch.Tensor | float = 0.0
-        if smoothing:
-            total_weight = float(terms.num_classes) if weight is None else weight.sum()
-            spread_out = log_sums * total_weight - of_ranks[:, 2].sum(0)
-            loss = loss * (1 - smoothing) + spread_out * (smoothing / terms.num_classes)
-        if terms.z_loss:
-            loss = loss + log_sums.square() * row_weights * terms.z_loss
-        ctx.save_for_backward(logits, own, is_ignored, row_weights, log_sums, part_weight)
-        ctx.terms, ctx.total_weight = terms, total_weight
-        return loss.masked_fill(is_wrong, float("nan")).masked_fill(is_ignored, 0.0)
+        of_ranks = _gathered(kernels.statistics_of_classes(logits, target, weight, terms), group)
+        loss, log_sums = kernels.combined_of_classes(of_ranks, target, weight, terms)
+        ctx.save_for_backward(logits, target, weight, log_sums)
+        ctx.terms = terms
+        return cast(torch.Tensor, loss)
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        logits, own, is_ignored, row_weights, log_sums, part_weight = ctx.saved_tensors
-        terms: LossTerms = ctx.terms
-        # Where all rows are ignored, the mean's gradient is infinite.
-        scale = grad.to(log_sums.dtype).masked_fill(is_ignored, 0.0)
-        at_target = scale * row_weights * (1 - terms.label_smoothing)
-        spread, everywhere = at_target, None
-        if terms.label_smoothing:
-            everywhere = scale * (terms.label_smoothing / terms.num_classes)
-            spread = spread + everywhere * ctx.total_weight
-        if terms.z_loss:
-            spread = spread + scale * row_weights * log_sums * (2 * terms.z_loss)
-        compute: Callable[..., torch.Tensor] = _kernels(logits).gradient_of_classes
-        return compute(logits, log_sums, own, spread, at_target, everywhere, part_weight)
+        logits, target, weight, log_sums = ctx.saved_tensors
+        return cast(
+            torch.Tensor, _kernels(logits).gradient_of_classes(logits, log_sums, target, grad, weight, ctx.terms)
+        )
 
 
 class _OfProbabilities(torch.autograd.Function):
@@ -159,36 +125,20 @@ class _OfProbabilities(torch.autograd.Function):
         terms: LossTerms,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        part_weight = _part_of(weight, logits, terms)
-        found = loss_pieces.statistics_of_probabilities(logits, wanted, part_weight, _smoothed(terms))
-        of_ranks = _gathered(found, group)
+        of_ranks = _gathered(loss_pieces.statistics_of_probabilities(logits, wanted, weight, terms), group)
         log_sums, total = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
         loss = log_sums * total - of_ranks[:, 2].sum(0)
         if terms.z_loss:
             loss = loss + log_sums.square() * terms.z_loss
-        ctx.save_for_backward(logits, wanted, part_weight, log_sums, total)
+        ctx.save_for_backward(logits, wanted, weight, log_sums, total)
         ctx.terms = terms
         return loss
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        logits, wanted, part_weight, log_sums, total = ctx.saved_tensors
-        terms: LossTerms = ctx.terms
-        scale = grad.to(log_sums.dtype)
-        spread = scale * total
-        if terms.z_loss:
-            spread = spread + scale * log_sums * (2 * terms.z_loss)
-        compute = loss_pieces.gradient_of_probabilities
-        return compute(logits, log_sums, wanted, spread, scale, part_weight, _smoothed(terms))
-
-
-def _smoothed(terms: LossTerms) -> tuple[float, float]:
-    return 1 - terms.label_smoothing, terms.label_smoothing / terms.num_classes
-
-
-def _part_of(weight: torch.Tensor | None, logits: torch.Tensor, terms: LossTerms) -> torch.Tensor | None:
-    return None if weight is None else weight.narrow(0, terms.first_class, logits.shape[1])
+        logits, wanted, weight, log_sums, total = ctx.saved_tensors
+        return loss_pieces.gradient_of_probabilities(logits, log_sums, total, wanted, grad, weight, ctx.terms)
 
 
 def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

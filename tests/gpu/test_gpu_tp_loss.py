@@ -15,6 +15,7 @@ from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import loss_pieces
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.loss_pieces import LossTerms
 
 NUM_GPUS = max(1, torch.cuda.device_count())
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -37,23 +38,35 @@ def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) 
     pytest.importorskip("triton")
     from disttrain.tp import loss_triton  # as the library does, where Triton is
 
-    num_rows, num_classes = shape
-    gapped = 3 * normal(num_rows, num_classes + 16, dtype=dtype)
-    own = torch.randint(-num_classes, 2 * num_classes, (num_rows,), device="cuda")
-    rows = normal(4, num_rows, seed=1).unbind()
+    num_rows, num_own = shape
+    first_class, num_classes = 11, num_own + 50
+    gapped = 3 * normal(num_rows, num_own + 16, dtype=dtype)
+    target = torch.randint(0, num_classes, (num_rows,), generator=torch.Generator().manual_seed(0)).cuda()
+    target[::5], target[0] = -100, first_class + num_own - 1
+    grad_rows = normal(num_rows, seed=1)
     weight = normal(num_classes, seed=2).square()
-    for logits in (gapped[:, :num_classes], gapped[:, :num_classes].contiguous()):
-        logits[0, num_classes // 2] = float("-inf")
-        for sums_up, own_weight in ((False, None), (True, None), (True, weight)):
-            expected = loss_pieces.statistics_of_classes(logits, own, own_weight, sums_up=sums_up)
-            found = loss_triton.statistics_of_classes(logits, own, own_weight, sums_up=sums_up)
-            torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-5)
-            log_sums = expected[0].nan_to_num(0.0, 0.0, 0.0)
-            everywhere = rows[3] / num_classes if sums_up else None
-            arguments = (logits, log_sums, own, rows[1], rows[2], everywhere, own_weight)
-            wished = loss_pieces.gradient_of_classes(*arguments)
-            grad = loss_triton.gradient_of_classes(*arguments)
-            torch.testing.assert_close(grad, wished, atol=CLOSE[dtype] * 1e-2, rtol=CLOSE[dtype])
+    for logits in (gapped[:, :num_own], gapped[:, :num_own].contiguous()):
+        logits[0, 0] = float("-inf")
+        for own_weight, smoothing, z_loss in (
+            (None, 0.0, 0.0),
+            (None, 0.1, 0.0),
+            (weight, 0.1, 0.01),
+            (weight, 0.0, 0.01),
+        ):
+            terms = LossTerms(num_classes, first_class, -100, smoothing, z_loss)
+            wished = loss_pieces.statistics_of_classes(logits, target, own_weight, terms)
+            found = loss_triton.statistics_of_classes(logits, target, own_weight, terms)
+            torch.testing.assert_close(found, wished, atol=1e-2, rtol=1e-5)
+            finite = wished.nan_to_num(0.0, 0.0, 0.0)
+            of_ranks = torch.stack([finite, finite + 1])
+            wished_pair = loss_pieces.combined_of_classes(of_ranks, target, own_weight, terms)
+            pair = loss_triton.combined_of_classes(of_ranks, target, own_weight, terms)
+            torch.testing.assert_close(pair, wished_pair, atol=1e-4, rtol=1e-5)
+            for grads in (grad_rows, grad_rows[0].expand(num_rows)):
+                arguments = (logits, pair[1], target, grads, own_weight, terms)
+                wished = loss_pieces.gradient_of_classes(*arguments)
+                grad = loss_triton.gradient_of_classes(*arguments)
+                torch.testing.assert_close(grad, wished, atol=CLOSE[dtype] * 1e-2, rtol=CLOSE[dtype])
 
 
 @on_ranks(NUM_GPUS)
