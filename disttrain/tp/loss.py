@@ -49,9 +49,9 @@ def vocab_parallel_cross_entropy(
              IndexError for a target out of range on the CPU; on a GPU, which would have to be waited for, and in a
              compiled graph, that token's loss is NaN.
     Gradient: of the logits, once, in their dtype; the loss is one value that all ranks have. Not differentiable twice.
-             The logits are kept for backward, as they are, beside the target and a number per token. Temporaries of logits' size
-             there are none but the gradient; wide ones take 16 MiB (more only for a single row of over 4 M classes, and
-             32 MiB with class probabilities, or in fp64).
+             For backward the logits are kept as they are, and of each token its target and one number. Besides the
+             gradient there are no temporaries of the logits' size: wide ones take 16 MiB at most, in fp64 and with
+             class probabilities 32 MiB, or one row if that is larger.
     Collective: every rank of the group, one all-gather of 2 numbers per token (3 with smoothing or probabilities), and
              one all-reduce of a number where other axes cut the batch. Backward has none.
     """

@@ -25,14 +25,14 @@ def loss_of_dtensor(
     batch_axes = [other for other in range(mesh.ndim) if isinstance(logits.placements[other], Shard) and other != axis]
     local_target = _target_part(target, logits, axis)
     local_logits = logits.to_local().movedim(classes_dim, -1)
-    loss, total_weight = loss_and_weight(
-        local_logits,
-        local_target,
-        _whole(weight),
-        logits.shape[classes_dim],
-        options,
-        mesh.get_group(axis),
-    )
+    vocab_size, group = logits.shape[classes_dim], mesh.get_group(axis)
+    try:
+        loss, total_weight = loss_and_weight(local_logits, local_target, _whole(weight), vocab_size, options, group)
+    except Exception as error:
+        if batch_axes and options.reduction == "mean":
+            # Ranks with other parts of the batch have nothing to refuse, and would wait for this one's weight.
+            mesh.group_along(batch_axes).refuse(NAME, error, "all_reduce")
+        raise
     if options.reduction == "none":
         shape = [size for dim, size in enumerate(logits.shape) if dim != classes_dim]
         return DTensor.from_local(loss, mesh, _without_classes(logits, axis), shape=shape)

@@ -174,20 +174,21 @@ def statistics_of_classes(
     num_rows, num_own = logits.shape
     is_smoothed = terms.label_smoothing > 0
     found = torch.empty((2 + is_smoothed, num_rows), dtype=torch.float32, device=logits.device)
-    _statistics[(num_rows,)](
-        logits,
-        target,
-        found if weight is None else weight,
-        found,
-        logits.stride(0),
-        num_rows,
-        num_own,
-        terms.first_class,
-        IS_SMOOTHED=is_smoothed,
-        HAS_WEIGHT=weight is not None,
-        BLOCK=_block(num_own, _LARGEST_BLOCK),
-        num_warps=8,
-    )
+    with torch.cuda.device_of(logits):
+        _statistics[(num_rows,)](
+            logits,
+            target,
+            found if weight is None else weight,
+            found,
+            logits.stride(0),
+            num_rows,
+            num_own,
+            terms.first_class,
+            IS_SMOOTHED=is_smoothed,
+            HAS_WEIGHT=weight is not None,
+            BLOCK=_block(num_own, _LARGEST_BLOCK),
+            num_warps=8,
+        )
     return found
 
 
@@ -197,25 +198,26 @@ def combined_of_classes(
     """As in `loss_pieces`; fp32, contiguous."""
     num_ranks, num_statistics, num_rows = of_ranks.shape
     loss, log_sums = torch.empty((2, num_rows), dtype=torch.float32, device=of_ranks.device).unbind()
-    _combined[(triton.cdiv(num_rows, _ROWS_TO_COMBINE),)](
-        of_ranks,
-        target,
-        loss if weight is None else weight,
-        _total_weight(of_ranks, weight, terms),
-        loss,
-        log_sums,
-        num_ranks,
-        num_rows,
-        terms.num_classes,
-        terms.ignore_index,
-        terms.label_smoothing,
-        terms.z_loss,
-        IS_SMOOTHED=num_statistics == 3,
-        HAS_Z=terms.z_loss > 0,
-        HAS_WEIGHT=weight is not None,
-        BLOCK=_ROWS_TO_COMBINE,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(of_ranks):
+        _combined[(triton.cdiv(num_rows, _ROWS_TO_COMBINE),)](
+            of_ranks,
+            target,
+            loss if weight is None else weight,
+            _total_weight(of_ranks, weight, terms),
+            loss,
+            log_sums,
+            num_ranks,
+            num_rows,
+            terms.num_classes,
+            terms.ignore_index,
+            terms.label_smoothing,
+            terms.z_loss,
+            IS_SMOOTHED=num_statistics == 3,
+            HAS_Z=terms.z_loss > 0,
+            HAS_WEIGHT=weight is not None,
+            BLOCK=_ROWS_TO_COMBINE,
+            num_warps=4,
+        )
     return loss, log_sums
 
 
@@ -231,28 +233,29 @@ def gradient_of_classes(
     num_rows, num_own = logits.shape
     grad = torch.empty((num_rows, num_own), dtype=logits.dtype, device=logits.device)
     block = _block(num_own, _LARGEST_BLOCK // 2)
-    _gradient[(num_rows, triton.cdiv(num_own, block))](
-        logits,
-        log_sums,
-        target,
-        grad_rows,
-        log_sums if weight is None else weight,
-        _total_weight(log_sums, weight, terms),
-        grad,
-        logits.stride(0),
-        grad_rows.stride(0),
-        num_own,
-        terms.first_class,
-        terms.num_classes,
-        terms.ignore_index,
-        terms.label_smoothing,
-        terms.z_loss,
-        IS_SMOOTHED=terms.label_smoothing > 0,
-        HAS_Z=terms.z_loss > 0,
-        HAS_WEIGHT=weight is not None,
-        BLOCK=block,
-        num_warps=8,
-    )
+    with torch.cuda.device_of(logits):
+        _gradient[(num_rows, triton.cdiv(num_own, block))](
+            logits,
+            log_sums,
+            target,
+            grad_rows,
+            log_sums if weight is None else weight,
+            _total_weight(log_sums, weight, terms),
+            grad,
+            logits.stride(0),
+            grad_rows.stride(0),
+            num_own,
+            terms.first_class,
+            terms.num_classes,
+            terms.ignore_index,
+            terms.label_smoothing,
+            terms.z_loss,
+            IS_SMOOTHED=terms.label_smoothing > 0,
+            HAS_Z=terms.z_loss > 0,
+            HAS_WEIGHT=weight is not None,
+            BLOCK=block,
+            num_warps=8,
+        )
     return grad
 
 

@@ -27,34 +27,36 @@ def part(whole: torch.Tensor) -> torch.Tensor:
     return whole.narrow(-1, first, size)
 
 
+ALL_TERMS: dict[str, Any] = {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1}
+CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+    "plain": (TARGET, {}),
+    "all terms": (TARGET, ALL_TERMS),
+    "probabilities": (WANTED, ALL_TERMS),
+}
+
+
 @on_ranks(2, timeout_s=110)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_steps_from_hidden_states_to_gradients(backend: str) -> None:
-    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
-        (TARGET, {}),
-        (TARGET, {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1}),
-        (WANTED, {"weight": WEIGHT, "label_smoothing": 0.2, "z_loss": 0.1}),
-    ]
-    for dtype in (torch.float32, torch.bfloat16):
-        for target, options in cases:
-            torch._dynamo.reset()
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_steps_from_hidden_states_to_gradients(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    target, options = CASES[name]
+    dtype = torch.float32 if name == "plain" else torch.bfloat16
 
-            def step(
-                hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor, options: dict[str, Any] = options
-            ) -> torch.Tensor:
-                return vocab_parallel_cross_entropy(hidden @ head, target, vocab_size=7, **options)
+    def step(hidden: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(hidden @ head, target, vocab_size=7, **options)
 
-            hidden, head = normal(5, 4).to(dtype), part(normal(4, 7, seed=1)).to(dtype).contiguous()
-            results = []
-            for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
-                own = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
-                with CommDebugMode() as comms:
-                    loss = run(*own, target)
-                    loss.backward()
-                assert comms.get_comm_counts() == {"all_gather_into_tensor": 1}
-                results.append([loss, *[each.grad for each in own]])
-            tolerance = {} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2e-2}
-            torch.testing.assert_close(results[1], results[0], **tolerance)
+    hidden, head = normal(5, 4).to(dtype), part(normal(4, 7, seed=1)).to(dtype).contiguous()
+    results = []
+    for run in (step, torch.compile(step, backend=backend, fullgraph=True)):
+        own = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        with CommDebugMode() as comms:
+            loss = run(*own, target)
+            loss.backward()
+        assert comms.get_comm_counts() == {"all_gather_into_tensor": 1}
+        results.append([loss, *[each.grad for each in own]])
+    tolerance = {} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2e-2}
+    torch.testing.assert_close(results[1], results[0], **tolerance)
 
 
 @on_ranks(2, timeout_s=110)
@@ -92,3 +94,15 @@ def test_what_one_rank_refuses_the_other_does_not_wait_for() -> None:
     else:
         with pytest.raises(BackendError, match="rank 1 refused vocab_parallel_cross_entropy: target has shape"):
             vocab_parallel_cross_entropy(logits, TARGET[:3].abs() % 8, vocab_size=8)
+
+
+@on_ranks(2)
+def test_a_wrong_target_in_one_part_of_the_batch() -> None:
+    mesh = mesh_of((2, 1))
+    logits = distribute_tensor(normal(4, 7), mesh, [Shard(0), Shard(1)])
+    if disttrain.get_rank():
+        with pytest.raises(IndexError, match="there are 7 classes"):
+            vocab_parallel_cross_entropy(logits, torch.tensor([1, 7]))
+    else:
+        with pytest.raises(BackendError, match="rank 1 refused vocab_parallel_cross_entropy: IndexError"):
+            vocab_parallel_cross_entropy(logits, torch.tensor([1, 6]))
