@@ -170,16 +170,10 @@ def gathered_loss(model: nn.Module, tokens: torch.Tensor, context: Any = nullcon
         F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
 
 
-def own_loss(model: nn.Module, tokens: torch.Tensor) -> None:
-    logits = model(tokens)
-    tp.vocab_parallel_cross_entropy(logits.flatten(0, 1), tokens.flatten(), LOSS_MESH[0]).backward()
-
-
-LOSS_MESH: list[disttrain.DeviceMesh] = []
-
-
 def cases_of(args: argparse.Namespace, mesh: disttrain.DeviceMesh, other_mesh: Any) -> dict[str, Case]:
-    LOSS_MESH.append(mesh)
+    def own_loss(model: nn.Module, tokens: torch.Tensor) -> None:
+        tp.vocab_parallel_cross_entropy(model(tokens), tokens, mesh, vocab_size=args.vocab).backward()
+
     whole, other_whole = dtensor.Replicate(), torch_tensor.Replicate()
     made = {}
     for name, overlap in (("disttrain", None), ("disttrain, no overlap", False)):

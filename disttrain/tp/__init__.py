@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from disttrain.tp.loss import vocab_parallel_cross_entropy
+from disttrain.tp.loss_context import loss_parallel
 from disttrain.tp.parallelize import parallelize_module
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from disttrain.tp.sequence import SequenceParallel
@@ -15,5 +17,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "loss_parallel",
     "parallelize_module",
+    "vocab_parallel_cross_entropy",
 ]

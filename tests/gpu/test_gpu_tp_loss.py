@@ -1,0 +1,147 @@
+"""The vocabulary-parallel loss on GPUs: Triton's kernels, judged by torch's, and over NCCL by one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import disttrain
+from disttrain.dtensor import CommDebugMode, Shard, distribute_tensor
+from disttrain.dtensor.shard_sizes import piece
+from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import loss_pieces
+from disttrain.tp.loss import vocab_parallel_cross_entropy
+from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.loss_pieces import LossTerms
+
+NUM_GPUS = max(1, torch.cuda.device_count())
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same numbers on every rank."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).cuda()
+
+
+def part(whole: torch.Tensor) -> torch.Tensor:
+    size, first = piece(whole.shape[-1], disttrain.get_world_size(), disttrain.get_rank())
+    return whole.narrow(-1, first, size)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", [(64, 16000), (37, 20001), (5, 7), (1, 1)])
+def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from disttrain.tp import loss_triton  # as the library does, where Triton is
+
+    num_rows, num_own = shape
+    first_class, num_classes = 11, num_own + 50
+    gapped = 3 * normal(num_rows, num_own + 16, dtype=dtype)
+    target = torch.randint(0, num_classes, (num_rows,), generator=torch.Generator().manual_seed(0)).cuda()
+    target[::5], target[0] = -100, first_class + num_own - 1
+    grad_rows = normal(num_rows, seed=1)
+    weight = normal(num_classes, seed=2).square()
+    for logits in (gapped[:, :num_own], gapped[:, :num_own].contiguous()):
+        logits[0, 0] = float("-inf")
+        for own_weight, smoothing, z_loss in (
+            (None, 0.0, 0.0),
+            (None, 0.1, 0.0),
+            (weight, 0.1, 0.01),
+            (weight, 0.0, 0.01),
+        ):
+            terms = LossTerms(num_classes, first_class, -100, smoothing, z_loss)
+            wished = loss_pieces.statistics_of_classes(logits, target, own_weight, terms)
+            found = loss_triton.statistics_of_classes(logits, target, own_weight, terms)
+            torch.testing.assert_close(found, wished, atol=1e-2, rtol=1e-5)
+            finite = wished.nan_to_num(0.0, 0.0, 0.0)
+            of_ranks = torch.stack([finite, finite + 1])
+            wished_pair = loss_pieces.combined_of_classes(of_ranks, target, own_weight, terms)
+            pair = loss_triton.combined_of_classes(of_ranks, target, own_weight, terms)
+            torch.testing.assert_close(pair, wished_pair, atol=1e-4, rtol=1e-5)
+            for grads in (grad_rows, grad_rows[0].expand(num_rows)):
+                arguments = (logits, pair[1], target, grads, own_weight, terms)
+                wished = loss_pieces.gradient_of_classes(*arguments)
+                grad = loss_triton.gradient_of_classes(*arguments)
+                torch.testing.assert_close(grad, wished, atol=CLOSE[dtype] * 1e-2, rtol=CLOSE[dtype])
+
+
+@on_ranks(NUM_GPUS)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradient_are_those_of_one_process(dtype: torch.dtype, is_compiled: bool) -> None:
+    vocab_size = 4099
+    target = torch.randint(0, vocab_size, (300,), generator=torch.Generator().manual_seed(0)).cuda()
+    target[::7] = -100
+    weight = normal(vocab_size, seed=2).square()
+    wanted = normal(300, vocab_size, seed=1).softmax(1)
+    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (target, {}),
+        (target, {"weight": weight, "label_smoothing": 0.1}),
+        (wanted, {"weight": weight, "label_smoothing": 0.1}),
+    ]
+    for goal, options in cases:
+        torch._dynamo.reset()
+
+        def loss_of(logits: torch.Tensor, goal: torch.Tensor, options: dict[str, Any] = options) -> torch.Tensor:
+            return vocab_parallel_cross_entropy(logits, goal, vocab_size=4099, **options)
+
+        run = torch.compile(loss_of, fullgraph=True) if is_compiled else loss_of
+        logits = 3 * normal(300, vocab_size, dtype=dtype)
+        whole = logits.float().requires_grad_()
+        expected = F.cross_entropy(whole, goal, **options)
+        expected.backward()
+        assert whole.grad is not None
+        own = part(logits).detach().requires_grad_()
+        with CommDebugMode() as comms:
+            loss = run(own, goal)
+            loss.backward()
+        assert comms.get_total_counts() == (NUM_GPUS > 1)
+        torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
+        assert own.grad is not None
+        wished = part(whole.grad)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(own.grad, wished.to(dtype), atol=1e-7, rtol=tolerance)
+
+
+@on_ranks(NUM_GPUS)
+def test_a_target_out_of_range_is_a_loss_of_nan() -> None:
+    own = part(normal(4, 100)).detach().requires_grad_()
+    target = torch.tensor([3, 100, -100, 99], device="cuda")
+    loss = vocab_parallel_cross_entropy(own, target, vocab_size=100, reduction="none")
+    assert loss.isnan().tolist() == [False, True, False, False]
+
+
+@on_ranks(NUM_GPUS)
+def test_dtensors_within_the_context() -> None:
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,))
+    whole = normal(64, 1000).requires_grad_()
+    target = torch.arange(64, device="cuda")
+    expected = F.cross_entropy(whole, target)
+    expected.backward()
+    logits = distribute_tensor(whole.detach(), mesh, [Shard(1)]).detach().requires_grad_()
+    with loss_parallel():
+        loss = F.cross_entropy(logits, target)
+    loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected.detach())
+    torch.testing.assert_close(logits.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(NUM_GPUS)
+def test_memory_is_that_of_the_gradient() -> None:
+    num_rows, vocab_size = 2048, 32000
+    own = part(normal(num_rows, vocab_size, dtype=torch.bfloat16)).contiguous().requires_grad_()
+    target = torch.arange(num_rows, device="cuda")
+    vocab_parallel_cross_entropy(own, target, vocab_size=vocab_size).backward()  # whatever is kept after a first call
+    own.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = vocab_parallel_cross_entropy(own, target, vocab_size=vocab_size)
+    forward = torch.cuda.max_memory_allocated() - before
+    loss.backward()
+    assert forward < 2**20
+    assert torch.cuda.max_memory_allocated() - before < own.nbytes + 2**20
