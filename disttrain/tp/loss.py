@@ -50,8 +50,9 @@ def vocab_parallel_cross_entropy(
              compiled graph, that token's loss is NaN.
     Gradient: of the logits, once, in their dtype; the loss is one value that all ranks have. Not differentiable twice.
              For backward the logits are kept as they are, and of each token its target and one number. Besides the
-             gradient there are no temporaries of the logits' size: wide ones take 16 MiB at most, in fp64 and with
-             class probabilities 32 MiB, or one row if that is larger.
+             gradient there are no temporaries of the logits' size. On GPUs with Triton the fused kernels need none,
+             for fewer than 64 bits and classes; else they take 16 MiB at most, twice that in fp64, thrice with class
+             probabilities, or a row if that is larger.
     Collective: every rank of the group, one all-gather of 2 numbers per token (3 with smoothing or probabilities), and
              one all-reduce of a number where other axes cut the batch. Backward has none.
     """

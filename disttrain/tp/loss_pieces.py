@@ -2,7 +2,7 @@
 
 Logits may be half precision; statistics never are. Were all rows widened at once, that would take more memory than the
 logits themselves. So one buffer of at most PIECE_ELEMENTS elements (16 MiB in fp32) goes over the rows; with class
-probabilities there are two. A graph takes all rows at once: its compiler fuses what is in between away.
+probabilities there are three. A graph takes all rows at once: its compiler fuses what is in between away.
 """
 
 from __future__ import annotations

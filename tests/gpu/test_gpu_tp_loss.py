@@ -131,9 +131,11 @@ def test_dtensors_within_the_context() -> None:
 
 
 @on_ranks(NUM_GPUS)
-def test_memory_is_that_of_the_gradient() -> None:
-    num_rows, vocab_size = 2048, 32000
-    own = part(normal(num_rows, vocab_size, dtype=torch.bfloat16)).contiguous().requires_grad_()
+@pytest.mark.parametrize(("dtype", "spare_mib"), [(torch.bfloat16, 1), (torch.float64, 40)])
+def test_memory_is_that_of_the_gradient(dtype: torch.dtype, spare_mib: int) -> None:
+    """Triton's kernels need but numbers per row, torch's a piece of 32 MiB of fp64."""
+    num_rows, vocab_size = 2048, 16000
+    own = part(normal(num_rows, vocab_size, dtype=dtype)).contiguous().requires_grad_()
     target = torch.arange(num_rows, device="cuda")
     vocab_parallel_cross_entropy(own, target, vocab_size=vocab_size).backward()  # whatever is kept after a first call
     own.grad = None
@@ -141,7 +143,6 @@ def test_memory_is_that_of_the_gradient() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = vocab_parallel_cross_entropy(own, target, vocab_size=vocab_size)
-    forward = torch.cuda.max_memory_allocated() - before
+    assert torch.cuda.max_memory_allocated() - before < spare_mib * 2**20
     loss.backward()
-    assert forward < 2**20
-    assert torch.cuda.max_memory_allocated() - before < own.nbytes + 2**20
+    assert torch.cuda.max_memory_allocated() - before < own.nbytes + spare_mib * 2**20
