@@ -187,7 +187,8 @@ class SharedMemory:
 
     def __init__(self, name: str, rank: int, size: int, store: Store, num_bytes: int, device: torch.device) -> None:
         bindings: Any = c10d
-        self._group: Any = bindings.ProcessGroup(StoreAdapter(store), rank, size)
+        self._store = StoreAdapter(store)
+        self._group: Any = bindings.ProcessGroup(self._store, rank, size)
         self._group._set_group_name(name)
         bindings._register_process_group(name, self._group)
         try:
