@@ -140,8 +140,8 @@ class RowLayer:
             output = self.axis.spec(Replicate() if dim is None else Shard(dim), (*x.shape[:-1], width), x.dtype)
         cutting = None
         if dim is not None:
-            part_numel = math.prod(x.shape[:-1]) // size * width
-            cutting = Cutting(self.axis, dim, exchange_for(self.axis, self.overlap, part_numel, x.dtype))
+            part_bytes = math.prod(x.shape[:-1]) // size * width * x.element_size()
+            cutting = Cutting(self.axis.group, dim, exchange_for(self.axis.group, x.device, self.overlap, part_bytes))
         return Row(self.axis, self.matrix, self.weight, self.bias, cutting, spec, output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -176,8 +176,8 @@ def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool 
     is_dtensor = isinstance(x, DTensor)
     if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
         return None
-    part_numel = x.numel() // axis.size if is_dtensor else x.numel()
-    return Cutting(axis, dim, exchange_for(axis, overlap, part_numel, x.dtype))
+    part_bytes = x.nbytes // axis.size if is_dtensor else x.nbytes
+    return Cutting(axis.group, dim, exchange_for(axis.group, x.device, overlap, part_bytes))
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:
