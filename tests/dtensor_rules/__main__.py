@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, start_worker) as pool:
         tasks = [(place, options.missed) for place in places]
-        for summary in pool.imap_unordered(work, tasks):
+        for number, summary in enumerate(pool.imap_unordered(work, tasks), 1):
+            if number % 50 == 0:
+                print(f"{number} of {len(tasks)}", file=sys.stderr, flush=True)
             for line in summary.wrong:
                 print(line, flush=True)
             total.add(summary)

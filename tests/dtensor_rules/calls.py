@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from disttrain.dtensor.call_plan import replaced, tensors_of
 from tests.dtensor_ops.cases import calls_of, run_call
 
 MAX_ELEMENTS = 4096
+MAX_CALLS = 6
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,11 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def aten_calls_of(info: OpInfo, seen: set[str]) -> Iterator[AtenCall]:
-    """The calls that running the OpInfo's samples, and their gradients, comes down to, but for those `seen`."""
+def aten_calls_of(info: OpInfo, seen: Counter[str]) -> Iterator[AtenCall]:
+    """The calls that running the OpInfo's samples, and their gradients, comes down to, but for those `seen`.
+
+    Of one operator there are MAX_CALLS at most: what all gradients come down to need not be judged with all of them.
+    """
     for call in calls_of(info):
         if call.kind == "out=":
             continue
@@ -88,8 +93,8 @@ def aten_calls_of(info: OpInfo, seen: set[str]) -> Iterator[AtenCall]:
             except Exception:  # noqa: BLE001 -- whatever torch refuses is no case
                 continue
         for found in captured.calls:
-            if str(found) not in seen and _can_be_judged(found):
-                seen.add(str(found))
+            if not seen[str(found)] and seen[str(found.op)] < MAX_CALLS and _can_be_judged(found):
+                seen.update([str(found), str(found.op)])
                 yield found
 
 

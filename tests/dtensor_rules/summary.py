@@ -58,7 +58,7 @@ class Summary:
         return "\n".join(lines)
 
 
-_SEEN: set[str] = set()
+_SEEN: Counter[str] = Counter()
 """The calls that this worker has judged: most operators are met by many OpInfos."""
 
 
@@ -77,7 +77,7 @@ def start_worker() -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(NUMS_RANKS))
 
 
-def judged(place: int, num_tried: int, seen: set[str]) -> Summary:
+def judged(place: int, num_tried: int, seen: Counter[str]) -> Summary:
     """Judge the calls of the OpInfo at `place` of `op_db`, but for those `seen`; try `num_tried` signatures more."""
     summary = Summary()
     for call in aten_calls_of(op_db[place], seen):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +33,7 @@ SAMPLED = (
 """A few of each family; `python -m tests.dtensor_rules` tries them all."""
 
 
-_SEEN: set[str] = set()
+_SEEN: Counter[str] = Counter()
 """The calls that some test has judged."""
 
 
@@ -44,7 +45,7 @@ def torchs_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def judge(name: str, seen: set[str], num_tried: int = 0) -> Summary:
+def judge(name: str, seen: Counter[str], num_tried: int = 0) -> Summary:
     return judged(next(place for place, info in enumerate(op_db) if info.name == name), num_tried, seen)
 
 
@@ -57,11 +58,11 @@ def test_signatures_are_true(name: str) -> None:
 
 def test_a_wrong_rule_is_noticed_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pointwise._LINEAR, "aten.exp", ((0,),))
-    wrong = [line for line in judge("exp", set()).wrong if line.startswith("aten.exp") and "Partial(sum)" in line]
+    wrong = [line for line in judge("exp", Counter()).wrong if line.startswith("aten.exp") and "Partial(sum)" in line]
     assert any(": ranks: " in line for line in wrong)
     assert any(": torch: " in line for line in wrong)
 
 
 def test_what_no_rule_offers_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signatures, "find_rule", lambda call: Rule(lambda call: [all_replicated(call)]))
-    assert judge("exp", set(), num_tried=4).missed["aten.exp.default"] > 0
+    assert judge("exp", Counter(), num_tried=4).missed["aten.exp.default"] > 0
