@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "change_wrapper",
     "composed",
     "facts_of",
+    "handle_of",
     "hint_of",
     "hold_in_graphs",
     "is_called_by_autograd",
@@ -117,6 +119,10 @@ def binding_of(op: OpOverload) -> Callable[..., Any]:
         if name in BOUND_METHODS:
             return cast(Callable[..., Any], getattr(torch._C.TensorBase, name))
     return op
+
+
+handle_of: Callable[[OpOverload], object] = attrgetter("_op")
+"""What stands for an operator in keys: an OpOverload's own hash is a function in Python, which calls this one's."""
 
 
 def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

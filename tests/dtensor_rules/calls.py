@@ -20,6 +20,8 @@ from tests.dtensor_ops.cases import calls_of, run_call
 
 MAX_ELEMENTS = 4096
 MAX_CALLS = 6
+_NOT_JUDGED = ("aten._foreach", "aten.empty", "aten.new_empty")
+"""Lists of tensors, which no rule takes, and memory that is not set."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _can_be_judged(call: AtenCall) -> bool:
     return (
         bool(tensors and results)
         and not (facts.is_inplace and results[0].shape != tensors[0].shape)  # some let a tensor of one element grow
-        and not (facts.is_random or facts.changes_shape or facts.name.startswith(("aten._foreach", "aten.empty")))
+        and not (facts.is_random or facts.changes_shape or facts.name.startswith(_NOT_JUDGED))
         and dispatch._can_be_planned(facts)
         and all(type(tensor) is torch.Tensor and tensor.layout is torch.strided for tensor in (*tensors, *results))
         and all(0 < tensor.numel() <= MAX_ELEMENTS for tensor in tensors)

@@ -6,7 +6,8 @@ unevenly: so each signature is judged on two ranks as well, each of which comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 import disttrain
-from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard
+from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, dispatch
 from disttrain.dtensor.placement import NormPartial
 from disttrain.dtensor.rules import Propagation, Rule, Signature
 from disttrain.dtensor.shard_sizes import num_blocks
@@ -43,6 +44,8 @@ class Verdicts:
     call: AtenCall
     signatures: dict[Signature, None] = field(default_factory=dict)
     num_by_torch: int = 0
+    not_by_torch: Counter[str] = field(default_factory=Counter)
+    """Why torch's verdict on some does not count."""
     num_by_ranks: int = 0
     untested: list[Signature] = field(default_factory=list)
     wrong: list[tuple[Signature, str, str]] = field(default_factory=list)
@@ -68,6 +71,8 @@ def judge(call: AtenCall) -> Verdicts | None:
                     judged.add(signature)
                 if fault:
                     verdicts.wrong.append((signature, who, fault))
+    reasons = [why_not_torch(call, signature) for signature in verdicts.signatures if signature not in by_torch]
+    verdicts.not_by_torch.update(reason for reason in reasons if reason)
     verdicts.num_by_ranks, verdicts.num_by_torch = len(by_ranks), len(by_torch)
     verdicts.untested = [signature for signature in verdicts.signatures if signature not in by_ranks | by_torch]
     return verdicts
@@ -152,15 +157,41 @@ def _fault_by_torch(call: AtenCall, rule: Rule, signature: Signature, num_ranks:
     placements = [as_torchs(placement) for placement in (*signature.operands, *signature.results)]
     if None in placements or rule.localize is not None or rule.fetch is not None:
         return None
-    if not _is_even(call, signature, num_ranks):
+    if not _is_even(call, signature, num_ranks) or why_not_torch(call, signature):
         return None
-    if not all(isinstance(result, torch.Tensor) for result in call.results):
-        return None
-    for operand, placement in zip(call.operands, signature.operands, strict=True):
-        if isinstance(placement, Partial) and not operand.is_floating_point():
-            return None  # it makes floats of integers, and of booleans
     is_valid = valid_by_torch(call, placements[: len(call.operands)], placements[len(call.operands) :], num_ranks)
     return None if is_valid is None else "" if is_valid else f"not valid on {num_ranks} ranks"
+
+
+def why_not_torch(call: AtenCall, signature: Signature) -> str | None:
+    """Why torch's validator does not count here, though it would have something to say."""
+    return next((why for why, applies in MISTAKEN.items() if applies(call, signature)), None)
+
+
+def _makes_floats(call: AtenCall, signature: Signature) -> bool:
+    return any(
+        isinstance(placement, Partial) and not operand.is_floating_point()
+        for operand, placement in zip(call.operands, signature.operands, strict=True)
+    )
+
+
+def _has_nan(call: AtenCall, _: Signature) -> bool:
+    return any(isinstance(result, torch.Tensor) and bool(result.isnan().any()) for result in call.results)
+
+
+def _returns_others(call: AtenCall, _: Signature) -> bool:
+    return not all(isinstance(result, torch.Tensor) for result in call.results)
+
+
+MISTAKEN: dict[str, Callable[[AtenCall, Signature], bool]] = {
+    "it makes floats of integers and booleans that are partial": _makes_floats,
+    "it takes nan for unequal to itself where ranks hold the same": _has_nan,
+    "it refuses results that are no tensors": _returns_others,
+    "it calls operators that write to an operand with what an earlier call has written": (
+        lambda call, _: bool(dispatch.facts(call.op).mutated)
+    ),
+}
+"""Where torch's validator is wrong, or mute: on ranks, such signatures are judged all the same."""
 
 
 def as_torchs(placement: Placement) -> TorchPlacement | None:

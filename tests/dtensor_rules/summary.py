@@ -29,6 +29,7 @@ class Summary:
     num_signatures: int = 0
     num_by_ranks: int = 0
     num_by_torch: int = 0
+    not_by_torch: Counter[str] = field(default_factory=Counter)
     num_untested: int = 0
     wrong: list[str] = field(default_factory=list)
     operators: set[str] = field(default_factory=set)
@@ -52,6 +53,7 @@ class Summary:
             f"{calls}, {self.num_refused} are refused",
             f"{self.num_signatures} signatures: {judged_by}, {self.num_untested} by neither; {len(self.wrong)} wrong",
         ]
+        lines += [f"  {count:5} not by torch: {reason}" for reason, count in self.not_by_torch.most_common()]
         if self.num_tried:
             lines.append(f"{self.num_tried} others tried, of which {self.missed.total()} would be valid as well:")
             lines += [f"  {count:5} {name}" for name, count in self.missed.most_common()]
@@ -97,6 +99,7 @@ def judged(place: int, num_tried: int, seen: Counter[str]) -> Summary:
         summary.num_signatures += len(verdicts.signatures)
         summary.num_by_ranks += verdicts.num_by_ranks
         summary.num_by_torch += verdicts.num_by_torch
+        summary.not_by_torch += verdicts.not_by_torch
         summary.num_untested += len(verdicts.untested)
         summary.wrong += [f"{call}: {shown(signature)}: {who}: {why}" for signature, who, why in verdicts.wrong]
         if num_tried:
