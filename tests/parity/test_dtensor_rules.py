@@ -26,6 +26,7 @@ SAMPLED = (
     "nn.functional.embedding",
     "nn.functional.layer_norm",
     "nn.functional.mse_loss",
+    "nn.functional.nll_loss",
     "scatter_add",
     "sort",
     "var",
