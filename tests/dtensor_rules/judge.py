@@ -175,6 +175,13 @@ def _makes_floats(call: AtenCall, signature: Signature) -> bool:
     )
 
 
+def _shares_infinity(call: AtenCall, signature: Signature) -> bool:
+    return any(
+        isinstance(placement, Partial) and not bool(operand.isfinite().all())
+        for operand, placement in zip(call.operands, signature.operands, strict=True)
+    )
+
+
 def _has_nan(call: AtenCall, _: Signature) -> bool:
     return any(isinstance(result, torch.Tensor) and bool(result.isnan().any()) for result in call.results)
 
@@ -185,6 +192,7 @@ def _returns_others(call: AtenCall, _: Signature) -> bool:
 
 MISTAKEN: dict[str, Callable[[AtenCall, Signature], bool]] = {
     "it makes floats of integers and booleans that are partial": _makes_floats,
+    "it shares out what is not finite": _shares_infinity,
     "it takes nan for unequal to itself where ranks hold the same": _has_nan,
     "it refuses results that are no tensors": _returns_others,
     "it calls operators that write to an operand with what an earlier call has written": (

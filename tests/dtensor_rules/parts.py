@@ -48,6 +48,8 @@ def _shares(
 ) -> list[torch.Tensor]:
     reduce_op = placement.reduce_op
     mask = _checkerboard_mask(tensor, place, mask_shift).reshape(tensor.shape)
+    if not bool(tensor.isfinite().all()):
+        raise NoParts("what is not finite cannot be shared out")
     if isinstance(placement, NormPartial):
         return _shares_of_norm(tensor, placement.order, num_ranks)
     if tensor.is_complex() and reduce_op in ("min", "max"):
