@@ -1,0 +1,90 @@
+"""What actions take: seconds of computing, bytes on links, bytes kept between forward and backward.
+
+The defaults are the units of the papers: F = I = W = 1, B = 2, messages in no time, one unit kept per forward until its
+W. Any number will do for a time, so integers and fractions stay exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from disttrain.pipelining.action import MESSAGES, TIED, Action, Op
+
+PerStage = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction between two ranks: a message occupies it for latency_s + bytes / bytes_per_s."""
+
+    latency_s: float = 0
+    bytes_per_s: float = math.inf
+
+    def transfer_s(self, num_bytes: float) -> float:
+        return self.latency_s if math.isinf(self.bytes_per_s) else self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured or assumed; one number for all stages, or a tuple with one per stage.
+
+    Args: backward_s  of a B; None: as long as I and W together;  overlap_saves  the share of an OVERLAP's shorter
+          children that its longest one hides, from 0 (one after the other) to 1;  message_bytes  of the activations a
+          stage sends, and of the gradients that come back;  tied_bytes  of a tied weight's gradient;  link  between any
+          two ranks, unless `links` has another for (from rank, to rank);  live_bytes  kept from a forward until the
+          backward of its inputs;  pending_bytes  kept from then until its W.
+    """
+
+    forward_s: PerStage = 1
+    backward_input_s: PerStage = 1
+    backward_weight_s: PerStage = 1
+    backward_s: PerStage | None = None
+    overlap_saves: float = 0
+    message_bytes: PerStage = 0
+    tied_bytes: float = 0
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    unshard_s: PerStage = 0
+    reduce_grad_s: PerStage = 0
+    live_bytes: PerStage = 1
+    pending_bytes: PerStage = 1
+
+    def of(self, action: Action) -> float:
+        """Seconds that the action keeps its rank computing, or its rank's collectives communicating."""
+        if action.children:
+            times = [self.of(child) for child in action.children]
+            return sum(times) - self.overlap_saves * (sum(times) - max(times))
+        stage = action.stage
+        match action.op:
+            case Op.FORWARD:
+                return at(self.forward_s, stage)
+            case Op.BACKWARD_INPUT:
+                return at(self.backward_input_s, stage)
+            case Op.BACKWARD_WEIGHT:
+                return at(self.backward_weight_s, stage)
+            case Op.BACKWARD if self.backward_s is None:
+                return at(self.backward_input_s, stage) + at(self.backward_weight_s, stage)
+            case Op.BACKWARD:
+                assert self.backward_s is not None
+                return at(self.backward_s, stage)
+            case Op.UNSHARD:
+                return at(self.unshard_s, stage)
+            case Op.REDUCE_GRAD:
+                return at(self.reduce_grad_s, stage)
+        return 0
+
+    def transfer_s(self, message: Action, from_rank: int, to_rank: int) -> float:
+        """Seconds that a send occupies its link."""
+        assert message.op in MESSAGES
+        assert message.peer is not None
+        link = self.links.get((from_rank, to_rank), self.link)
+        if message.op in TIED:
+            return link.transfer_s(self.tied_bytes)
+        return link.transfer_s(at(self.message_bytes, min(message.stage, message.peer)))
+
+
+def at(values: PerStage, stage: int) -> float:
+    """The value of one stage."""
+    return values[stage] if isinstance(values, tuple) else values
