@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from disttrain.errors import ScheduleError
 from disttrain.pipelining.action import MESSAGES, TIED, Action, Op
 
 PerStage = float | tuple[float, ...]
@@ -51,6 +52,19 @@ class Costs:
     live_bytes: PerStage = 1
     pending_bytes: PerStage = 1
 
+    def split(self, stages_per_rank: int) -> Costs:
+        """The same model cut into so many times as many stages: each takes, and keeps, that much less. Messages stay
+        as large, and there are more of them.
+
+        Raises: ScheduleError when a cost is given per stage: nobody knows how those are cut.
+        """
+        shares = {name: getattr(self, name) for name in _SHARED}
+        if stages_per_rank > 1 and any(isinstance(share, tuple) for share in shares.values()):
+            raise ScheduleError(
+                "Costs.split", "Costs are given per stage.", f"Measure the model in {stages_per_rank} stages per rank."
+            )
+        return replace(self, **{name: share and share / stages_per_rank for name, share in shares.items()})
+
     def of(self, action: Action) -> float:
         """Seconds that the action keeps its rank computing, or its rank's collectives communicating."""
         if action.children:
@@ -83,6 +97,18 @@ class Costs:
         if message.op in TIED:
             return link.transfer_s(self.tied_bytes)
         return link.transfer_s(at(self.message_bytes, min(message.stage, message.peer)))
+
+
+_SHARED = (
+    "forward_s",
+    "backward_input_s",
+    "backward_weight_s",
+    "backward_s",
+    "unshard_s",
+    "reduce_grad_s",
+    "live_bytes",
+    "pending_bytes",
+)
 
 
 def at(values: PerStage, stage: int) -> float:

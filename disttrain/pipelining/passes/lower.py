@@ -7,7 +7,7 @@ from dataclasses import replace
 from disttrain.pipelining.costs import Costs
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.passes.insert_messages import insert_messages
-from disttrain.pipelining.passes.merge_backward import merge_backward
+from disttrain.pipelining.passes.merge_backward import merge_where_free
 from disttrain.pipelining.passes.reduce_gradients import reduce_gradients
 from disttrain.pipelining.passes.unshard_stages import unshard_stages
 from disttrain.pipelining.schedule import Schedule, Wiring
@@ -21,11 +21,11 @@ def lower(
     max_unsharded: int | None = None,
     num_ahead: int = 1,
 ) -> Schedule:
-    """All passes in their order: merge I with W, unshard, reduce gradients, insert messages, receive early.
+    """All passes in their order: merge I with W where that is free, unshard, reduce gradients, insert messages, receive early.
 
     Args: schedule  computations only;  wiring  the model's skip edges and ties;  the others as the passes have them.
     Raises: ScheduleError as they do.
     """
     wired = replace(schedule, wiring=wiring or schedule.wiring)
-    sharded = reduce_gradients(unshard_stages(merge_backward(wired), max_unsharded))
+    sharded = reduce_gradients(unshard_stages(merge_where_free(wired), max_unsharded))
     return place_receives_early(insert_messages(sharded, costs), num_ahead)

@@ -1,4 +1,5 @@
-"""An I and the W right after it are one B, which autograd runs in one go."""
+"""An I and the W right after it are one B, which autograd runs in one go: cheaper, but who waits for the gradients of
+inputs waits for those of weights as well."""
 
 from __future__ import annotations
 
@@ -9,8 +10,14 @@ from disttrain.pipelining.schedule import Schedule
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """The schedule with every such pair merged. Where W waits, as in zero bubble schedules, it stays."""
-    return schedule.with_ranks([_merge(actions) for actions in schedule.ranks])
+    """The schedule with every such pair merged. Where W comes later, as zero bubble schedules have it, it stays."""
+    return schedule.with_ranks([_merge(actions, frozenset(range(schedule.num_stages))) for actions in schedule.ranks])
+
+
+def merge_where_free(schedule: Schedule) -> Schedule:
+    """The schedule with those pairs merged for whose gradients of inputs nobody waits: the first stage's."""
+    free = frozenset(stage for stage in range(schedule.num_stages) if not schedule.sources[stage])
+    return schedule.with_ranks([_merge(actions, free) for actions in schedule.ranks])
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -18,10 +25,11 @@ def split_backward(schedule: Schedule) -> Schedule:
     return schedule.with_ranks([[part for action in actions for part in _split(action)] for actions in schedule.ranks])
 
 
-def _merge(actions: Sequence[Action]) -> list[Action]:
+def _merge(actions: Sequence[Action], stages: frozenset[int]) -> list[Action]:
     merged: list[Action] = []
     for action in actions:
-        if action.op is Op.BACKWARD_WEIGHT and merged and merged[-1] == action._replace(op=Op.BACKWARD_INPUT):
+        is_pair = bool(merged) and merged[-1] == Action(Op.BACKWARD_INPUT, action.stage, action.microbatch)
+        if action.op is Op.BACKWARD_WEIGHT and is_pair and action.stage in stages:
             merged[-1] = action._replace(op=Op.BACKWARD)
         else:
             merged.append(action)

@@ -23,7 +23,7 @@ def repeat_block(name: str, num_microbatches: int, blocks: Sequence[Offsets], mo
     would hold more than `most_held` forwards."""
     placement = Placement.v(len(blocks))
     ranks = [
-        _Rank(_overlay(stages, block, num_microbatches), most_held)
+        _Rank(overlay(stages, block, num_microbatches), most_held)
         for stages, block in zip(placement.stages, blocks, strict=True)
     ]
     ended: dict[Action, int] = {}
@@ -35,7 +35,8 @@ def repeat_block(name: str, num_microbatches: int, blocks: Sequence[Offsets], mo
     return Schedule(name, placement, num_microbatches, tuple(tuple(rank.done) for rank in ranks))
 
 
-def _overlay(stages: tuple[int, ...], block: Offsets, num_microbatches: int) -> deque[Action]:
+def overlay(stages: tuple[int, ...], block: Offsets, num_microbatches: int) -> deque[Action]:
+    """A rank's F and I when a block begins every `PERIOD`."""
     there, back = stages
     kinds = (Op.FORWARD, there), (Op.FORWARD, back), (Op.BACKWARD_INPUT, back), (Op.BACKWARD_INPUT, there)
     planned = sorted(
