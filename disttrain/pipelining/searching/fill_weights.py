@@ -32,17 +32,33 @@ def skeleton(schedule: Schedule) -> list[list[Action]]:
 
 def fill_weights(
     template: Schedule, orders: Sequence[Sequence[Action]], costs: Costs, max_bytes: float, patience: float
-) -> Schedule | None:
-    """The schedule with W where they fit; None when the orders block each other or the memory.
+) -> Filled | None:
+    """W where they fit; None when the orders block each other, or would keep more than allowed.
 
     Args: template  for placement and counts;  orders  F and I of each rank;  max_bytes  that a rank may keep, as the costs
           count it;  patience  a W is put off when the rank's next F or I comes within this share of the W's time.
     """
     player = _Player(template, orders, costs, max_bytes, patience)
     player.play()
-    if any(rank.todo or rank.pending for rank in player.ranks):
+    most_bytes = max(rank.most_bytes for rank in player.ranks)
+    if most_bytes > max_bytes or any(rank.todo or rank.pending for rank in player.ranks):
         return None
-    return template.with_ranks([rank.done for rank in player.ranks])
+    makespan_s = max(player.last_arrival_s, *(rank.free_s for rank in player.ranks))
+    return Filled(template, tuple(tuple(rank.done) for rank in player.ranks), makespan_s, most_bytes)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What came of it, and what that costs."""
+
+    template: Schedule
+    ranks: tuple[tuple[Action, ...], ...]
+    makespan_s: float
+    num_bytes: float
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.template.with_ranks(self.ranks)
 
 
 @dataclass
@@ -52,6 +68,7 @@ class _Rank:
     done: list[Action] = field(default_factory=list)
     free_s: float = 0
     held_bytes: float = 0
+    most_bytes: float = 0
 
 
 class _Player:
@@ -66,6 +83,7 @@ class _Player:
         self.ranks = [_Rank(deque(order)) for order in orders]
         self.arrived_s: dict[tuple[Action, int], float] = {}  # of what was computed, at which rank
         self.link_free_s: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.last_arrival_s: float = 0
         self.wakes: list[tuple[float, int]] = [(0, rank) for rank in range(len(self.ranks))]
 
     def play(self) -> None:
@@ -118,9 +136,11 @@ class _Player:
             state.held_bytes += pending - live
             state.pending.append(action._replace(op=Op.BACKWARD_WEIGHT))
             others, send = self.schedule.sources[action.stage], Op.SEND_B
+        state.most_bytes = max(state.most_bytes, state.held_bytes)
         for other in self.schedule.elsewhere(action.stage, others):
             way = rank, self.home[other]
             message = Action(send, action.stage, action.microbatch, other)
             arrival_s = max(end_s, self.link_free_s[way]) + self.costs.transfer_s(message, *way)
             self.link_free_s[way] = self.arrived_s[action, way[1]] = arrival_s
+            self.last_arrival_s = max(self.last_arrival_s, arrival_s)
             heapq.heappush(self.wakes, (arrival_s, way[1]))

@@ -15,11 +15,14 @@ from disttrain.pipelining.passes.merge_backward import merge_backward
 from disttrain.pipelining.placement import Placement
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.searching.families import blocks, warmups
-from disttrain.pipelining.searching.fill_weights import fill_weights, skeleton
+from disttrain.pipelining.searching.fill_weights import Filled, fill_weights, skeleton
 from disttrain.pipelining.simulate import simulate
 from disttrain.pipelining.timeline import Timeline
 
-_PATIENCE = (0.0, 0.5, 1.0)
+_NUM_FINALISTS = 4
+_PATIENCE = (0.25, 0.5, 1.0)
+
+Orders = Sequence[Sequence[Action]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Found:
         return max(peak.num_bytes for peak in self.timeline.peaks)
 
     @property
-    def rank(self) -> tuple[float, float]:
+    def score(self) -> tuple[float, float]:
         """Less is better: time, then memory."""
         return self.timeline.makespan_s, self.num_bytes
 
@@ -50,7 +53,7 @@ def search(
     costs: Costs | Mapping[int, Costs],
     *,
     max_bytes: float = float("inf"),
-    num_changes: int = 200,
+    num_changes: int = 100,
     seed: int = 0,
 ) -> Found:
     """The fastest schedule found whose ranks all keep within `max_bytes`; never slower than the fastest named one.
@@ -63,89 +66,102 @@ def search(
     """
     by_stages = costs if isinstance(costs, Mapping) else {count: costs.split(count) for count in (1, 2)}
     named = named_schedules(num_ranks, num_microbatches, by_stages)
-    best: list[Found] = [found for found in named if found.num_bytes <= max_bytes]
-    least = min(named, key=lambda found: found.num_bytes, default=None)
+    found = [one for one in named if one.num_bytes <= max_bytes]
     for stages_per_rank, stage_costs in by_stages.items():
-        of_these = [found.schedule for found in named if found.costs is stage_costs]
-        for filled in _filled(num_ranks, num_microbatches, stages_per_rank, stage_costs, max_bytes, of_these):
-            best.append(filled)
-    if not best:
+        orders = [(one.schedule, skeleton(one.schedule)) for one in named if one.costs is stage_costs]
+        orders += _nameless(num_ranks, num_microbatches, stages_per_rank)
+        found += _Tries(stage_costs, max_bytes).best(orders, num_changes, random.Random(seed))
+    if not found:
+        least = min(named, key=lambda one: one.num_bytes)
         raise ScheduleError(
             "pipelining.search",
             f"No schedule of {num_ranks} ranks and {num_microbatches} microbatches keeps within {max_bytes:g} bytes.",
-            f"{least.schedule.name} keeps {least.num_bytes:g}: allow as much, or make microbatches smaller."
-            if least
-            else "Give costs for 1 or 2 stages per rank.",
+            f"{least.schedule.name} keeps {least.num_bytes:g}: allow as much, or make microbatches smaller.",
         )
-    return _changed(min(best, key=lambda found: found.rank), max_bytes, num_changes, random.Random(seed))
+    return min(found, key=lambda one: one.score)
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[int, Costs]) -> list[Found]:
-    """Every schedule with backward that can be made for these counts."""
+    """Every schedule with backward that can be made for these counts.
+
+    Raises: ScheduleError when there is none.
+    """
     found = []
+    refusals = []
     for stages_per_rank, costs in by_stages.items():
         for recipe in RECIPES:
             if stages_per_rank != recipe.stages_per_rank and not recipe.any_stages:
                 continue
             try:
                 schedule = recipe.make(num_ranks, num_microbatches, stages_per_rank)
-            except ScheduleError:
-                continue  # not for these counts
+            except ScheduleError as refusal:
+                refusals.append(refusal)
+                continue
             if schedule.has_backward:
                 found.append(Found(simulate(schedule, costs), costs))
+    if not found:
+        raise refusals[0] if refusals else ScheduleError(
+            "pipelining.search", "There are no costs.", "Give them for 1 or 2 stages per rank."
+        )
     return found
 
 
-def _filled(
-    num_ranks: int,
-    num_microbatches: int,
-    stages_per_rank: int,
-    costs: Costs,
-    max_bytes: float,
-    named: Sequence[Schedule],
-) -> Iterator[Found]:
-    """W placed by the clock, in the order of F and I of each named schedule and of what is in no paper."""
-    loop = _empty(Placement.loop(num_ranks, stages_per_rank), num_microbatches)
-    orders = [(schedule, skeleton(schedule)) for schedule in named]
-    orders += [(loop, order) for order in warmups(loop.placement, num_microbatches)]
+def _nameless(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Iterator[tuple[Schedule, Orders]]:
+    """Orders of F and I that are in no paper, and what they are orders of."""
+    loop = Placement.loop(num_ranks, stages_per_rank)
+    for order in warmups(loop, num_microbatches):
+        yield _empty(loop, num_microbatches), order
     if stages_per_rank == 2:
-        v = _empty(Placement.v(num_ranks), num_microbatches)
-        orders += [(v, order) for order in blocks(num_ranks, num_microbatches)]
-    seen = set()
-    for template, order in orders:
-        key = template.placement, tuple(map(tuple, order))
-        if key not in seen:
-            seen.add(key)
-            yield from _try(template, order, costs, max_bytes, _PATIENCE)
+        for order in blocks(num_ranks, num_microbatches):
+            yield _empty(Placement.v(num_ranks), num_microbatches), order
 
 
 def _empty(placement: Placement, num_microbatches: int) -> Schedule:
-    return Schedule("", placement, num_microbatches, ((),) * placement.num_ranks)
+    return Schedule("Found", placement, num_microbatches, ((),) * placement.num_ranks)
 
 
-def _try(
-    template: Schedule, orders: Sequence[Sequence[Action]], costs: Costs, max_bytes: float, patience: Sequence[float]
-) -> Iterator[Found]:
-    for share in patience:
-        filled = fill_weights(template, orders, costs, max_bytes, share)
-        for schedule in () if filled is None else (filled, merge_backward(filled)):
-            found = Found(simulate(replace(schedule, name="Found"), costs), costs)
-            if found.num_bytes <= max_bytes:
+class _Tries:
+    """Orders of F and I with W filled in, by one set of costs."""
+
+    def __init__(self, costs: Costs, max_bytes: float) -> None:
+        self.costs = costs
+        self.max_bytes = max_bytes
+
+    def best(self, orders: Sequence[tuple[Schedule, Orders]], num_changes: int, chance: random.Random) -> list[Found]:
+        tried = [filled for template, order in orders if (filled := self._fill(template, order)) is not None]
+        finalists = sorted(tried, key=_score)[:_NUM_FINALISTS]
+        for filled in list(finalists):
+            again = (self._fill(filled.template, skeleton(filled.schedule), share) for share in _PATIENCE)
+            finalists += (other for other in again if other is not None)
+        if finalists:
+            finalists.append(self._change(min(finalists, key=_score), num_changes, chance))
+        return [found for filled in finalists for found in self._as_found(filled.schedule)]
+
+    def _fill(self, template: Schedule, order: Orders, patience: float = 0) -> Filled | None:
+        return fill_weights(template, order, self.costs, self.max_bytes, patience)
+
+    def _as_found(self, schedule: Schedule) -> Iterator[Found]:
+        """Also with a B for each I whose W follows at once, where that is cheaper than both."""
+        named = replace(schedule, name="Found")
+        for variant in (named,) if self.costs.backward_s is None else (named, merge_backward(named)):
+            found = Found(simulate(variant, self.costs), self.costs)
+            if found.num_bytes <= self.max_bytes:
                 yield found
 
+    def _change(self, best: Filled, num_changes: int, chance: random.Random) -> Filled:
+        """Exchange two neighbours in some rank's order of F and I; keep what is better."""
+        orders = skeleton(best.schedule)
+        for _ in range(num_changes):
+            rank = chance.randrange(len(orders))
+            position = chance.randrange(1, len(orders[rank]))
+            order = list(orders[rank])
+            order[position - 1], order[position] = order[position], order[position - 1]
+            changed = [*orders[:rank], order, *orders[rank + 1 :]]
+            filled = self._fill(best.template, changed)
+            if filled is not None and _score(filled) < _score(best):
+                best, orders = filled, changed
+        return best
 
-def _changed(best: Found, max_bytes: float, num_changes: int, chance: random.Random) -> Found:
-    """Exchange two neighbours in some rank's order of F and I; keep what is better."""
-    orders = skeleton(best.schedule)
-    for _ in range(num_changes):
-        rank = chance.randrange(len(orders))
-        if len(orders[rank]) < 2:
-            continue
-        position = chance.randrange(len(orders[rank]) - 1)
-        order = list(orders[rank])
-        order[position], order[position + 1] = order[position + 1], order[position]
-        changed = [*orders[:rank], order, *orders[rank + 1 :]]
-        for found in _try(best.schedule, changed, best.costs, max_bytes, _PATIENCE[:1]):
-            if found.rank < best.rank:
-                best, orders = found, changed
-    return best
+
+def _score(filled: Filled) -> tuple[float, float]:
+    return filled.makespan_s, filled.num_bytes
