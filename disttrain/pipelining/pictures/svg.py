@@ -12,22 +12,30 @@ from disttrain.pipelining.pictures.look import NAMES, drawn, summary, turn
 from disttrain.pipelining.timeline import Timeline
 
 _CLASSES = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.BACKWARD_INPUT: "i", Op.BACKWARD_WEIGHT: "w"}
-_ROW, _GAP, _LEFT, _TOP, _RIGHT, _BOTTOM = 26, 10, 64, 62, 92, 34
+_ROW, _GAP, _LEFT, _TOP, _RIGHT, _BOTTOM = 26, 10, 64, 62, 112, 34
 _LABEL_WIDTH = 7  # of a digit, with some room
+# Each rule begins with the picture's class, for it may be put into a page that has other texts and boxes.
 _STYLE = """
-:root { color-scheme: light dark; }
-svg { font: 11px system-ui, -apple-system, 'Segoe UI', sans-serif; }
-text { fill: #3b4252; } .title { font-size: 13px; font-weight: 600; } .small { font-size: 10px; fill: #7a8290; }
-.paper { fill: #ffffff; } .idle { fill: #eef0f3; } .axis { stroke: #d5d9e0; stroke-width: 1; }
-.wire { fill: none; stroke: #8a93a3; stroke-width: 0.7; opacity: 0.45; }
-.cell text { fill: #1f2733; text-anchor: middle; dominant-baseline: central; }
-.f { fill: #9dbfe6; } .f1 { fill: #c6dbf3; } .b, .i { fill: #9fd0ae; } .b1, .i1 { fill: #c8e6d0; }
-.w { fill: #ecc998; } .w1 { fill: #f6e2c4; } rect.box { stroke: #ffffff; stroke-width: 1; }
+.pipeline { color-scheme: light dark; font: 11px system-ui, -apple-system, 'Segoe UI', sans-serif; }
+.pipeline text { fill: #3b4252; } .pipeline .title { font-size: 13px; font-weight: 600; }
+.pipeline .small { font-size: 10px; fill: #7a8290; } .pipeline .paper { fill: #ffffff; }
+.pipeline .idle { fill: #eef0f3; } .pipeline .axis { stroke: #d5d9e0; stroke-width: 1; }
+.pipeline .wire { fill: none; stroke: #8a93a3; stroke-width: 0.7; opacity: 0.45; }
+.pipeline .cell text { fill: #1f2733; text-anchor: middle; dominant-baseline: central; }
+.pipeline .f { fill: #9dbfe6; } .pipeline .f1 { fill: #c6dbf3; }
+.pipeline .b { fill: #8fc7c9; } .pipeline .b1 { fill: #bfe1e2; }
+.pipeline .i { fill: #9fd0ae; } .pipeline .i1 { fill: #c8e6d0; }
+.pipeline .w { fill: #ecc998; } .pipeline .w1 { fill: #f6e2c4; }
+.pipeline .box { stroke: #ffffff; stroke-width: 1; }
 @media (prefers-color-scheme: dark) {
-text { fill: #d8dee9; } .small { fill: #8f99ab; } .paper { fill: #1c2027; } .idle { fill: #2a303a; }
-.axis { stroke: #3b4350; } .wire { stroke: #9aa5b8; opacity: 0.4; } .cell text { fill: #10151c; }
-.f { fill: #6f9bd1; } .f1 { fill: #a3c2e6; } .b, .i { fill: #76b58a; } .b1, .i1 { fill: #a9d5b6; }
-.w { fill: #d2a767; } .w1 { fill: #e6cb9f; } rect.box { stroke: #1c2027; }
+.pipeline text { fill: #d8dee9; } .pipeline .small { fill: #8f99ab; } .pipeline .paper { fill: #1c2027; }
+.pipeline .idle { fill: #2a303a; } .pipeline .axis { stroke: #3b4350; }
+.pipeline .wire { stroke: #9aa5b8; opacity: 0.4; } .pipeline .cell text { fill: #10151c; }
+.pipeline .f { fill: #6f9bd1; } .pipeline .f1 { fill: #a3c2e6; }
+.pipeline .b { fill: #62a9ab; } .pipeline .b1 { fill: #9fd0d1; }
+.pipeline .i { fill: #76b58a; } .pipeline .i1 { fill: #a9d5b6; }
+.pipeline .w { fill: #d2a767; } .pipeline .w1 { fill: #e6cb9f; }
+.pipeline .box { stroke: #1c2027; }
 }
 """
 
@@ -60,7 +68,7 @@ class _Drawing:
     def lines(self) -> Iterator[str]:
         title = escape(summary(self.timeline))
         yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{self.height}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{self.width}" height="{self.height}" '
             f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{title}">'
         )
         yield f"<style>{_STYLE}</style>"
