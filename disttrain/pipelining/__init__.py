@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from disttrain.pipelining.schedule import Schedule as Schedule
     from disttrain.pipelining.schedule import Wiring as Wiring
     from disttrain.pipelining.searching.search import search as search
-    from disttrain.pipelining.simulate import simulate as simulate
+    from disttrain.pipelining.simulator import simulate as simulate
     from disttrain.pipelining.timeline import Timeline as Timeline
-    from disttrain.pipelining.verify import verify as verify
+    from disttrain.pipelining.verifier import verify as verify
 
 _MODULE_OF = {
     "Action": "action",
@@ -54,9 +54,9 @@ _MODULE_OF = {
     "parse_action": "action",
     "peaks": "liveness",
     "search": "searching.search",
-    "simulate": "simulate",
+    "simulate": "simulator",
     "to_csv": "csv_form",
-    "verify": "verify",
+    "verify": "verifier",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

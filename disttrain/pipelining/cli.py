@@ -20,9 +20,9 @@ from disttrain.pipelining.pictures.table import compare_table
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.searching import search
 from disttrain.pipelining.searching.search import Found, named_schedules
-from disttrain.pipelining.simulate import simulate
+from disttrain.pipelining.simulator import simulate
 from disttrain.pipelining.timeline import Timeline
-from disttrain.pipelining.verify import find_problems
+from disttrain.pipelining.verifier import find_problems
 
 WRONG = 1
 USAGE = 2

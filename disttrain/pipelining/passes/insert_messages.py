@@ -15,7 +15,7 @@ from disttrain.errors import ScheduleError
 from disttrain.pipelining.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
 from disttrain.pipelining.costs import Costs
 from disttrain.pipelining.schedule import Schedule
-from disttrain.pipelining.simulate import simulate
+from disttrain.pipelining.simulator import simulate
 from disttrain.pipelining.timeline import Timeline
 
 

@@ -16,7 +16,7 @@ from disttrain.pipelining.placement import Placement
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.searching.families import blocks, warmups
 from disttrain.pipelining.searching.fill_weights import Filled, fill_weights, skeleton
-from disttrain.pipelining.simulate import simulate
+from disttrain.pipelining.simulator import simulate
 from disttrain.pipelining.timeline import Timeline
 
 _NUM_FINALISTS = 4
