@@ -25,7 +25,11 @@ class Recipe:
 
 def _fixed(name: str, make: Callable[[int, int], Schedule], stages_per_rank: int, *aliases: str) -> Recipe:
     return Recipe(
-        name, lambda ranks, microbatches, _: make(ranks, microbatches), stages_per_rank, any_stages=False, aliases=aliases
+        name,
+        lambda ranks, microbatches, _: make(ranks, microbatches),
+        stages_per_rank,
+        any_stages=False,
+        aliases=aliases,
     )
 
 
@@ -64,9 +68,7 @@ def find_recipe(name: str) -> Recipe:
     )
 
 
-def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> Schedule:
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The order of computations of the schedule called `name`; `lower` adds the rest.
 
     Raises: ScheduleError when there is no such schedule, or it cannot be for these counts.

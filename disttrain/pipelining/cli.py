@@ -122,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--lowered", action="store_true", help="with messages, unsharding and reductions")
     compare = commands.add_parser("compare", help="a table of all schedules for these counts")
     found = commands.add_parser("search", help="look for a better one, within bounds of memory")
-    found.add_argument("--max-kept", metavar="N", type=float, default=float("inf"), help="microbatches that a rank keeps")
+    found.add_argument(
+        "--max-kept", metavar="N", type=float, default=float("inf"), help="microbatches that a rank keeps"
+    )
     check = commands.add_parser("check", help="verify a schedule in torch's CSV form")
     check.add_argument("file", metavar="FILE", type=Path)
     check.add_argument("--max-live", metavar="N", type=int, help="forwards that may wait for their backward")

@@ -58,8 +58,10 @@ class Costs:
 
         Raises: ScheduleError when a cost is given per stage: nobody knows how those are cut.
         """
+        if stages_per_rank == 1:
+            return self
         shares = {name: getattr(self, name) for name in _SHARED}
-        if stages_per_rank > 1 and any(isinstance(share, tuple) for share in shares.values()):
+        if any(isinstance(share, tuple) for share in shares.values()):
             raise ScheduleError(
                 "Costs.split", "Costs are given per stage.", f"Measure the model in {stages_per_rank} stages per rank."
             )

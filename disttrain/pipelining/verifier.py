@@ -36,9 +36,7 @@ def verify(schedule: Schedule, *, max_live: int | None = None, max_pending: int 
         raise ScheduleError(schedule.name, first.text + more, first.remedy, rank=first.rank, where=first.where)
 
 
-def find_problems(
-    schedule: Schedule, *, max_live: int | None = None, max_pending: int | None = None
-) -> list[Problem]:
+def find_problems(schedule: Schedule, *, max_live: int | None = None, max_pending: int | None = None) -> list[Problem]:
     """All that break the first rule that is broken: what follows from it is not listed."""
     for check in _CHECKS:
         if found := list(check(schedule)):

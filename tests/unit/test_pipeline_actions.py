@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining import Action, Op, Placement, Schedule, Wiring, from_csv, lower, make_schedule, parse_action, to_csv
+from disttrain.pipelining import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    Wiring,
+    from_csv,
+    lower,
+    make_schedule,
+    parse_action,
+    to_csv,
+)
 from disttrain.pipelining.action import MESSAGES, OF_ONE_STAGE, TIED
 
 _counts = st.integers(0, 10_000)

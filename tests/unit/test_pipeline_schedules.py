@@ -19,7 +19,10 @@ P, M = [1, 2, 3, 4, 8], [8, 16, 24]
 
 @settings(max_examples=40)
 @given(
-    name=st.sampled_from(NAMES), num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 20), stages=st.integers(1, 3)
+    name=st.sampled_from(NAMES),
+    num_ranks=st.integers(1, 6),
+    num_microbatches=st.integers(1, 20),
+    stages=st.integers(1, 3),
 )
 def test_all_that_can_be_made_is_right(name: str, num_ranks: int, num_microbatches: int, stages: int) -> None:
     try:
@@ -105,7 +108,9 @@ def test_dualpipev(p: int) -> None:
     assert max(_kept(timeline)) == 2 * p + 1
 
 
-@pytest.mark.parametrize("placement", [Placement.loop(4), Placement.loop(3, 2), Placement.v(4), Placement((0, 0, 1, 2, 1))])
+@pytest.mark.parametrize(
+    "placement", [Placement.loop(4), Placement.loop(3, 2), Placement.v(4), Placement((0, 0, 1, 2, 1))]
+)
 def test_forwards_only_are_as_fast_as_can_be(placement: Placement) -> None:
     """The busiest rank's work, after the time until it begins and before the rest of the stages."""
     schedule = forward_only(placement, 12)
@@ -120,7 +125,9 @@ def test_forwards_only_are_as_fast_as_can_be(placement: Placement) -> None:
 def test_names_may_be_written_in_many_ways() -> None:
     assert find_recipe("zbv").name == find_recipe("zbvZEROBUBBLE").name == "ZBVZeroBubble"
     assert find_recipe("zb_h1").name == "ZB-H1"
-    with pytest.raises(ScheduleError, match=r"no schedule 'intreleaved'\. Did you mean Interleaved1F1B\? There are GPipe, "):
+    with pytest.raises(
+        ScheduleError, match=r"no schedule 'intreleaved'\. Did you mean Interleaved1F1B\? There are GPipe, "
+    ):
         make_schedule("intreleaved", 2, 4)
 
 
@@ -130,8 +137,16 @@ def test_names_may_be_written_in_many_ways() -> None:
         ("GPipe", (0, 4), r"GPipe: num_ranks is 0; there must be one at least\. Give num_ranks >= 1\."),
         ("V-Min", (4, 0), "num_microbatches is 0"),
         ("Interleaved1F1B", (4, 8, -1), "stages_per_rank is -1"),
-        ("1F1B", (4, 8, 2), r"1F1B: stages_per_rank is 2; it takes exactly 1 stage per rank\. Cut the model into 4 stages"),
-        ("ZBV", (4, 8, 1), r"it takes exactly 2 stages per rank\. Cut the model into 8 stages for 4 ranks, or choose one of"),
+        (
+            "1F1B",
+            (4, 8, 2),
+            r"1F1B: stages_per_rank is 2; it takes exactly 1 stage per rank\. Cut the model into 4 stages",
+        ),
+        (
+            "ZBV",
+            (4, 8, 1),
+            r"it takes exactly 2 stages per rank\. Cut the model into 8 stages for 4 ranks, or choose one of",
+        ),
         ("DualPipeV", (4, 7), r"num_microbatches is 7; .*, here 8\. Split the batch into 8 microbatches or more"),
         ("Interleaved1F1B", (4, 9), r"9, which 2 rounds of at least 4 .* Split the batch into 8 or 10 microbatches\."),
         ("InterleavedZeroBubble", (2, 7), r"Split the batch into 6 or 8 microbatches\."),

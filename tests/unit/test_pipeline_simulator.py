@@ -54,10 +54,10 @@ def test_receives_that_are_posted_late_hold_up_the_message() -> None:
 
 def test_backward_and_overlap_have_times_of_their_own() -> None:
     together = from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0I1,0W1,0B2")
-    assert simulate(together, Costs(3, 2, 1)).makespan_s == 3 * 9 - 3 + 3
-    assert simulate(together, Costs(3, 2, 1, backward_s=2)).makespan_s == 9 + 2 + 3 + 2
-    assert simulate(together, Costs(3, 2, 1, overlap_saves=1)).makespan_s == 6 + 3 + 3 + 3
-    assert simulate(together, Costs(3, 2, 1, overlap_saves=0.5)).makespan_s == 6 + 4.5 + 3 + 3
+    assert simulate(together, Costs(3, 2, 1)).makespan_s == 3 + 3 + 6 + 2 + 1 + 3
+    assert simulate(together, Costs(3, 2, 1, backward_s=2)).makespan_s == 3 + 3 + 5 + 2 + 1 + 2
+    assert simulate(together, Costs(3, 2, 1, overlap_saves=1)).makespan_s == 3 + 3 + 3 + 2 + 1 + 3
+    assert simulate(together, Costs(3, 2, 1, overlap_saves=0.5)).makespan_s == 3 + 3 + 4.5 + 2 + 1 + 3
 
 
 def test_unsharding_and_reductions_run_beside_the_computations() -> None:
@@ -111,7 +111,10 @@ def test_costs_are_shared_by_stages() -> None:
     ("text", "problem"),
     [
         ("0F0,0B0\n1B0,1F0", "does not come to its end: rank 0 waits for ever at 0B0"),
-        ("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1", "crosses messages from rank 0 to 1: 0SEND_F0 meets 1RECV_F1"),
+        (
+            "0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1",
+            "crosses messages from rank 0 to 1: 0SEND_F0 meets 1RECV_F1",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused(text: str, problem: str) -> None:

@@ -65,9 +65,17 @@ def _altered(schedule: Schedule) -> Iterator[Schedule]:
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             part = action.parts[-1]
-            microbatches = [None, -1, schedule.num_microbatches, ((part.microbatch or 0) + 1) % schedule.num_microbatches]
+            microbatches = [
+                None,
+                -1,
+                schedule.num_microbatches,
+                ((part.microbatch or 0) + 1) % schedule.num_microbatches,
+            ]
             others = [
-                *(part._replace(stage=stage) for stage in (-1, schedule.num_stages, (part.stage + 1) % schedule.num_stages)),
+                *(
+                    part._replace(stage=stage)
+                    for stage in (-1, schedule.num_stages, (part.stage + 1) % schedule.num_stages)
+                ),
                 *(part._replace(microbatch=microbatch) for microbatch in microbatches),
                 *(part._replace(peer=peer) for peer in (-1, schedule.num_stages, 0, 3) if part.peer is not None),
                 *(part._replace(op=op) for op in (Op.FORWARD, Op.BACKWARD, Op.UNSHARD) if part.peer is None),
@@ -145,4 +153,6 @@ def test_memory_has_bounds(bound: str, least: int) -> None:
 def test_more_problems_are_counted() -> None:
     with pytest.raises(ScheduleError) as caught:
         verify(from_csv("0F0,0F1,0B0\n"))
-    assert "Stage 0 has F for microbatch 1; each microbatch needs one F, and one B or one I with one W." in str(caught.value)
+    assert "Stage 0 has F for microbatch 1; each microbatch needs one F, and one B or one I with one W." in str(
+        caught.value
+    )

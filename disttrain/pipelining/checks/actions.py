@@ -13,7 +13,9 @@ def check_actions(schedule: Schedule) -> Iterator[Problem]:
     allowed = _Allowed(schedule)
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            wrong = _wrong_overlap(action) or next(filter(None, (allowed.wrong(rank, part) for part in action.parts)), None)
+            wrong = _wrong_overlap(action) or next(
+                filter(None, (allowed.wrong(rank, part) for part in action.parts)), None
+            )
             if wrong:
                 yield Problem(f"{action}: {wrong[0]}", wrong[1], rank, position)
 
@@ -57,7 +59,10 @@ class _Allowed:
             if part.microbatch is not None:
                 return "it is for all microbatches at once.", "Leave the microbatch out."
         elif part.microbatch is None or not 0 <= part.microbatch < self.num_microbatches:
-            return f"there are {self.num_microbatches} microbatches.", f"Name one from 0 to {self.num_microbatches - 1}."
+            return (
+                f"there are {self.num_microbatches} microbatches.",
+                f"Name one from 0 to {self.num_microbatches - 1}.",
+            )
         return self._wrong_peer(part)
 
     def _wrong_peer(self, part: Action) -> tuple[str, str] | None:

@@ -22,7 +22,9 @@ def check_counts(schedule: Schedule) -> Iterator[Problem]:
     )
     for (op, stage, microbatch), count in seen.items():
         if count > 1:
-            yield _problem(schedule, stage, f"{stage}{op.value}{microbatch} is there {count} times.", "Keep one of them.")
+            yield _problem(
+                schedule, stage, f"{stage}{op.value}{microbatch} is there {count} times.", "Keep one of them."
+            )
     for stage in range(schedule.num_stages):
         yield from _of_stage(schedule, seen, stage)
 

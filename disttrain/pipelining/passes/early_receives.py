@@ -13,9 +13,7 @@ def place_receives_early(schedule: Schedule, num_ahead: int = 1) -> Schedule:
 
     A receive only makes room, so moving it up can hold up nobody; the room is taken for longer, though.
     """
-    return schedule.with_ranks(
-        [_early(schedule.placement.ranks, actions, num_ahead) for actions in schedule.ranks]
-    )
+    return schedule.with_ranks([_early(schedule.placement.ranks, actions, num_ahead) for actions in schedule.ranks])
 
 
 def _early(home: tuple[int, ...], actions: Sequence[Action], num_ahead: int) -> list[Action]:

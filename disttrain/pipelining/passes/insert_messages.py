@@ -20,10 +20,11 @@ from disttrain.pipelining.timeline import Timeline
 
 
 class _Message(NamedTuple):
-    """Sorted as both ends list them; messages that are ready at once go by stage, whoever sends them."""
+    """Sorted as both ends list them. Of what is ready at once, the neighbour's comes first: it has furthest to go."""
 
     ready_s: float
     stage: int
+    distance: int
     send: Action
 
 
@@ -48,9 +49,7 @@ def insert_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             rank = home[end.stage]
             slot = bisect.bisect_left(starts[rank], message.ready_s)
             slots[rank].setdefault(slot, []).append(end)
-    return schedule.with_ranks(
-        [_insert(schedule, rank, rank_slots, timeline) for rank, rank_slots in enumerate(slots)]
-    )
+    return schedule.with_ranks([_insert(schedule, rank, rank_slots, timeline) for rank, rank_slots in enumerate(slots)])
 
 
 def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
@@ -61,12 +60,17 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
                 if part.op in WEIGHT_GRADIENTS:
                     complete_s[part.stage] = span.end_s
                 for send in _sends(schedule, part):
-                    yield _Message(span.end_s, part.stage, send)
+                    yield _message(span.end_s, send)
     home = schedule.placement.ranks
     for stage, peer in schedule.wiring.tied_pairs if schedule.has_backward else ():
         if home[stage] != home[peer]:
             # Not before the receiver has its own: until then a buffer for the other's would lie idle.
-            yield _Message(max(complete_s[stage], complete_s[peer]), stage, Action(Op.SEND_TIED, stage, None, peer))
+            yield _message(max(complete_s[stage], complete_s[peer]), Action(Op.SEND_TIED, stage, None, peer))
+
+
+def _message(ready_s: float, send: Action) -> _Message:
+    assert send.peer is not None
+    return _Message(ready_s, send.stage, abs(send.stage - send.peer), send)
 
 
 def _sends(schedule: Schedule, part: Action) -> Iterator[Action]:

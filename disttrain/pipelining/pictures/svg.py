@@ -151,7 +151,7 @@ class _Drawing:
 
 def _tick(makespan_s: float, most: float) -> float:
     """1, 2 or 5 times a power of ten."""
-    power = 10.0 ** -9
+    power = 10.0**-9
     while True:
         for factor in (1, 2, 5):
             if makespan_s / (factor * power) <= max(1, most):

@@ -32,9 +32,7 @@ def weight_of(backward: Action) -> Action:
     return Action(Op.BACKWARD_WEIGHT, backward.stage, backward.microbatch)
 
 
-def rounds(
-    op: Op, stages: Sequence[int], num_microbatches: int, per_round: int
-) -> list[Action]:
+def rounds(op: Op, stages: Sequence[int], num_microbatches: int, per_round: int) -> list[Action]:
     """Depth first: `per_round` microbatches through each stage in turn, then the next ones."""
     return [
         Action(op, stage, microbatch)

@@ -20,7 +20,11 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     require_counts("ZBVZeroBubble", num_ranks, num_microbatches)
     placement = Placement.v(num_ranks)
     ranks = tuple(
-        tuple(action for action in _order(num_ranks, rank, stages, num_microbatches) if _is_there(action, num_microbatches))
+        tuple(
+            action
+            for action in _order(num_ranks, rank, stages, num_microbatches)
+            if _is_there(action, num_microbatches)
+        )
         for rank, stages in enumerate(placement.stages)
     )
     return Schedule("ZBVZeroBubble", placement, num_microbatches, ranks)

@@ -22,7 +22,9 @@ def warmups(placement: Placement, num_microbatches: int) -> Iterator[Orders]:
     num_ranks = placement.num_ranks
     stages_per_rank = placement.num_stages // num_ranks
     try:
-        per_round = num_microbatches if stages_per_rank == 1 else microbatches_per_round("", num_ranks, num_microbatches)
+        per_round = (
+            num_microbatches if stages_per_rank == 1 else microbatches_per_round("", num_ranks, num_microbatches)
+        )
     except ScheduleError:
         return
     for per_hop in _WARMUPS_PER_HOP:

@@ -100,8 +100,10 @@ def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[in
             if schedule.has_backward:
                 found.append(Found(simulate(schedule, costs), costs))
     if not found:
-        raise refusals[0] if refusals else ScheduleError(
-            "pipelining.search", "There are no costs.", "Give them for 1 or 2 stages per rank."
+        raise (
+            refusals[0]
+            if refusals
+            else ScheduleError("pipelining.search", "There are no costs.", "Give them for 1 or 2 stages per rank.")
         )
     return found
 
