@@ -95,11 +95,12 @@ def _present(timeline: Timeline, options: argparse.Namespace) -> None:
     """Print the picture, write the files that were asked for."""
     width = shutil.get_terminal_size((120, 24)).columns
     _write(draw_text(timeline, width=width, in_colour=_is_terminal()))
-    makers = {"svg": draw_svg, "trace": chrome_trace, "csv": lambda drawn: to_csv(drawn.schedule)}
-    for name, make in makers.items():
-        path: Path | None = getattr(options, name)
-        if path is not None:
-            path.write_text(make(timeline), encoding="utf-8")
+    if options.svg:
+        options.svg.write_text(draw_svg(timeline), encoding="utf-8")
+    if options.trace:
+        options.trace.write_text(chrome_trace(timeline), encoding="utf-8")
+    if options.csv:
+        options.csv.write_text(to_csv(timeline.schedule), encoding="utf-8")
 
 
 def _costs(options: argparse.Namespace) -> Costs:

@@ -45,14 +45,14 @@ class _Interpreter:
     def run(self) -> None:
         while waiting := [rank for rank, actions in enumerate(self.lists) if actions]:
             self.chance.shuffle(waiting)
-            if not any([self._try(rank) for rank in waiting]):
+            if not sum(map(self._try, waiting)):
                 raise Wrong("deadlock")
         self._judge_end()
 
     def _try(self, rank: int) -> bool:
         action = self.lists[rank][0]
         parts = action.children or (action,)
-        if not all([self._may(rank, part) for part in parts]):
+        if sum(self._may(rank, part) for part in parts) < len(parts):
             return False
         for part in parts:
             self._do(part)

@@ -70,7 +70,7 @@ def test_texts(text: str, action: Action) -> None:
      "()OVERLAP_F_B", "(0F0;)OVERLAP_F_B", "(0F0;1B0", "(0F0;1B0)F", "0F0 1", "٣F٣x"],
 )  # fmt: skip
 def test_what_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="is no action. Write stage, kind and microbatch, such as 2F0"):
+    with pytest.raises(ScheduleError, match=r"is no action\. Write stage, kind and microbatch, such as 2F0"):
         parse_action(text)
 
 

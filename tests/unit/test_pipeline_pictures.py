@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_text_keeps_within_its_width(width: int) -> None:
 def test_svg_has_a_box_for_each_computation(recipe: object) -> None:
     schedule = lower(make_schedule(getattr(recipe, "name", ""), 2, 4))
     timeline = simulate(schedule, Costs(link=Link(0.5)))
-    root = ElementTree.fromstring(draw_svg(timeline))
+    root = ET.fromstring(draw_svg(timeline))
     cells = [group for group in root.iter(f"{SVG}g") if group.get("class") == "cell"]
     parts = [part for spans in timeline.compute for span in spans for part in span.action.parts]
     assert [(cell.findtext(f"{SVG}title") or "").partition(",")[0] for cell in cells] == list(map(str, parts))
@@ -72,7 +72,7 @@ def test_svg_has_a_box_for_each_computation(recipe: object) -> None:
 
 def test_svg_leaves_out_numbers_that_would_not_fit() -> None:
     wide = draw_svg(simulate(make_schedule("1F1B", 2, 400)))
-    root = ElementTree.fromstring(wide)
+    root = ET.fromstring(wide)
     assert float(root.get("width", 0)) < 8300
     assert not [cell for cell in root.iter(f"{SVG}g") if cell.findtext(f"{SVG}text")]
 
@@ -94,4 +94,4 @@ def test_trace() -> None:
 def test_pictures_of_nothing() -> None:
     timeline = simulate(from_csv("0F0\n").with_ranks([[]]))
     assert draw_text(timeline).startswith("csv · 1 rank x 1 stage · 1 microbatch · makespan 0 · bubble 0.0%")
-    assert ElementTree.fromstring(draw_svg(timeline)).tag == f"{SVG}svg"
+    assert ET.fromstring(draw_svg(timeline)).tag == f"{SVG}svg"

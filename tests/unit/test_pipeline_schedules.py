@@ -1,4 +1,4 @@
-"""Every generator: right for all counts that it takes, as fast and as lean as its paper says, one clear no to others."""
+"""Every generator: right for all counts that it takes, as fast and lean as its paper says, one clear no to others."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ P, M = [1, 2, 3, 4, 8], [8, 16, 24]
 def test_all_that_can_be_made_is_right(name: str, num_ranks: int, num_microbatches: int, stages: int) -> None:
     try:
         schedule = make_schedule(name, num_ranks, num_microbatches, stages if find_recipe(name).any_stages else None)
-    except ScheduleError as refusal:
-        assert name in ("DualPipeV", "Interleaved1F1B", "InterleavedZeroBubble")
-        assert refusal.remedy.startswith("Split the batch into ")
+    except ScheduleError:
+        needs = {"DualPipeV": 2 * num_ranks, "Interleaved1F1B": 1, "InterleavedZeroBubble": 1}[name]
+        assert num_microbatches < needs or num_microbatches % (num_microbatches // num_ranks)
         return
     verify(schedule)
     verify(lower(schedule))

@@ -1,5 +1,7 @@
-"""What makes a schedule right, one rule per file. Each takes a schedule and yields what breaks its rule; a later one may
-rely on the earlier ones' having found nothing."""
+"""What makes a schedule right, one rule per file. Each takes a schedule and yields what breaks its rule.
+
+Later ones may rely on earlier ones' having found nothing.
+"""
 
 from __future__ import annotations
 

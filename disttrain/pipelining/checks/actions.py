@@ -1,4 +1,4 @@
-"""Each action by itself: it names a stage of its rank, a microbatch that exists, and a peer that is wired to the stage."""
+"""Each action by itself: its stage lies on its rank, its microbatch exists, its peer is wired to the stage."""
 
 from __future__ import annotations
 

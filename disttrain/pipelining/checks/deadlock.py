@@ -17,7 +17,7 @@ from disttrain.pipelining.schedule import Schedule
 
 def check_deadlock(schedule: Schedule) -> Iterator[Problem]:
     play = _Play(schedule)
-    while any([play.advance(rank) for rank in range(schedule.num_ranks)]):  # a list: every rank gets its turn
+    while sum(map(play.advance, range(schedule.num_ranks))):  # a sum: every rank gets its turn
         pass
     blocked = [
         (rank, position, actions[position])

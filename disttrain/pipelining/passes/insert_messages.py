@@ -1,8 +1,8 @@
 """Sends and receives for all that goes from rank to rank: activations, gradients, skip edges, tied gradients.
 
-A simulation of the computations says when each output is there. Its send stands right after the computation, its receive
-where the other rank has come to by then. As both ranks list all messages by that time, they list them in one order; and
-as everybody's list follows one clock, nobody waits in a circle, not even where sends wait for their receives.
+A simulation of the computations says when each output is there. Its send stands right after the computation, its
+receive where the other rank has come to by then. As both ranks list all messages by that time, they list them in one
+order; and as everybody's list follows one clock, nobody waits in a circle, not even where sends wait for receives.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from disttrain.pipelining.timeline import Timeline
 
 
 class _Message(NamedTuple):
-    """Sorted as both ends list them. Of what is ready at once, the neighbour's comes first: it has furthest to go."""
+    """`order` is as both ends list them. Of what is ready at once the neighbour's comes first: others wait for it."""
 
     ready_s: float
-    stage: int
-    distance: int
+    order: tuple[int, int]
     send: Action
 
 
@@ -70,7 +69,7 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
 
 def _message(ready_s: float, send: Action) -> _Message:
     assert send.peer is not None
-    return _Message(ready_s, send.stage, abs(send.stage - send.peer), send)
+    return _Message(ready_s, (send.stage, abs(send.stage - send.peer)), send)
 
 
 def _sends(schedule: Schedule, part: Action) -> Iterator[Action]:

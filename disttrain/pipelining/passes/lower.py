@@ -21,7 +21,8 @@ def lower(
     max_unsharded: int | None = None,
     num_ahead: int = 1,
 ) -> Schedule:
-    """All passes in their order: merge I with W where that is free, unshard, reduce gradients, insert messages, receive early.
+    """All passes in their order: merge I with W where that is free, unshard, reduce gradients, insert messages, receive
+    early.
 
     Args: schedule  computations only;  wiring  the model's skip edges and ties;  the others as the passes have them.
     Raises: ScheduleError as they do.

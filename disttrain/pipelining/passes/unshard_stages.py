@@ -1,8 +1,8 @@
 """When to gather a stage's sharded parameters, and when to let go of them.
 
-The most that may be unsharded at once is what the next computations need: whenever there is room, the stage that is
-needed next is gathered (a prefetch, if others come before it), and what is not among the next ones is let go of. That is
-Belady's rule, which no other order of gathers beats.
+What is unsharded at any time is what the next computations need, as far as there is room: the stage that is needed next
+is gathered (a prefetch, if others come before it), and what is not among the next ones is let go of. That is Belady's
+rule, which no other order of gathers beats.
 """
 
 from __future__ import annotations

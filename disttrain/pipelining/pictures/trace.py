@@ -1,5 +1,7 @@
-"""A timeline in Chrome's trace format, for chrome://tracing, Perfetto and their like: a process per rank with a thread each
-for computing, for collectives and for what it sends; an arrow from each send to where it is received.
+"""A timeline in Chrome's trace format, for chrome://tracing, Perfetto and their like.
+
+Each rank is a process, with threads for computing, for collectives, for what it sends and for what it receives; an
+arrow goes from each send to its receive.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

@@ -12,8 +12,8 @@ def alternating(
 ) -> list[Action]:
     """One rank's order, for as many forwards as backwards.
 
-    Args: num_warmup  forwards before the first pair of forward and backward;  weights_behind  where the backwards are I:
-          how many of them come before the first W, which from then on follows each I.
+    Args: num_warmup  forwards before the first pair of forward and backward;  weights_behind  where the backwards are
+          I: how many of them come before the first W, which from then on follows each I.
     """
     num_warmup = min(num_warmup, len(forwards))
     order = list(forwards[:num_warmup])

@@ -1,5 +1,5 @@
-"""Schedules on a V by repeating a building block: one microbatch's actions at offsets that collide with no other's when a
-block begins every 6 units of time. How long a block holds its activations decides the memory (Qi et al., Pipeline
+"""Schedules on a V by repeating a building block: one microbatch's actions at offsets that collide with no other's when
+a block begins every 6 units of time. How long a block holds its activations decides the memory (Qi et al., Pipeline
 Parallelism with Controllable Memory, arXiv:2405.15362)."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Offsets = tuple[int, int, int, int]
 
 
 def repeat_block(name: str, num_microbatches: int, blocks: Sequence[Offsets], most_held: int) -> Schedule:
-    """Each rank keeps the order that its blocks overlay to, begins as soon as it can, and runs a W when it would wait or
-    would hold more than `most_held` forwards."""
+    """Each rank keeps the order that its blocks overlay to, begins as soon as it can, and runs a W when it would wait,
+    or hold more than `most_held` forwards."""
     placement = Placement.v(len(blocks))
     ranks = [
         _Rank(overlay(stages, block, num_microbatches), most_held)

@@ -12,14 +12,9 @@ from disttrain.pipelining.schedules.counts import require_counts
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """One stage per rank. Idle for (p - 1) (F + I - W); no rank holds more than p microbatches."""
     require_counts("ZB-H1", num_ranks, num_microbatches)
-    ranks = tuple(
-        tuple(
-            alternating(
-                *(rounds(op, [rank], num_microbatches, num_microbatches) for op in (Op.FORWARD, Op.BACKWARD_INPUT)),
-                num_ranks - 1 - rank,
-                weights_behind=rank,
-            )
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule("ZB-H1", Placement.loop(num_ranks), num_microbatches, ranks)
+    ranks = []
+    for rank in range(num_ranks):
+        forwards = rounds(Op.FORWARD, [rank], num_microbatches, num_microbatches)
+        backwards = rounds(Op.BACKWARD_INPUT, [rank], num_microbatches, num_microbatches)
+        ranks.append(alternating(forwards, backwards, num_ranks - 1 - rank, weights_behind=rank))
+    return Schedule("ZB-H1", Placement.loop(num_ranks), num_microbatches, tuple(map(tuple, ranks)))

@@ -1,7 +1,7 @@
-"""Given in which order each rank runs its F and I, finds places for the W: where the rank would wait, or must make room.
+"""Given in which order each rank runs its F and I, finds places for W: where the rank would wait, or must make room.
 
-Zero Bubble's observation (arXiv:2401.10241) is that nobody waits for a W. So this plays F and I as a clock has them and,
-whenever a rank's next one is not there yet, runs the oldest W that waits.
+Zero Bubble's observation (arXiv:2401.10241) is that nobody waits for a W. So this plays F and I as a clock has them
+and, whenever a rank's next one is not there yet, runs the oldest W that waits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def fill_weights(
 ) -> Filled | None:
     """W where they fit; None when the orders block each other, or would keep more than allowed.
 
-    Args: template  for placement and counts;  orders  F and I of each rank;  max_bytes  that a rank may keep, as the costs
-          count it;  patience  a W is put off when the rank's next F or I comes within this share of the W's time.
+    Args: template  for placement and counts;  orders  F and I of each rank;  max_bytes  that a rank may keep, as the
+          costs count it;  patience  a W is put off when the rank's next F or I comes within this share of its time.
     """
     player = _Player(template, orders, costs, max_bytes, patience)
     player.play()

@@ -1,5 +1,5 @@
-"""The best schedule for measured times and a bound on memory: all named ones, each again with its W where they fit best,
-orders that no paper names, then small changes to the best as long as they help."""
+"""The best schedule for measured times and a bound on memory: all named ones, each again with its W where they fit
+best, orders that no paper names, then small changes to the best as long as they help."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def search(
     named = named_schedules(num_ranks, num_microbatches, by_stages)
     found = [one for one in named if one.num_bytes <= max_bytes]
     for stages_per_rank, stage_costs in by_stages.items():
-        orders = [(one.schedule, skeleton(one.schedule)) for one in named if one.costs is stage_costs]
+        orders: list[tuple[Schedule, Orders]] = []
+        orders += ((one.schedule, skeleton(one.schedule)) for one in named if one.costs is stage_costs)
         orders += _nameless(num_ranks, num_microbatches, stages_per_rank)
         found += _Tries(stage_costs, max_bytes).best(orders, num_changes, random.Random(seed))
     if not found:
