@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from disttrain.pipelining.placement import Placement as Placement
     from disttrain.pipelining.schedule import Schedule as Schedule
     from disttrain.pipelining.schedule import Wiring as Wiring
+    from disttrain.pipelining.schedules.forward_only import forward_only as forward_only
     from disttrain.pipelining.searching.search import search as search
     from disttrain.pipelining.simulator import simulate as simulate
     from disttrain.pipelining.timeline import Timeline as Timeline
+    from disttrain.pipelining.verifier import find_problems as find_problems
     from disttrain.pipelining.verifier import verify as verify
 
 _MODULE_OF = {
@@ -48,6 +50,8 @@ _MODULE_OF = {
     "chrome_trace": "pictures.trace",
     "draw_svg": "pictures.svg",
     "draw_text": "pictures.text",
+    "find_problems": "verifier",
+    "forward_only": "schedules.forward_only",
     "from_csv": "csv_form",
     "lower": "passes.lower",
     "make_schedule": "catalogue",

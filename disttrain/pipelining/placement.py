@@ -32,7 +32,7 @@ class Placement:
 
     @classmethod
     def v(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
-        """There and back: with two stages each, the first and the last one lie on rank 0 (arXiv:2401.10241, section 6)."""
+        """There and back: with two stages each, the first and the last one lie on rank 0 (arXiv:2401.10241)."""
         there = tuple(range(num_ranks))
         return cls(sum((there if turn % 2 == 0 else there[::-1] for turn in range(stages_per_rank)), ()))
 

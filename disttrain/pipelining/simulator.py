@@ -10,6 +10,7 @@ each output travels as soon as it is there.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from disttrain.errors import ScheduleError
@@ -19,8 +20,8 @@ from disttrain.pipelining.liveness import peaks
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.timeline import Span, Timeline, Transfer
 
-# Something that a computation may wait for: the receive of a message, a computation itself, an unsharding.
-_Event = Action
+# When what one stage computed, or one message brought, was there: by microbatch.
+_Times = dict[int | None, float]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -45,6 +46,7 @@ class _Rank:
     position: int = 0
     free_s: float = 0
     collectives_free_s: float = 0
+    unsharded_s: dict[int, float] = field(default_factory=dict)
     compute: list[Span] = field(default_factory=list)
     collectives: list[Span] = field(default_factory=list)
 
@@ -53,6 +55,8 @@ class _Rank:
 class _Link:
     """One direction: what was posted at either end and has not travelled."""
 
+    from_rank: int
+    to_rank: int
     sends: deque[tuple[Action, float]] = field(default_factory=deque)
     receives: deque[tuple[Action, float]] = field(default_factory=deque)
     free_s: float = 0
@@ -66,93 +70,113 @@ class _Run:
         self.ranks = [_Rank(actions) for actions in schedule.ranks]
         self.links: dict[tuple[int, int], _Link] = {}
         self.transfers: list[Transfer] = []
-        self.ended: dict[_Event, float] = {}
-        self.awaited: dict[_Event, int] = {}
+        stages = range(schedule.num_stages)
+        self.forwards: list[_Times] = [{} for _ in stages]
+        self.backwards: list[_Times] = [{} for _ in stages]
+        # By kind of send, stage and peer.
+        self.arrived: dict[tuple[Op, int, int], _Times] = {}
+        self.inputs: dict[Op, list[list[_Times]]] = {
+            Op.FORWARD: [self._from(Op.SEND_F, schedule.sources[stage], stage) for stage in stages],
+            Op.BACKWARD_INPUT: [
+                [self.forwards[stage], *self._from(Op.SEND_B, schedule.targets[stage], stage)] for stage in stages
+            ],
+            Op.BACKWARD_WEIGHT: [[self.backwards[stage]] for stage in stages],
+        }
+        self.inputs[Op.BACKWARD] = self.inputs[Op.BACKWARD_INPUT]
+        self.sent_to = [tuple(schedule.elsewhere(stage, schedule.targets[stage])) for stage in stages]
+        self.sent_back_to = [tuple(schedule.elsewhere(stage, schedule.sources[stage])) for stage in stages]
         self.runnable = deque(range(len(self.ranks)))
+
+    def _from(self, send: Op, others: Iterable[int], stage: int) -> list[_Times]:
+        """When what the others compute for `stage` is on its rank."""
+        computed = self.forwards if send is Op.SEND_F else self.backwards
+        return [
+            computed[other]
+            if self.home[other] == self.home[stage]
+            else self.arrived.setdefault((send, other, stage), {})
+            for other in others
+        ]
 
     def play(self) -> None:
         while self.runnable:
-            rank = self.runnable.popleft()
-            state = self.ranks[rank]
-            while state.position < len(state.actions) and self._step(rank, state, state.actions[state.position]):
-                state.position += 1
-        for rank, state in enumerate(self.ranks):
-            if state.position < len(state.actions):
-                raise _stuck(self.schedule, rank, state.actions[state.position])
+            rank = self.ranks[self.runnable.popleft()]
+            while rank.position < len(rank.actions) and self._step(rank, rank.actions[rank.position]):
+                rank.position += 1
+        for number, rank in enumerate(self.ranks):
+            if rank.position < len(rank.actions):
+                raise _stuck(self.schedule, number, rank.actions[rank.position])
 
-    def _step(self, rank: int, state: _Rank, action: Action) -> bool:
-        """Do the action; False when it waits for something."""
+    def _step(self, rank: _Rank, action: Action) -> bool:
+        """Do the action; False when it waits for something, whose arrival makes the rank runnable again."""
         if action.op in COMPUTE:
-            return self._compute(rank, state, action)
-        if action.op in SENDS or action.op in RECEIVES:
-            self._post(action, state.free_s)
+            return self._compute(rank, action)
+        if action.op in SENDS:
+            link = self._link(action)
+            link.sends.append((action, rank.free_s))
+            self._carry(link)
+        elif action.op in RECEIVES:
+            link = self._link(action.other_end)
+            link.receives.append((action, rank.free_s))
+            self._carry(link)
         elif action.op is not Op.RESHARD:
-            start_s = max(state.free_s, state.collectives_free_s)
-            state.collectives_free_s = self.ended[action] = start_s + self.costs.of(action)
-            state.collectives.append(Span(action, start_s, state.collectives_free_s))
+            start_s = max(rank.free_s, rank.collectives_free_s)
+            rank.collectives_free_s = start_s + self.costs.of(action)
+            rank.collectives.append(Span(action, start_s, rank.collectives_free_s))
+            if action.op is Op.UNSHARD:
+                rank.unsharded_s[action.stage] = rank.collectives_free_s
         return True
 
-    def _compute(self, rank: int, state: _Rank, action: Action) -> bool:
-        start_s = state.free_s
+    def _compute(self, rank: _Rank, action: Action) -> bool:
+        start_s = rank.free_s
         for part in action.parts:
-            for event in self._inputs(part):
-                end_s = self.ended.get(event)
-                if end_s is None:
-                    self.awaited[event] = rank
+            for times in self.inputs[part.op][part.stage]:
+                there_s = times.get(part.microbatch)
+                if there_s is None:
                     return False
-                start_s = max(start_s, end_s)
-            start_s = max(start_s, self.ended.get(Action(Op.UNSHARD, part.stage), 0))
-        state.free_s = start_s + self.costs.of(action)
-        state.compute.append(Span(action, start_s, state.free_s))
+                start_s = max(start_s, there_s)
+            start_s = max(start_s, rank.unsharded_s.get(part.stage, 0))
+        rank.free_s = start_s + self.costs.of(action)
+        rank.compute.append(Span(action, start_s, rank.free_s))
         for part in action.parts:
-            self._finish(part, state.free_s)
+            self._finish(part, rank.free_s)
         return True
-
-    def _inputs(self, part: Action) -> list[_Event]:
-        """What must have ended before: messages from elsewhere, computations of this rank."""
-        stage, microbatch = part.stage, part.microbatch
-        if part.op is Op.FORWARD:
-            sources = self.schedule.sources[stage]
-            return [self._arrival(Op.FORWARD, Op.RECV_F, stage, microbatch, peer) for peer in sources]
-        if part.op is Op.BACKWARD_WEIGHT:
-            return [Action(Op.BACKWARD_INPUT, stage, microbatch)]
-        targets = self.schedule.targets[stage]
-        arrivals = [self._arrival(Op.BACKWARD_INPUT, Op.RECV_B, stage, microbatch, peer) for peer in targets]
-        return [Action(Op.FORWARD, stage, microbatch), *arrivals]
-
-    def _arrival(self, computed: Op, received: Op, stage: int, microbatch: int | None, peer: int) -> _Event:
-        if self.home[stage] == self.home[peer]:
-            return Action(computed, peer, microbatch)
-        return Action(received, stage, microbatch, peer)
 
     def _finish(self, part: Action, end_s: float) -> None:
-        """A B has ended as an I has; where the schedule has no messages, send what came of it."""
-        backward = part.op in INPUT_GRADIENTS
-        self.ended[Action(Op.BACKWARD_INPUT, part.stage, part.microbatch) if backward else part] = end_s
-        if self.schedule.has_messages or part.op is Op.BACKWARD_WEIGHT:
+        """Where the schedule has no messages, send what came of it."""
+        stage = part.stage
+        if part.op is Op.FORWARD:
+            self.forwards[stage][part.microbatch] = end_s
+            send, peers = Op.SEND_F, self.sent_to[stage]
+        elif part.op in INPUT_GRADIENTS:
+            self.backwards[stage][part.microbatch] = end_s
+            send, peers = Op.SEND_B, self.sent_back_to[stage]
+        else:
             return
-        others = self.schedule.sources[part.stage] if backward else self.schedule.targets[part.stage]
-        for peer in self.schedule.elsewhere(part.stage, others):
-            send = Action(Op.SEND_B if backward else Op.SEND_F, part.stage, part.microbatch, peer)
-            self._post(send, end_s)
-            self._post(send.other_end, end_s)
+        for peer in () if self.schedule.has_messages else peers:
+            message = Action(send, stage, part.microbatch, peer)
+            self._transfer(self._link(message), message, end_s, end_s)
 
-    def _post(self, message: Action, now_s: float) -> None:
-        assert message.peer is not None
-        ends = self.home[message.stage], self.home[message.peer]
-        way = ends if message.op in SENDS else ends[::-1]
-        link = self.links.setdefault(way, _Link())
-        (link.sends if message.op in SENDS else link.receives).append((message, now_s))
+    def _link(self, send: Action) -> _Link:
+        assert send.peer is not None
+        way = self.home[send.stage], self.home[send.peer]
+        return self.links.get(way) or self.links.setdefault(way, _Link(*way))
+
+    def _carry(self, link: _Link) -> None:
+        """What has been posted at both ends."""
         while link.sends and link.receives:
             send, ready_s = link.sends.popleft()
             receive, posted_s = link.receives.popleft()
             if send.other_end != receive:
-                raise _crossed(self.schedule, way, send, receive)
-            start_s = max(ready_s, posted_s, link.free_s)
-            link.free_s = self.ended[receive] = start_s + self.costs.transfer_s(send, *way)
-            self.transfers.append(Transfer(send, *way, ready_s, start_s, link.free_s))
-            if receive in self.awaited:
-                self.runnable.append(self.awaited.pop(receive))
+                raise _crossed(self.schedule, link, send, receive)
+            self._transfer(link, send, ready_s, posted_s)
+
+    def _transfer(self, link: _Link, send: Action, ready_s: float, posted_s: float) -> None:
+        assert send.peer is not None
+        start_s = max(ready_s, posted_s, link.free_s)
+        link.free_s = start_s + self.costs.transfer_s(send, link.from_rank, link.to_rank)
+        self.arrived.setdefault((send.op, send.stage, send.peer), {})[send.microbatch] = link.free_s
+        self.transfers.append(Transfer(send, link.from_rank, link.to_rank, ready_s, start_s, link.free_s))
+        self.runnable.append(link.to_rank)
 
 
 def _stuck(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
@@ -163,9 +187,9 @@ def _stuck(schedule: Schedule, rank: int, action: Action) -> ScheduleError:
     )
 
 
-def _crossed(schedule: Schedule, way: tuple[int, int], send: Action, receive: Action) -> ScheduleError:
+def _crossed(schedule: Schedule, link: _Link, send: Action, receive: Action) -> ScheduleError:
     return ScheduleError(
         "pipelining.simulate",
-        f"{schedule.name} crosses messages from rank {way[0]} to {way[1]}: {send} meets {receive}.",
+        f"{schedule.name} crosses messages from rank {link.from_rank} to {link.to_rank}: {send} meets {receive}.",
         "Call verify on the schedule, which says where.",
     )
