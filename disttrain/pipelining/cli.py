@@ -72,7 +72,7 @@ def _search(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     path: Path = options.file
-    schedule = from_csv(path.read_text(encoding="utf-8"), path.name)
+    schedule = from_csv(path.read_text(encoding="utf-8", errors="replace"), path.name)
     problems = find_problems(schedule, max_live=options.max_live, max_pending=options.max_pending)
     for problem in problems:
         _write(str(problem))

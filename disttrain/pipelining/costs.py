@@ -23,6 +23,10 @@ class Link:
     latency_s: float = 0
     bytes_per_s: float = math.inf
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < math.inf and self.bytes_per_s > 0):
+            raise ScheduleError("Link", f"{self} cannot be.", "Give a latency from 0 on, and a bandwidth above 0.")
+
     def transfer_s(self, num_bytes: float) -> float:
         return self.latency_s if math.isinf(self.bytes_per_s) else self.latency_s + num_bytes / self.bytes_per_s
 
@@ -51,6 +55,26 @@ class Costs:
     reduce_grad_s: PerStage = 0
     live_bytes: PerStage = 1
     pending_bytes: PerStage = 1
+
+    def __post_init__(self) -> None:
+        for name in (*_SHARED, "message_bytes", "tied_bytes", "overlap_saves"):
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values or 0,):
+                if not 0 <= value < math.inf:
+                    raise ScheduleError("Costs", f"{name} is {value:g}.", "Give a finite number that is not negative.")
+        if self.overlap_saves > 1:
+            raise ScheduleError("Costs", f"overlap_saves is {self.overlap_saves:g}.", "Give a share from 0 to 1.")
+
+    def require_stages(self, num_stages: int) -> None:
+        """Raises: ScheduleError when there is a cost per stage, and for another number of stages."""
+        for name in (*_SHARED, "message_bytes"):
+            values = getattr(self, name)
+            if isinstance(values, tuple) and len(values) != num_stages:
+                raise ScheduleError(
+                    "Costs",
+                    f"{name} has {len(values)} values, the schedule {num_stages} stages.",
+                    "Give one for each stage, or one number for all.",
+                )
 
     def split(self, stages_per_rank: int) -> Costs:
         """The same model cut into so many times as many stages: each takes, and keeps, that much less. Messages stay

@@ -27,7 +27,11 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     Raises: ScheduleError naming rank and cell when a cell is no action, or when no rank can be found for a stage.
     """
-    rows = [_read_row(rank, row) for rank, row in enumerate(csv.reader(io.StringIO(text.strip("\r\n"))))]
+    try:
+        cells = list(csv.reader(io.StringIO(text.strip("\r\n"))))
+    except csv.Error as error:
+        raise ScheduleError("pipelining.from_csv", f"This is no CSV: {error}.", "Give rows of cells.") from None
+    rows = [_read_row(rank, row) for rank, row in enumerate(cells)]
     parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.parts]
     microbatches = [part.microbatch for _, part in parts if part.microbatch is not None]
     backward = any(part.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS for _, part in parts)

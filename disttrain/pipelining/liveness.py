@@ -27,7 +27,9 @@ def peaks(schedule: Schedule, costs: Costs | None = None) -> tuple[Peak, ...]:
     """The peak of each rank. Schedules without backward hold nothing."""
     if not schedule.has_backward:
         return (Peak(0, 0, 0, 0),) * schedule.num_ranks
-    return tuple(_peak(actions, costs or Costs()) for actions in schedule.ranks)
+    costs = costs or Costs()
+    costs.require_stages(schedule.num_stages)
+    return tuple(_peak(actions, costs) for actions in schedule.ranks)
 
 
 def _peak(actions: tuple[Action, ...], costs: Costs) -> Peak:

@@ -27,16 +27,19 @@ _Times = dict[int | None, float]
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """When everything happens.
 
-    Raises: ScheduleError when the schedule does not come to its end; `verify` says more about the reason.
+    Raises: ScheduleError when the schedule does not come to its end, of which `verify` says more, or the costs are for
+            another number of stages.
     """
-    run = _Run(schedule, costs or Costs())
+    costs = costs or Costs()
+    costs.require_stages(schedule.num_stages)
+    run = _Run(schedule, costs)
     run.play()
     return Timeline(
         schedule,
         tuple(tuple(rank.compute) for rank in run.ranks),
         tuple(tuple(rank.collectives) for rank in run.ranks),
         tuple(sorted(run.transfers, key=lambda transfer: transfer.start_s)),
-        peaks(schedule, run.costs),
+        peaks(schedule, costs),
     )
 
 

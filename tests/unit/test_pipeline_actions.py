@@ -131,6 +131,7 @@ def test_csv_may_have_idle_cells() -> None:
         ("0F0\n2F0", "Stage 1 has no forward"),
         ("99999999999F0", "Stage 0 has no forward"),
         ("", "Stage 0 has no forward"),
+        ("0F0," + "9" * 200_000, "This is no CSV: field larger than field limit"),
     ],
 )
 def test_csv_that_is_no_schedule_is_refused(text: str, problem: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 
@@ -126,3 +128,20 @@ def test_nothing_to_do_takes_no_time() -> None:
     timeline = simulate(make_schedule("1F1B", 1, 1).with_ranks([[]]))
     assert (timeline.makespan_s, timeline.bubble, timeline.idle_s) == (0, 0, (0,))
     assert Link(2, math.inf).transfer_s(1e30) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "answer"),
+    [
+        (lambda: Costs(forward_s=-1), "forward_s is -1. Give a finite number that is not negative."),
+        (lambda: Costs(backward_s=(1, math.nan)), "backward_s is nan. Give a finite number that is not negative."),
+        (lambda: Costs(overlap_saves=1.5), "overlap_saves is 1.5. Give a share from 0 to 1."),
+        (lambda: Link(bytes_per_s=0), "Give a latency from 0 on, and a bandwidth above 0."),
+        (lambda: simulate(from_csv(CHAIN), Costs((1, 2, 3))), "forward_s has 3 values, the schedule 2 stages."),
+        (lambda: peaks(make_schedule("1F1B", 2, 2), Costs(live_bytes=(1,))), "live_bytes has 1 values"),
+        (lambda: lower(make_schedule("1F1B", 2, 2), costs=Costs(0)), "0F0 takes no time, so nobody can tell"),
+    ],
+)
+def test_costs_that_cannot_be(wrong: Callable[[], object], answer: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(answer)):
+        wrong()

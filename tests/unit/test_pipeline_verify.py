@@ -54,7 +54,7 @@ def _duplicated(schedule: Schedule) -> Iterator[Schedule]:
 def _swapped(schedule: Schedule) -> Iterator[Schedule]:
     for rank, actions in enumerate(schedule.ranks):
         for first in range(len(actions)):
-            for second in range(first + 1, min(first + 8, len(actions))):
+            for second in range(first + 1, min(first + 5, len(actions))):
                 changed = list(actions)
                 changed[first], changed[second] = changed[second], changed[first]
                 yield _changed(schedule, rank, changed)

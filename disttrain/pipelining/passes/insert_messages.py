@@ -30,7 +30,8 @@ class _Message(NamedTuple):
 def insert_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """The schedule with its messages. `costs` are the times that their order is chosen by.
 
-    Raises: ScheduleError when there are messages already, or the computations cannot come to their end.
+    Raises: ScheduleError when there are messages already, when the computations cannot come to their end, or when one
+            takes no time.
     """
     if schedule.has_messages:
         raise ScheduleError(
@@ -39,6 +40,12 @@ def insert_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             "Begin with its computations only, as schedule.compute_only() returns them.",
         )
     timeline = simulate(schedule, costs)
+    if instant := [span.action for spans in timeline.compute for span in spans if span.start_s >= span.end_s]:
+        raise ScheduleError(
+            "pipelining.insert_messages",
+            f"{instant[0]} takes no time, so nobody can tell what comes first.",
+            "Give each computation a time above 0.",
+        )
     home = schedule.placement.ranks
     # Of each rank, its messages by the computation before which they stand.
     slots: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
