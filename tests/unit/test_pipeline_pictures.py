@@ -41,6 +41,12 @@ def test_text_of_a_v_has_small_letters_for_the_second_stage() -> None:
     assert lines[6:] == ["rank 0 ·  I0 W0 ", "rank 1 I0 W0 ·  "]
 
 
+def test_colours_tell_kinds_and_stages_apart() -> None:
+    coloured = draw_text(simulate(make_schedule("Interleaved1F1B", 1, 1)), in_colour=True).splitlines()
+    assert re.findall(r"48;5;(\d+)", coloured[3]) == ["110", "153", "157", "157", "114", "114"]
+    assert "waiting" not in coloured[1]
+
+
 @pytest.mark.parametrize("width", [10, 40, 200])
 def test_text_keeps_within_its_width(width: int) -> None:
     timeline = simulate(make_schedule("DualPipeV", 4, 12), Costs(link=Link(0.25)))

@@ -53,11 +53,12 @@ def _unit_s(timeline: Timeline) -> float:
     return times[0] / 2 if times else 0
 
 
-_Row = dict[int, tuple[str, Action | None]]
+# By column: a label, and the colour.
+_Row = dict[int, tuple[str, int]]
 
 
 def _row(timeline: Timeline, rank: int, unit_s: float) -> _Row:
-    """By column: label and action; what lasts longer goes on without a label."""
+    """What lasts longer than a column goes on without a label."""
     row: _Row = {}
     for span in timeline.compute[rank]:
         for part, start_s, end_s, lane, _ in drawn(span):
@@ -65,8 +66,12 @@ def _row(timeline: Timeline, rank: int, unit_s: float) -> _Row:
             # Children of an OVERLAP share its columns: the second one's label comes in the middle.
             middle = first + lane * max(1, (last - first) // len(span.action.parts))
             for column in range(middle, last):
-                row[column] = (_label(timeline, part) if column == middle else "", part)
+                row[column] = (_label(timeline, part) if column == middle else "", _colour(timeline, part))
     return row
+
+
+def _colour(timeline: Timeline, part: Action) -> int:
+    return _COLOURS[part.op][turn(timeline, part.stage) > 0]
 
 
 def _label(timeline: Timeline, part: Action) -> str:
@@ -76,11 +81,11 @@ def _label(timeline: Timeline, part: Action) -> str:
 
 def _cells(row: _Row, units: range, width: int, in_colour: bool) -> Iterator[str]:
     for column in units:
-        label, action = row.get(column, (_BUBBLE, None))
-        if action is None:
-            yield f"\x1b[2m{label:^{width}}\x1b[0m" if in_colour else f"{label:<{width}}"
-        elif in_colour:
-            colour = _COLOURS[action.op][label[:1].islower()] if label else _COLOURS[action.op][0]
+        if column not in row:
+            yield f"\x1b[2m{_BUBBLE:^{width}}\x1b[0m" if in_colour else f"{_BUBBLE:<{width}}"
+            continue
+        label, colour = row[column]
+        if in_colour:
             yield f"\x1b[48;5;{colour};38;5;16m{label[1:]:^{width}}\x1b[0m"
         else:
             yield f"{label or '-':<{width}}"
