@@ -5,6 +5,7 @@ While the gradient of the input travels, the weights' are computed; so Megatron-
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 from disttrain.dtensor import DTensor, Partial, Replicate, Spec
 from disttrain.tp.axis import Axis
 from disttrain.tp.gathering import Cutting, gather_and_multiply, start_scatter
-from disttrain.tp.linears import Matrix, refuse_second_derivative
+from disttrain.tp.linears import Matrix, parameter_grads, refuse_second_derivative
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import Finish, start_all_reduce
+from disttrain.weight_grads import current_keeper, now_or_later
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class _Columns(torch.autograd.Function):
         else:
             whole, results = gather_and_multiply(part, plan.cutting, matrices, weights, biases)
         ctx.plan = plan
+        ctx.keeper, ctx.parameters = current_keeper(), parameters
         ctx.save_for_backward(whole, *parameters)
         ctx.set_materialize_grads(False)
         given_out = [
@@ -90,18 +93,15 @@ class _Columns(torch.autograd.Function):
             for grad, layer in zip(result_grads, plan.layers, strict=True)
         ]
         finish = _start_input_grad(plan, whole, whole_grad, flat, parameters) if needed[0] else None
-        rows = whole.flatten(0, -2)
         found: list[torch.Tensor | None] = [None, None]
-        place = 0
-        for layer, grad in zip(plan.layers, flat, strict=True):
-            weight, bias = parameters[place], parameters[place + 1]
-            place += 2
-            weight_grad = bias_grad = None
-            if grad is not None and needed[place]:
-                weight_grad = layer.weight.grad(layer.matrix.weight_grad(grad, rows), weight._spec)
-            if grad is not None and needed[place + 1]:
-                bias_grad = layer.bias.grad(grad.sum(0), bias._spec)
-            found += (weight_grad, bias_grad)
+        rows = whole.flatten(0, -2)
+        for place, (layer, grad) in enumerate(zip(plan.layers, flat, strict=True)):
+            own = zip(ctx.parameters[2 * place :][:2], needed[2 * place + 2 :][:2], strict=True)
+            wanted = [parameter if grad is not None and is_needed else None for parameter, is_needed in own]
+            compute = functools.partial(
+                parameter_grads, layer.matrix, (layer.weight, layer.bias), wanted, rows, grad, grad
+            )
+            found += now_or_later(ctx.keeper, wanted, compute)
         if finish is not None:
             found[0] = finish()
         return tuple(found)

@@ -6,7 +6,9 @@ nothing is sent between the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,18 @@ class Matrix:
     def weight_grad(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """grad (rows, out), x (rows, in)."""
         return grad.t().mm(x) if self.out_dim == 0 else x.t().mm(grad)
+
+
+def parameter_grads(
+    matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: Any, bias_grad: Any
+) -> Sequence[torch.Tensor | None]:
+    """Gradients of weight and bias, each where it is wanted. `rows` (rows, in) were multiplied; `grad` is that of the
+    results (rows, out), and `bias_grad` that of those to which the bias was added."""
+    weight, bias = wanted
+    return (
+        None if weight is None else cuts[0].grad(matrix.weight_grad(grad, rows), weight._spec),
+        None if bias is None else cuts[1].grad(bias_grad.sum(0), bias._spec),
+    )
 
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from disttrain.dtensor import DTensor, Spec
 from disttrain.tp.axis import Axis
 from disttrain.tp.gathering import Cutting, gather_and_multiply, multiply_and_scatter
-from disttrain.tp.linears import Matrix, refuse_second_derivative
+from disttrain.tp.linears import Matrix, parameter_grads, refuse_second_derivative
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import all_reduce
+from disttrain.weight_grads import current_keeper, now_or_later
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class _Row(torch.autograd.Function):
         if bias is not None:
             result += plan.bias.used(bias)
         ctx.plan = plan
+        ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
         ctx.save_for_backward(part, weight, bias)
         return result if plan.output is None else DTensor(result, plan.output)
 
@@ -53,14 +56,14 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_second_derivative("RowwiseParallel")
         plan: Row = ctx.plan
-        part, weight, bias = ctx.saved_tensors
+        part, weight, _ = ctx.saved_tensors
         if plan.output is not None:
             assert isinstance(grad, DTensor)
             grad = grad.redistribute(placements=plan.output.placements)._local_tensor
         needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad
         used = plan.weight.used(weight)
         own = grad
-        x_grad = weight_grad = bias_grad = None
+        x_grad = None
         if plan.cutting is not None:
             back = [Matrix(out_dim=plan.matrix.in_dim)] if needs_x else []
             grad, found = gather_and_multiply(grad, plan.cutting, back, [used] * needs_x, [None] * needs_x)
@@ -70,8 +73,10 @@ class _Row(torch.autograd.Function):
             x_grad = plan.matrix.times_transposed(flat, used) if x_grad is None else x_grad
             x_grad = x_grad.view(part.shape)
             x_grad = x_grad if plan.input is None else DTensor(x_grad, plan.input)
-        if needs_weight:
-            weight_grad = plan.weight.grad(plan.matrix.weight_grad(flat, part.flatten(0, -2)), weight._spec)
-        if needs_bias:
-            bias_grad = plan.bias.grad(own.flatten(0, -2).sum(0), bias._spec)
-        return x_grad, None, weight_grad, bias_grad
+        needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
+        wanted = [parameter if is_needed else None for parameter, is_needed in needed]
+        rows, own_rows = part.flatten(0, -2), own.flatten(0, -2)
+        compute = functools.partial(
+            parameter_grads, plan.matrix, (plan.weight, plan.bias), wanted, rows, flat, own_rows
+        )
+        return x_grad, None, *now_or_later(ctx.keeper, wanted, compute)

@@ -1,0 +1,156 @@
+"""A stage's backward in two parts: gradients of its inputs (I), for which others wait, and of its weights (W).
+
+    split_layers(stage)                                       # once
+    backward = Backward()                                     # for each microbatch
+    with backward.forward():
+        outputs = stage(*inputs)
+    grads = backward.backward_input(outputs, output_grads, inputs)
+    backward.backward_weight()
+
+Layers that hold a matrix, an embedding or a norm leave their weights' gradients to W (`split_layers`); what other
+parameters get is computed in I, and kept. Either way a parameter receives its gradient in W: once, summed over all its
+uses, in the order of an undivided backward, and with its hooks. Source of the idea: Zero Bubble (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+from disttrain.pipelining._torch import without_hooks
+from disttrain.weight_grads import Grads, kept_by
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Backward:
+    """The backward of one forward: either `backward`, or `backward_input` and later `backward_weight`."""
+
+    def __init__(self) -> None:
+        self._is_split = False
+        self._inputs: Sequence[Any] = ()
+        self._kept: list[tuple[Grads, Callable[[], Grads]]] = []
+
+    def forward(self) -> AbstractContextManager[None]:
+        """The forward is computed within; a backward by any other way computes everything at once."""
+        return kept_by(self)
+
+    def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
+        """A layer leaves its weights' gradients here, while `backward_input` runs."""
+        if not self._is_split or any(given is one for given in self._inputs for one in parameters if one is not None):
+            return False
+        self._kept.append((parameters, compute))
+        return True
+
+    def backward(
+        self, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None, inputs: Sequence[Any]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Everything at once, parameters included. Arguments and result as of `backward_input`."""
+        roots, root_grads = _roots(outputs, grads)
+        wanted = [given for given in inputs if _wants_grad(given)]
+        if roots:
+            torch.autograd.backward(roots, root_grads)
+        found = {id(given): given.grad for given in wanted}
+        for given in wanted:
+            given.grad = None
+        return tuple(found.get(id(given)) for given in inputs)
+
+    def backward_input(
+        self, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None, inputs: Sequence[Any]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the inputs; nothing else receives one before `backward_weight`.
+
+        Args:    outputs  of the forward; what is no tensor, or has no gradient, is passed over, and so is what gets
+                          none;  grads  one for each output;  None: the outputs are losses;  inputs  as the forward was
+                          given them; tensors that want a gradient come from nothing themselves.
+        Returns: one for each input, None where there is none. `outputs` hold no activations any more.
+        """
+        roots, root_grads = _roots(outputs, grads)
+        wanted = [given for given in inputs if _wants_grad(given)]
+        leaves = _leaves(roots, wanted)
+        if not wanted and not leaves:
+            return (None,) * len(inputs)
+        self._is_split, self._inputs = True, wanted
+        try:
+            # The leaves' own hooks are for their whole gradient, in W.
+            with without_hooks(leaves):
+                found = torch.autograd.grad(roots, [*wanted, *leaves], root_grads, allow_unused=True)
+        finally:
+            self._is_split, self._inputs = False, ()
+        self._keep_found(leaves, found[len(wanted) :])
+        of_inputs = {id(given): grad for given, grad in zip(wanted, found, strict=False)}
+        return tuple(of_inputs.get(id(given)) for given in inputs)
+
+    def _keep_found(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+        """What had to be computed with the gradients of the inputs waits for the rest."""
+        found = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        if found:
+            rest = [grad for _, grad in found]
+            self._kept.insert(0, ([leaf for leaf, _ in found], lambda: [rest.pop(0) for _ in found]))
+
+    def backward_weight(self) -> None:
+        """Compute the weights' gradients that were kept; all parameters receive theirs, and their hooks are called."""
+        kept, self._kept = self._kept, []
+        roots = []
+        with torch.enable_grad():
+            # The engine begins with what was made last.
+            while kept:
+                parameters, compute = kept.pop()
+                roots.append(_Later.apply(compute, *parameters))  # type: ignore[no-untyped-call]
+        if roots:
+            torch.autograd.backward(roots, roots)
+
+
+class _Later(torch.autograd.Function):
+    """Nothing, whose gradient makes those of some parameters. Autograd adds them up, and calls what waits for them."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Grads], *parameters: torch.Tensor | None) -> torch.Tensor:
+        ctx.compute = compute
+        some = next(parameter for parameter in parameters if parameter is not None)
+        return torch.empty(0, device=some.device)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: torch.Tensor) -> Any:
+        # What it holds is let go of now, not when all others have been computed as well.
+        compute, ctx.compute = ctx.compute, None
+        return (None, *compute())
+
+
+def _roots(
+    outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The outputs that a backward begins at, and their gradients."""
+    if grads is None:
+        losses = [output for output in outputs if _wants_grad(output)]
+        return losses, [None] * len(losses)
+    pairs = [
+        (output, grad) for output, grad in zip(outputs, grads, strict=True) if _wants_grad(output) and grad is not None
+    ]
+    return [output for output, _ in pairs], [grad for _, grad in pairs]
+
+
+def _wants_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _leaves(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
+    # While `seen` holds them, torch gives the same Python objects for the same nodes.
+    seen: set[Node | None] = {None, *(get_gradient_edge(given).node for given in inputs)}
+    waiting = [get_gradient_edge(root).node for root in roots]
+    leaves = []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        further = node.next_functions
+        if not further and node.name() == _LEAF:
+            leaves.append(node.variable)  # type: ignore[attr-defined]
+        waiting.extend(child for child, _ in further if child not in seen)  # type: ignore[misc]
+    return leaves
