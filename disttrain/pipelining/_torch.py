@@ -1,11 +1,19 @@
-"""The one door to what torch keeps private about hooks of tensors."""
+"""The one door to what torch keeps private about hooks of tensors, and about nested values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
 
 @contextmanager
@@ -19,3 +27,19 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor, of_tensor in hooks:
             tensor._backward_hooks = of_tensor
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """The leaves of nested tuples, lists, dicts and registered classes, and what they hang on."""
+    return tree_flatten(tree, is_leaf)
+
+
+def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[tuple[str, Any]], TreeSpec]:
+    """The same with the path to each leaf, such as `['mask'][0]`."""
+    leaves, structure = tree_flatten_with_path(tree, is_leaf)
+    return [(keystr(path), leaf) for path, leaf in leaves], structure
+
+
+def unflatten(leaves: Sequence[Any], structure: TreeSpec) -> Any:
+    """The inverse of `flatten`."""
+    return tree_unflatten(leaves, structure)
