@@ -1,0 +1,67 @@
+"""Where to cut a row of blocks so that the dearest stage costs as little as can be. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from disttrain.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What each block costs, and what is done before the first and after the last one; in any one unit."""
+
+    blocks: tuple[float, ...]
+    before: float = 0
+    after: float = 0
+
+
+def balance(costs: BlockCosts, num_stages: int) -> tuple[int, ...]:
+    """The first block of each stage but the first. Every stage gets a block; of equal cuts the most even one is taken.
+
+    Raises: ScheduleError when there are fewer blocks than stages.
+    """
+    num_blocks = len(costs.blocks)
+    if not 1 <= num_stages <= num_blocks:
+        raise ScheduleError(
+            "pipelining.balance",
+            f"{num_blocks} blocks cannot make {num_stages} stages.",
+            f"Ask for 1 to {num_blocks} stages.",
+        )
+    upto = [0.0, *accumulate(costs.blocks)]
+
+    def cost(first: int, end: int) -> float:
+        ends = (costs.before if first == 0 else 0) + (costs.after if end == num_blocks else 0)
+        return upto[end] - upto[first] + ends
+
+    # best[end]: of the blocks before `end` in so many stages, the dearest stage, how uneven they are, and the cuts.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
+        end: (cost(0, end), cost(0, end) ** 2, ()) for end in range(1, num_blocks + 1)
+    }
+    for stage in range(1, num_stages):
+        best = {
+            end: min(
+                (max(dearest, cost(first, end)), uneven + cost(first, end) ** 2, (*cuts, first))
+                for first, (dearest, uneven, cuts) in best.items()
+                if first < end
+            )
+            for end in range(stage + 1, num_blocks + 1)
+        }
+    return best[num_blocks][2]
+
+
+def check_boundaries(boundaries: Sequence[int], num_stages: int, num_blocks: int) -> tuple[int, ...]:
+    """Boundaries that somebody has given, if they cut the blocks into so many stages.
+
+    Raises: ScheduleError when they don't. A stage may be left without a block.
+    """
+    ends = [0, *boundaries, num_blocks]
+    if len(boundaries) != num_stages - 1 or sorted(ends) != ends:
+        raise ScheduleError(
+            "pipelining.split_blocks",
+            f"The boundaries {list(boundaries)} don't cut {num_blocks} blocks into {num_stages} stages.",
+            f"Give {num_stages - 1} rising numbers up to {num_blocks}: the first block of each stage but the first.",
+        )
+    return tuple(boundaries)
