@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,10 @@ _OPERATION = "pipelining.split_blocks"
 
 @dataclass(frozen=True)
 class Parts:
-    """All modules outside the blocks that compute activations stand in `before` or `after`."""
+    """`blocks` by their names in the model; one may stand there twice. All modules outside them that compute
+    activations stand in `before` or `after`."""
 
+    names: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
     before: tuple[nn.Module, ...]
     after: tuple[nn.Module, ...]
@@ -57,7 +59,10 @@ def find_parts(model: nn.Module, blocks: str | None = None) -> Parts:
                 side.append(child)
         outer = outer.get_submodule(step)
     _refuse_parameters(outer)
-    return Parts(tuple(_members(container)), tuple(before), tuple(after))
+    prefix = f"{name}." if name else ""
+    keys = container.keys() if isinstance(container, nn.ModuleDict) else range(len(container))
+    names = tuple(f"{prefix}{key}" for key in keys)
+    return Parts(names, tuple(map(model.get_submodule, names)), tuple(before), tuple(after))
 
 
 def estimated_costs(parts: Parts) -> BlockCosts:
@@ -135,7 +140,7 @@ def _find_blocks(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
-        members = list(_members(module))
+        members = list(module.values() if isinstance(module, nn.ModuleDict) else module)
         size = sum(parameter.numel() for member in members for parameter in member.parameters())
         if len(members) > 1 and len({type(member) for member in members}) == 1 and size > largest:
             found, largest = name, size
@@ -146,14 +151,6 @@ def _find_blocks(model: nn.Module) -> str:
             "Say which module holds the blocks: blocks='...'; or cut by disttrain.pipelining.pipeline.",
         )
     return found
-
-
-def _members(container: nn.Module) -> Iterator[nn.Module]:
-    """As they are run, one that stands twice twice."""
-    if isinstance(container, nn.ModuleDict):
-        yield from container.values()
-    elif isinstance(container, nn.ModuleList | nn.Sequential):
-        yield from container
 
 
 def _computes(module: nn.Module) -> bool:

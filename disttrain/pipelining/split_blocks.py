@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,17 @@ class StandIn(nn.Module):
 
 def _stage(model: nn.Module, parts: Parts, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
     own_blocks = [parts.blocks[place] for place in own]
-    # A block may stand in several places.
     kept = {*own_blocks, *(parts.before if is_first else ()), *(parts.after if is_last else ())}
-    others: Iterable[nn.Module] = [one for one in (*parts.before, *parts.blocks, *parts.after) if one not in kept]
+    others = [one for one in (*parts.before, *parts.blocks, *parts.after) if one not in kept]
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     memo |= {id(one): one for one in kept}
     memo |= {id(one): StandIn(one) for one in others}
     stage = copy.deepcopy(model, memo)
+    for place, name in enumerate(parts.names):
+        # A block that stands in several places may be this stage's in some of them.
+        if place not in own and parts.blocks[place] in kept:
+            container, _, key = name.rpartition(".")
+            stage.get_submodule(container).add_module(key, StandIn(parts.blocks[place]))
     takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
     stage.__class__ = _joined(type(model))
     stage._part = _Part(  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def same_as_whole(model: nn.Module, num_stages: int, **options: Any) -> SplitMod
     """Outputs, gradients and names, in fp64, with dropout at the same places."""
     torch.manual_seed(0)
     model = model.double().train()
+    model.zero_grad()
     reference = copy.deepcopy(model)
     split = split_blocks(model, num_stages, **options)
     assert len(split.stages) == num_stages
@@ -188,8 +190,6 @@ def test_what_cannot_be_cut_so_is_refused() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.integers(0, 9), st.data())
 def test_no_other_cut_is_better(costs: list[int], before: int, after: int, data: st.DataObject) -> None:
-    from itertools import combinations
-
     num_stages = data.draw(st.integers(1, len(costs)))
 
     def dearest(cuts: tuple[int, ...]) -> int:
