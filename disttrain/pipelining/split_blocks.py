@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ def split_blocks(
     ends = [0, *cuts, len(parts.blocks)]
     stages = tuple(
         _stage(model, parts, range(first, end), is_first=place == 0, is_last=place == num_stages - 1)
-        for place, (first, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for place, (first, end) in enumerate(itertools.pairwise(ends))
     )
     tied = find_tied(stages)
     return SplitModel(stages, wired((), tied), tied)
@@ -123,10 +124,7 @@ class _Stage(nn.Module):
             kwargs[part.takes] = x
         else:
             args = (x, *args)
-        if part.unchecked:
-            outputs = self._checked(args, kwargs)
-        else:
-            outputs = super().forward(*args, **kwargs)
+        outputs = self._checked(args, kwargs) if part.unchecked else super().forward(*args, **kwargs)
         if part.is_last or isinstance(outputs, torch.Tensor):
             return outputs
         return outputs[0]

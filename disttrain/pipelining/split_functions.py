@@ -15,10 +15,18 @@ import torch.nn.functional as F
 from disttrain.weight_grads import Grads, current_keeper, now_or_later
 
 _aten = torch.ops.aten
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """False where there is another kind of tensor, such as a DTensor."""
+    return all(type(tensor) in _PLAIN for tensor in tensors)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear: x (..., in), weight (out, in) -> (..., out)."""
+    if x.dim() < 2 or not are_plain(x, weight):
+        return F.linear(x, weight, bias)
     return _product(x, weight, bias, is_in_out=False)
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from disttrain.pipelining import split_functions as functions
 
@@ -21,12 +21,22 @@ def split_layers(module: nn.Module) -> int:
     `fully_shard`, and after `parallelize_module`, whose layers do this themselves. Layers with a forward of their own,
     with sparse gradients or renormalised embeddings are left alone, and so is, within, what a compiler traces and what
     is given tensors of other kinds, such as DTensors: the gradients of these weights are computed at once.
+    Of a stage that `pipeline` has made the linear operators are changed.
     Returns: how many layers were changed; 0 the second time.
     """
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
         layer.__class__ = _joined(kind, type(layer))
-    return len(layers)
+    return len(layers) + sum(_split_graph(one) for one in module.modules() if isinstance(one, fx.GraphModule))
+
+
+def _split_graph(stage: fx.GraphModule) -> int:
+    found = stage.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    for node in found:
+        node.target = functions.linear
+    if found:
+        stage.recompile()
+    return len(found)
 
 
 class SplitLayer(nn.Module):
@@ -36,14 +46,14 @@ class SplitLayer(nn.Module):
 
     def _goes_its_own_way(self, x: torch.Tensor) -> bool:
         """Compilers know the layer's own operators better; other kinds of tensors have rules of their own."""
-        return torch.compiler.is_compiling() or type(x) not in _PLAIN or type(self.weight) not in _PLAIN
+        return torch.compiler.is_compiling() or not functions.are_plain(x, self.weight)
 
 
 class _Linear(SplitLayer):
     bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() < 2 or self._goes_its_own_way(x):
+        if self._goes_its_own_way(x):
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return functions.linear(x, self.weight, self.bias)
 
@@ -90,7 +100,6 @@ class _RMSNorm(SplitLayer):
         return functions.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _KINDS: dict[Any, type[SplitLayer]] = {
     nn.Linear.forward: _Linear,
     nn.Embedding.forward: _Embedding,

@@ -16,6 +16,7 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining.backward import Backward
+from disttrain.pipelining.pipe import SplitPoint, pipeline
 from disttrain.pipelining.split_layers import split_layers
 from disttrain.testing import run_threads
 from disttrain.tp import parallelize_module
@@ -78,7 +79,7 @@ def test_a_linear_layer(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) 
     [
         lambda: torch.randn(19, 3, 4).movedim(0, -1).requires_grad_(),
         lambda: torch.randn(19, 4).t().requires_grad_(),
-        lambda: torch.randn(4, 38)[:, ::2].requires_grad_(),
+        torch.randn(4, 38)[:, ::2].requires_grad_,
         lambda: random(19),
         lambda: torch.randn(3, 19),
     ],
@@ -315,6 +316,13 @@ def test_compiled_blocks() -> None:
         backward.backward_weight()
         assert_equal([found], [x.grad])
         assert_equal([p.grad for p in compiled.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_stage_cut_along_its_graph() -> None:
+    stages = pipeline(
+        nn.Sequential(MLP(), MLP()), (torch.ones(3, DIM),), None, {"1": SplitPoint.BEGINNING}
+    ).model.stages
+    both_ways(stages[1], lambda: random(3, DIM), num_layers=2)
 
 
 def test_autocast() -> None:

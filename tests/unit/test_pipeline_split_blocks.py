@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -106,7 +106,7 @@ def test_a_mask_is_given_to_every_stage() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_without_conventions(tied: bool) -> None:
     split = same_as_whole(Decoder(num_blocks=4, tied=tied), 3, boundaries=[1, 3])
-    assert [name for name, _ in split.stages[1].named_parameters()][0].startswith("blocks.1.")
+    assert next(name for name, _ in split.stages[1].named_parameters()).startswith("blocks.1.")
     assert split.wiring.ties == (((0, 2),) if tied else ())
 
 
@@ -194,7 +194,7 @@ def test_no_other_cut_is_better(costs: list[int], before: int, after: int, data:
 
     def dearest(cuts: tuple[int, ...]) -> int:
         ends = [0, *cuts, len(costs)]
-        sums = [sum(costs[first:end]) for first, end in zip(ends, ends[1:], strict=False)]
+        sums = [sum(costs[first:end]) for first, end in pairwise(ends)]
         sums[0] += before
         sums[-1] += after
         return max(sums)
