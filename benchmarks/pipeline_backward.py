@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.split_layers import split_layers
+from disttrain.pipelining.layers import split_layers
 
 
 class Layer(nn.Module):

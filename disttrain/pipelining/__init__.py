@@ -4,7 +4,8 @@
     verify(lowered := lower(schedule))
     print(draw_text(simulate(lowered)))
 
-All of this does without torch; each name is fetched from its module when it is first used.
+All of this does without torch. What is run needs it: models cut into stages, batches into microbatches, and backward
+passes into that for inputs and that for weights. Each name is fetched from its module when it is first used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from disttrain.pipelining.action import Action as Action
     from disttrain.pipelining.action import Op as Op
     from disttrain.pipelining.action import parse_action as parse_action
+    from disttrain.pipelining.backward import Backward as Backward
+    from disttrain.pipelining.balance import BlockCosts as BlockCosts
     from disttrain.pipelining.catalogue import make_schedule as make_schedule
     from disttrain.pipelining.costs import Costs as Costs
     from disttrain.pipelining.costs import Link as Link
@@ -23,28 +26,47 @@ if TYPE_CHECKING:
     from disttrain.pipelining.csv_form import to_csv as to_csv
     from disttrain.pipelining.liveness import Peak as Peak
     from disttrain.pipelining.liveness import peaks as peaks
+    from disttrain.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
+    from disttrain.pipelining.microbatch import merge_chunks as merge_chunks
+    from disttrain.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from disttrain.pipelining.parts import measure_costs as measure_costs
     from disttrain.pipelining.passes.lower import lower as lower
     from disttrain.pipelining.pictures.svg import draw_svg as draw_svg
     from disttrain.pipelining.pictures.text import draw_text as draw_text
     from disttrain.pipelining.pictures.trace import chrome_trace as chrome_trace
+    from disttrain.pipelining.pipe import Pipe as Pipe
+    from disttrain.pipelining.pipe import SplitPoint as SplitPoint
+    from disttrain.pipelining.pipe import pipe_split as pipe_split
+    from disttrain.pipelining.pipe import pipeline as pipeline
     from disttrain.pipelining.placement import Placement as Placement
     from disttrain.pipelining.schedule import Schedule as Schedule
     from disttrain.pipelining.schedule import Wiring as Wiring
     from disttrain.pipelining.schedules.forward_only import forward_only as forward_only
     from disttrain.pipelining.searching.search import search as search
     from disttrain.pipelining.simulator import simulate as simulate
+    from disttrain.pipelining.block_stages import split_blocks as split_blocks
+    from disttrain.pipelining.layers import split_layers as split_layers
+    from disttrain.pipelining.stages import SplitModel as SplitModel
+    from disttrain.pipelining.stages import TiedWeight as TiedWeight
     from disttrain.pipelining.timeline import Timeline as Timeline
     from disttrain.pipelining.verifier import find_problems as find_problems
     from disttrain.pipelining.verifier import verify as verify
 
 _MODULE_OF = {
     "Action": "action",
+    "Backward": "backward",
+    "BlockCosts": "balance",
     "Costs": "costs",
     "Link": "costs",
     "Op": "action",
     "Peak": "liveness",
+    "Pipe": "pipe",
     "Placement": "placement",
     "Schedule": "schedule",
+    "SplitModel": "stages",
+    "SplitPoint": "pipe",
+    "TensorChunkSpec": "microbatch",
+    "TiedWeight": "stages",
     "Timeline": "timeline",
     "Wiring": "schedule",
     "chrome_trace": "pictures.trace",
@@ -55,10 +77,17 @@ _MODULE_OF = {
     "from_csv": "csv_form",
     "lower": "passes.lower",
     "make_schedule": "catalogue",
+    "measure_costs": "parts",
+    "merge_chunks": "microbatch",
     "parse_action": "action",
     "peaks": "liveness",
+    "pipe_split": "pipe",
+    "pipeline": "pipe",
     "search": "searching.search",
     "simulate": "simulator",
+    "split_args_kwargs_into_chunks": "microbatch",
+    "split_blocks": "block_stages",
+    "split_layers": "layers",
     "to_csv": "csv_form",
     "verify": "verifier",
 }

@@ -15,6 +15,7 @@ TORCH_DOORS = {
     "disttrain/process_group/_c10d.py",  # transports
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
+    "disttrain/pipelining/_torch.py",  # hooks of tensors, nested values
     "disttrain/tp/_torch.py",  # modules
 }
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}

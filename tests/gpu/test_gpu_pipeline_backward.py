@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.split_layers import split_layers
+from disttrain.pipelining.layers import split_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -17,7 +17,7 @@ from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining.backward import Backward
 from disttrain.pipelining.pipe import SplitPoint, pipeline
-from disttrain.pipelining.split_layers import split_layers
+from disttrain.pipelining.layers import split_layers
 from disttrain.testing import run_threads
 from disttrain.tp import parallelize_module
 from tests.tp_cases import Block, block_plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from disttrain.pipelining import split_functions as functions
+from disttrain.pipelining import functions
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 """GPT-2's linear layer, whose matrix is (in, out). Known by its name: transformers need not be there."""
