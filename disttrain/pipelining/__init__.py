@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from disttrain.pipelining.action import parse_action as parse_action
     from disttrain.pipelining.backward import Backward as Backward
     from disttrain.pipelining.balance import BlockCosts as BlockCosts
+    from disttrain.pipelining.block_stages import split_blocks as split_blocks
     from disttrain.pipelining.catalogue import make_schedule as make_schedule
     from disttrain.pipelining.costs import Costs as Costs
     from disttrain.pipelining.costs import Link as Link
     from disttrain.pipelining.csv_form import from_csv as from_csv
     from disttrain.pipelining.csv_form import to_csv as to_csv
+    from disttrain.pipelining.layers import split_layers as split_layers
     from disttrain.pipelining.liveness import Peak as Peak
     from disttrain.pipelining.liveness import peaks as peaks
     from disttrain.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from disttrain.pipelining.schedules.forward_only import forward_only as forward_only
     from disttrain.pipelining.searching.search import search as search
     from disttrain.pipelining.simulator import simulate as simulate
-    from disttrain.pipelining.block_stages import split_blocks as split_blocks
-    from disttrain.pipelining.layers import split_layers as split_layers
     from disttrain.pipelining.stages import SplitModel as SplitModel
     from disttrain.pipelining.stages import TiedWeight as TiedWeight
     from disttrain.pipelining.timeline import Timeline as Timeline

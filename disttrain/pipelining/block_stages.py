@@ -91,7 +91,7 @@ def _stage(model: nn.Module, parts: Parts, own: range, *, is_first: bool, is_las
             container, _, key = name.rpartition(".")
             stage.get_submodule(container).add_module(key, StandIn(parts.blocks[place]))
     takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
-    stage.__class__ = _joined(type(model))
+    stage.__class__ = _joined((type(model),))
     stage._part = _Part(  # type: ignore[assignment]
         takes="inputs_embeds" if takes_embeddings and not is_first else None,
         takes_no_cache="use_cache" in inspect.signature(model.forward).parameters,
@@ -151,5 +151,6 @@ def _check_output(block: nn.Module, _inputs: Any, output: Any) -> None:
 
 
 @functools.cache
-def _joined(cls: type[nn.Module]) -> type[nn.Module]:
+def _joined(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
+    (cls,) = classes
     return type(f"StageOf{cls.__name__}", (_Stage, cls), {})

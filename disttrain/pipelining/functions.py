@@ -69,7 +69,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, is_in_out: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
         ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
-        x, weight, bias = (_lowered(tensor, dtype) for tensor in (x, weight, bias))
+        x, weight, bias = _lowered(x, dtype), _lowered(weight, dtype), _lowered(bias, dtype)
         ctx.is_in_out = is_in_out
         ctx.save_for_backward(x, weight)
         if not is_in_out:
@@ -100,10 +100,10 @@ class _Product(torch.autograd.Function):
         return x_grad, *_now_or_later(ctx, (needs_weight, needs_bias), weight_grads), None, None
 
 
-def _lowered(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _lowered(tensor: Any, dtype: torch.dtype | None) -> Any:
     """As autocast does it."""
     is_left = tensor is None or dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-    return tensor if is_left else tensor.to(dtype)  # type: ignore[union-attr]
+    return tensor if is_left else tensor.to(dtype)
 
 
 def _left_grad(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def split_layers(module: nn.Module) -> int:
     """
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
-        layer.__class__ = _joined(kind, type(layer))
+        layer.__class__ = _joined((kind, type(layer)))
     return len(layers) + sum(_split_graph(one) for one in module.modules() if isinstance(one, fx.GraphModule))
 
 
@@ -54,7 +54,7 @@ class _Linear(SplitLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._goes_its_own_way(x):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         return functions.linear(x, self.weight, self.bias)
 
 
@@ -63,7 +63,7 @@ class _Conv1D(SplitLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 2 or self._goes_its_own_way(x) or self.bias is None:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         return functions.addmm(x, self.weight, self.bias)
 
 
@@ -73,7 +73,7 @@ class _Embedding(SplitLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._goes_its_own_way(x):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         return functions.embedding(x, self.weight, self.padding_idx, self.scale_grad_by_freq)
 
 
@@ -84,7 +84,7 @@ class _LayerNorm(SplitLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type) or self._goes_its_own_way(x):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         return functions.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -96,7 +96,7 @@ class _RMSNorm(SplitLayer):
         # Elsewhere torch composes it of others, and the weight's part in it is a product like any other.
         is_one_operator = x.is_cuda and x.is_contiguous() and x.dtype == self.weight.dtype and x.is_floating_point()
         if not is_one_operator or torch.is_autocast_enabled(x.device.type) or self._goes_its_own_way(x):
-            return super().forward(x)  # type: ignore[misc, no-any-return]
+            return super().forward(x)  # type: ignore[no-any-return]
         return functions.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
@@ -119,5 +119,6 @@ def _kind(layer: nn.Module) -> type[SplitLayer] | None:
 
 
 @functools.cache
-def _joined(kind: type[SplitLayer], cls: type[nn.Module]) -> type[nn.Module]:
+def _joined(classes: tuple[type[SplitLayer], type[nn.Module]]) -> type[nn.Module]:
+    kind, cls = classes
     return type(f"Split{cls.__name__}", (kind, cls), {})

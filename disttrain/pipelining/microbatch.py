@@ -193,16 +193,23 @@ def _cut_mask(name: str, mask: BlockMask, num_pieces: int) -> list[BlockMask]:
 
 
 def _mask_from(mask: BlockMask, first: int, rows: int) -> BlockMask:
-    parts = [
-        None if part is None else part[first : first + rows]
-        for part in (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    ]
     whole: Callable[..., torch.Tensor] = mask.mask_mod
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return whole(b + first, h, q, kv)
 
-    return BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask_mod, seq_lengths=mask.seq_lengths)
+    def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[first : first + rows]
+
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks[first : first + rows],
+        mask.kv_indices[first : first + rows],
+        part(mask.full_kv_num_blocks),
+        part(mask.full_kv_indices),
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
 
 
 def _merged(name: str, values: Sequence[Any], spec: TensorChunkSpec | None) -> Any:

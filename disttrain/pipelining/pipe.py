@@ -68,6 +68,7 @@ class Pipe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []
+        output = None
         for place, stage in enumerate(self.model.stages):
             given = [outputs[source][which] for source, which in self.inputs[place]]
             output = stage(*given) if place else stage(*args, **kwargs)

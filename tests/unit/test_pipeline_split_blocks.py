@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.balance import BlockCosts, balance
-from disttrain.pipelining.parts import find_parts, measure_costs
 from disttrain.pipelining.block_stages import split_blocks
+from disttrain.pipelining.parts import find_parts, measure_costs
 from disttrain.pipelining.stages import SplitModel
 from tests.tp_cases import Decoder
 
