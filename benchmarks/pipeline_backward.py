@@ -73,16 +73,22 @@ def ways(stage: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, dic
     def our_input() -> None:
         state["backward"].backward_input([state.pop("y")], [grad], [state["x"]])
 
+    def our_weight() -> None:
+        state["backward"].backward_weight()
+
+    def torch_weight() -> None:
+        stage_backward_weight(stage.parameters(), state.pop("groups"))
+
     def torch_input() -> None:
         _, state["groups"] = stage_backward_input([state.pop("y")], [grad], [state["x"]], stage.parameters())
 
     return {
         "plain": {"F": forward, "B": lambda: state.pop("y").backward(grad)},
-        "split": {"F": our_forward, "I": our_input, "W": state["backward"].backward_weight},
+        "split": {"F": our_forward, "I": our_input, "W": our_weight},
         "torch": {
             "F": forward,
             "I": torch_input,
-            "W": lambda: stage_backward_weight(stage.parameters(), state.pop("groups")) and None,
+            "W": torch_weight,
         },
     }
 

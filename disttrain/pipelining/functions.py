@@ -18,9 +18,9 @@ _aten = torch.ops.aten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def are_plain(*tensors: torch.Tensor) -> bool:
-    """False where there is another kind of tensor, such as a DTensor."""
-    return all(type(tensor) in _PLAIN for tensor in tensors)
+def are_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """False where one is another kind of tensor, such as a DTensor."""
+    return type(x) in _PLAIN and type(weight) in _PLAIN
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,7 +69,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, is_in_out: bool, dtype: torch.dtype | None
     ) -> torch.Tensor:
         ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
-        x, weight, bias = _lowered(x, dtype), _lowered(weight, dtype), _lowered(bias, dtype)
+        if dtype is not None:
+            x, weight, bias = _lowered(x, dtype), _lowered(weight, dtype), _lowered(bias, dtype)
         ctx.is_in_out = is_in_out
         ctx.save_for_backward(x, weight)
         if not is_in_out:
@@ -81,8 +82,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_rows = grad.reshape(-1, grad.shape[-1])
-        rows = x.reshape(-1, x.shape[-1])
+        grad_rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         matrix = weight if ctx.is_in_out else weight.t()
         x_grad = _left_grad(grad_rows, rows, matrix).view(x.shape) if needs_x else None
         matrix_shape, matrix_stride = matrix.shape, matrix.stride()
@@ -100,9 +101,9 @@ class _Product(torch.autograd.Function):
         return x_grad, *_now_or_later(ctx, (needs_weight, needs_bias), weight_grads), None, None
 
 
-def _lowered(tensor: Any, dtype: torch.dtype | None) -> Any:
+def _lowered(tensor: Any, dtype: torch.dtype) -> Any:
     """As autocast does it."""
-    is_left = tensor is None or dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+    is_left = tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
     return tensor if is_left else tensor.to(dtype)
 
 
