@@ -19,6 +19,7 @@ from disttrain.tp.layers import (
     cutting_of,
     dim_in_graph,
     form_of,
+    kept_plan,
     local_part,
     spec_on,
     takes_the_long_way,
@@ -65,15 +66,15 @@ class Sharing:
         """What the layer of this number has made of `x`, handed out once; None for another input."""
         return self._results.pop(place, None) if x is self._whole else None
 
-    def release(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """A forward hook: the module has returned.
+    def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A forward hook, called in any case: the module has returned, or was left by an exception.
 
         Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
-        computes again, it may leave early: then this is not called.
+        computes again, it may leave early; there is no output then.
         """
         unasked = len(self._results)
         self._whole, self._results = None, {}
-        if unasked and not self._has_warned:
+        if unasked and output is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(module).__name__}: {unasked} of the ColwiseParallel layers in it were multiplied by its "
@@ -84,8 +85,7 @@ class Sharing:
     def _at_once(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor] | None:
-        key = form_of(x)
-        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, states, parameters))
+        plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, states, parameters))
         return None if plan is None else columns(x, plan, parameters)
 
     def _in_graph(
