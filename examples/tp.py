@@ -59,8 +59,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Pairs of numbers of each head, turned by their position in the sequence."""
+def rotated(x: torch.Tensor) -> torch.Tensor:  # pairs of numbers of each head, by their place in the sequence
     angles = (torch.arange(x.shape[-2])[:, None] * 1e4 ** -torch.linspace(0, 1, HEAD // 2)).to(x.device)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -101,7 +100,7 @@ def main() -> None:
     planned = plan.wire_bytes(num_tp, num_tokens, torch.float32)
     of_loss = (num_tp - 1) * num_tokens * 2 * 4  # two numbers of four bytes per token
     say(f"\ncounted: {sent:,.0f} bytes; the plan says {planned:,.0f}, and the loss sends {of_loss:,}")
-    say(f"{comms}\n")  # all-reduces are of the norms' gradients
+    say(f"{comms}\n")  # the all-reduces are of the norms' gradients
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
