@@ -1,7 +1,7 @@
 """Random numbers of a rank's own, for dropout on activations that are cut.
 
-Megatron-LM (arXiv 1909.08053) keeps a second state of the generator beside the common one. Here it is made anew from the
-common one each time: so nothing has to be kept beside torch's state, which activation checkpointing sets back by itself.
+Megatron-LM (arXiv 1909.08053) keeps a second state of the generator beside the common one. Here it is made anew from
+the common one each time: nothing has to be kept beside torch's state, which activation checkpointing sets back itself.
 """
 
 from __future__ import annotations

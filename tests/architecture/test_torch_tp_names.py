@@ -1,5 +1,5 @@
-"""Every public name of torch.distributed.tensor.parallel is here too, with its arguments, or the page of differences says
-why not."""
+"""Every public name of torch.distributed.tensor.parallel is here too, with its arguments, or the page of
+differences says why not."""
 
 from __future__ import annotations
 
