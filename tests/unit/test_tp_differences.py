@@ -3,6 +3,7 @@ other test is named for."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -66,14 +67,14 @@ class Scaled(nn.Module):
     ids=["alone", "by name", "with another", "with another by name"],
 )
 def test_one_placement_is_that_of_the_first_input_however_it_comes(call: Callable[..., torch.Tensor]) -> None:
+    alone = Scaled()
+
     def on_rank(mesh: disttrain.DeviceMesh) -> None:
-        torch.manual_seed(0)
-        alone, module = Scaled(), Scaled()
+        module = copy.deepcopy(alone)
         plan = {
             "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
             "layer": ColwiseParallel(output_layouts=Replicate()),
         }
-        module.load_state_dict(alone.state_dict())
         parallelize_module(module, mesh, plan)
         x = torch.arange(8.0).view(2, 4)
         torch.testing.assert_close(call(module, x[mesh.get_local_rank()][None]), call(alone, x))
