@@ -90,9 +90,7 @@ def assert_same_state(model: nn.Module, reference: nn.Module) -> None:
     expected, state = reference.state_dict(), model.state_dict()
     assert list(state) == list(expected)
     for name, value in state.items():
-        torch.testing.assert_close(
-            value.full_tensor(), expected[name], msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(value.full_tensor(), expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 def make(*, tied: bool = False) -> Decoder:
