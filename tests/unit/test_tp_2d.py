@@ -236,7 +236,7 @@ def test_blocks_are_cut_along_another_dim_by_fsdp() -> None:
     def on_rank(mesh: DeviceMesh) -> None:
         model, reference = copy.deepcopy(alone), copy.deepcopy(alone)
         parallelize_module(model, mesh["tp"], FUSED_PLAN)
-        with pytest.raises(ShardingError, match="all.weight") as found:
+        with pytest.raises(ShardingError, match=r"all\.weight") as found:
             fully_shard(model, mesh=mesh["dp"])
         assert "shard_placement_fn" in str(found.value)
         assert type(model) is Fused
