@@ -116,7 +116,7 @@ class RowwiseParallel(ParallelStyle):
         axis = checked_axis(self, module, device_mesh)
         matrix = matrix_of(module)
         if matrix is not None:
-            cuts = row_cuts(matrix, self.output_layouts)
+            cuts = row_cuts(matrix)
             lay_out(module, cuts, axis, self.src_data_rank)
             state = RowLayer(
                 axis, matrix, cuts["weight"], cuts["bias"],
