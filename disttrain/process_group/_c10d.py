@@ -179,6 +179,36 @@ class TorchRegistration:
             torch.distributed.destroy_process_group(self.group)
 
 
+class SharedMemory:
+    """So many bytes of GPU memory on each rank of a group, which all its ranks can address. Collective to make.
+
+    torch makes it over a group that its registry knows; this one knows no transports, and is there for that alone.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, store: Store, num_bytes: int, device: torch.device) -> None:
+        bindings: Any = c10d
+        self._store = StoreAdapter(store)
+        self._group: Any = bindings.ProcessGroup(self._store, rank, size)
+        self._group._set_group_name(name)
+        bindings._register_process_group(name, self._group)
+        try:
+            symmetric = bindings._SymmetricMemory
+            self._memory = symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, name)
+            self._handle = symmetric.rendezvous(self._memory)
+        finally:
+            bindings._unregister_process_group(name)
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int) -> torch.Tensor:
+        """A tensor in the memory of group rank `rank`."""
+        tensor: torch.Tensor = self._handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
+        return tensor
+
+    def barrier(self, timeout_s: float) -> None:
+        """Let the current stream go on when all ranks' streams have come here. A rank that waits longer than
+        `timeout_s` fails, as a faulty kernel does."""
+        self._handle.barrier(channel=0, timeout_ms=int(timeout_s * 1000))
+
+
 def store_of_torch() -> Any:
     """The store of torch's default group."""
     return distributed_c10d._get_default_store()

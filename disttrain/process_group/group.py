@@ -61,6 +61,8 @@ class ProcessGroup:
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
         self._registration: TorchRegistration | None = None
+        self.peer_memory: Any = None
+        """Memory that its ranks share, once somebody has asked for it (`peer_memory.py`)."""
 
     def rank(self) -> int:
         """This process's rank in the group."""

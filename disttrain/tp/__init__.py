@@ -5,12 +5,15 @@ from __future__ import annotations
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
 from disttrain.tp.parallelize import parallelize_module
+from disttrain.tp.plan import plan_for
+from disttrain.tp.plan_table import ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from disttrain.tp.sequence import SequenceParallel
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "ParallelPlan",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -19,5 +22,6 @@ __all__ = [
     "SequenceParallel",
     "loss_parallel",
     "parallelize_module",
+    "plan_for",
     "vocab_parallel_cross_entropy",
 ]

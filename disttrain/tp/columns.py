@@ -13,10 +13,10 @@ import torch
 
 from disttrain.dtensor import DTensor, Partial, Replicate, Spec
 from disttrain.tp.axis import Axis
-from disttrain.tp.gathering import Gather, gather_and_multiply
+from disttrain.tp.gathering import Cutting, gather_and_multiply, start_scatter
 from disttrain.tp.linears import Matrix, refuse_second_derivative
 from disttrain.tp.params import Cut
-from disttrain.tp.transfers import Finish, start_all_reduce, start_reduce_scatter
+from disttrain.tp.transfers import Finish, start_all_reduce
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Column:
 class Columns:
     """What is done for an input of one form.
 
-    `gather` is None where each rank has the whole input. `spec` is the input's where it is a DTensor. The gradient of a
-    whole plain input is summed over the ranks; that of a whole DTensor is left as terms of the sum, which others may
+    `cutting` is None where each rank has the whole input. `spec` is the input's where it is a DTensor. The gradient of
+    a whole plain input is summed over the ranks; that of a whole DTensor is left as terms of the sum, which others may
     join. `whole` is the spec of the whole input, where that is given out before the results.
     """
 
     axis: Axis
-    gather: Gather | None
+    cutting: Cutting | None
     spec: Spec | None
     layers: tuple[Column, ...]
     whole: Spec | None = None
@@ -62,11 +62,11 @@ class _Columns(torch.autograd.Function):
             for layer, bias in zip(layers, parameters[1::2], strict=True)
         ]
         matrices = [layer.matrix for layer in layers]
-        if plan.gather is None:
+        if plan.cutting is None:
             whole = part
             results = [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
         else:
-            whole, results = gather_and_multiply(part, plan.gather, matrices, weights, biases)
+            whole, results = gather_and_multiply(part, plan.cutting, matrices, weights, biases)
         ctx.plan = plan
         ctx.save_for_backward(whole, *parameters)
         ctx.set_materialize_grads(False)
@@ -130,11 +130,11 @@ def _start_input_grad(
     axis, spec = plan.axis, plan.spec
     if whole_grad is not None:
         _add_term(total, whole_grad, axis)
-    if plan.gather is None:
+    if plan.cutting is None:
         if spec is not None:
             return lambda: DTensor(total, spec.with_layout(axis.layout(Partial())))
         return start_all_reduce(total, axis)
-    finish = start_reduce_scatter(total, plan.gather.dim, axis)
+    finish = start_scatter(total, plan.cutting)
     return finish if spec is None else lambda: DTensor(finish(), spec)
 
 

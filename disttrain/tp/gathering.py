@@ -1,4 +1,7 @@
-"""Gather an input and multiply it; on GPUs, where it is large, part by part as the parts come."""
+"""Multiplication and communication together: an input that is gathered, and a product that is summed up and scattered.
+
+Where it pays, both are done part by part: a part is multiplied while the next one travels.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +11,35 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.process_group import P2POp, Work, batch_isend_irecv, irecv, isend
 from disttrain.tp.axis import Axis
+from disttrain.tp.exchange import Exchange
 from disttrain.tp.linears import Matrix
-from disttrain.tp.transfers import gather
-
-PAYS_FROM_BYTES = 4 << 20
-"""Messages of this size take a GPU longer than to launch what sends and multiplies them one by one."""
+from disttrain.tp.transfers import Finish, gather, reduce_scatter, start_reduce_scatter
 
 
 @dataclass(frozen=True)
-class Gather:
-    """Parts along `dim` come from the ranks of the axis; `overlap`: one by one, each multiplied when it has come."""
+class Cutting:
+    """Ranks of the axis have parts along `dim`. `exchange`: by which parts travel one by one, None for all at once."""
 
     axis: Axis
     dim: int
-    overlap: bool
+    exchange: Exchange | None
 
-
-def pays(axis: Axis, wished: bool | None, part_numel: int, dtype: torch.dtype) -> bool:
-    """Whether parts of so many elements are sent one by one under the multiplications: as wished, or where it pays.
-
-    All ranks know the same, so they decide alike.
-    """
-    if axis.size == 1:
-        return False
-    if wished is not None:
-        return wished
-    return axis.mesh.device_type == "cuda" and part_numel * dtype.itemsize >= PAYS_FROM_BYTES
+    def __deepcopy__(self, _: object) -> Cutting:
+        """Itself: copies of a module exchange as it does."""
+        return self
 
 
 def gather_and_multiply(
     part: torch.Tensor,
-    how: Gather,
+    how: Cutting,
     matrices: Sequence[Matrix],
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The whole input, from parts (..., in) of one shape on all ranks, and its product with each matrix. Collective."""
     axis, dim = how.axis, how.dim
-    if not how.overlap:
+    if how.exchange is None:
         whole = gather(part, dim, axis)
         return whole, [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
     part = part.contiguous()
@@ -55,13 +47,12 @@ def gather_and_multiply(
     # Parts lie one behind the other, so that each comes into contiguous memory.
     parts = part.new_empty((axis.size, lead, rows, depth))
     own = part.view(lead, rows, depth)
-    arriving = ring_gather(own, parts, axis)
+    arrivals = how.exchange.gather(own, parts)
     widths = [weight.shape[matrix.out_dim] for matrix, weight in zip(matrices, weights, strict=True)]
     results = [part.new_empty((lead, axis.size, rows, width)) for width in widths]
-    for step in range(axis.size):
+    for step, wait in enumerate(arrivals):
         source = (axis.rank + step) % axis.size
-        for work in arriving[step]:
-            work.wait()
+        wait()
         here = own if step == 0 else parts[source]
         for matrix, weight, bias, result in zip(matrices, weights, biases, results, strict=True):
             multiply_into(result[:, source], here, matrix, weight, bias)
@@ -71,18 +62,38 @@ def gather_and_multiply(
     return whole, [result.view(*shape, width) for result, width in zip(results, widths, strict=True)]
 
 
-def ring_gather(own: torch.Tensor, parts: torch.Tensor, axis: Axis) -> list[list[Work]]:
-    """Begin to fill `parts` with the other ranks' contiguous tensors. What [step] waits for is the part of the rank so
-    many places after this one; step 0 is this rank's own, which is left to the caller."""
-    steps: list[list[Work]] = [[]]
+def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matrix, how: Cutting) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' products, from their columns (..., in) of the input. Collective."""
+    axis, dim = how.axis, how.dim
+    if how.exchange is None:
+        return reduce_scatter(matrix.times(part, weight, None), dim, axis)
+    width, depth = weight.shape[matrix.out_dim], part.shape[-1]
+    lead, rows = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]) // axis.size
+    x = part.contiguous().view(lead, axis.size, rows, depth)
+    terms = how.exchange.sum((lead, rows, width), part.dtype)
     for step in range(1, axis.size):
-        source, target = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        messages = [
-            P2POp(isend, own, group=axis.group, group_peer=target, tag=step),
-            P2POp(irecv, parts[source], group=axis.group, group_peer=source, tag=step),
-        ]
-        steps.append(batch_isend_irecv(messages))
-    return steps
+        # What others wait for comes first; this rank's own is multiplied while that travels.
+        target = (axis.rank + step) % axis.size
+        product = part.new_empty((lead, rows, width))
+        multiply_into(product, x[:, target], matrix, weight, None)
+        terms.send(target, product)
+    multiply_into(terms.own, x[:, axis.rank], matrix, weight, None)
+    return terms.finish().view(*part.shape[:dim], part.shape[dim] // axis.size, *part.shape[dim + 1 : -1], width)
+
+
+def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
+    """Begin to sum all ranks' tensors; of that each keeps its part. Collective."""
+    axis, dim = how.axis, how.dim
+    if how.exchange is None:
+        return start_reduce_scatter(whole, dim, axis)
+    shape = (*whole.shape[:dim], whole.shape[dim] // axis.size, *whole.shape[dim + 1 :])
+    pieces = whole.view(*whole.shape[:dim], axis.size, *shape[dim:]).movedim(dim, 0).contiguous()
+    terms = how.exchange.sum(shape, whole.dtype)
+    for step in range(1, axis.size):
+        target = (axis.rank + step) % axis.size
+        terms.send(target, pieces[target])
+    terms.own.copy_(pieces[axis.rank])
+    return terms.finish
 
 
 def multiply_into(

@@ -14,7 +14,8 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spe
 from disttrain.errors import LayoutError
 from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Column, Columns, columns
-from disttrain.tp.gathering import Gather, pays
+from disttrain.tp.exchange import exchange_for
+from disttrain.tp.gathering import Cutting
 from disttrain.tp.linears import Matrix
 from disttrain.tp.params import Cut
 from disttrain.tp.rows import Row, row
@@ -59,16 +60,16 @@ class ColumnLayer:
         placement = self.input if spec is None else spec.placements[0]
         if placement.is_replicate():
             return Columns(self.axis, None, spec, (self.column(x, None, weight),))
-        gather = gather_of(x, placement, self.axis, self.overlap)
-        return None if gather is None else Columns(self.axis, gather, spec, (self.column(x, gather, weight),))
+        cutting = cutting_of(x, placement, self.axis, self.overlap)
+        return None if cutting is None else Columns(self.axis, cutting, spec, (self.column(x, cutting, weight),))
 
-    def column(self, x: torch.Tensor, gather: Gather | None, weight: torch.Tensor) -> Column:
+    def column(self, x: torch.Tensor, cutting: Cutting | None, weight: torch.Tensor) -> Column:
         """This layer's part in a plan for inputs like `x`, which are whole or gathered."""
         if self.output is None and self.use_local_output:
             return Column(self.matrix, self.weight, self.bias, None)
         rows = list(x.shape[:-1])
-        if gather is not None and not isinstance(x, DTensor):
-            rows[gather.dim] *= self.axis.size
+        if cutting is not None and not isinstance(x, DTensor):
+            rows[cutting.dim] *= self.axis.size
         spec = self.axis.spec(self._cut_outputs(x.ndim), (*rows, self._num_outputs(weight)), x.dtype)
         return Column(self.matrix, self.weight, self.bias, spec)
 
@@ -137,8 +138,11 @@ class RowLayer:
         output = None
         if not self.use_local_output:
             output = self.axis.spec(Replicate() if dim is None else Shard(dim), (*x.shape[:-1], width), x.dtype)
-        overlap = pays(self.axis, self.overlap, math.prod(x.shape[:-1]) // size * width, x.dtype)
-        return Row(self.axis, self.matrix, self.weight, self.bias, dim, spec, output, overlap)
+        cutting = None
+        if dim is not None:
+            part_numel = math.prod(x.shape[:-1]) // size * width
+            cutting = Cutting(self.axis, dim, exchange_for(self.axis, self.overlap, part_numel, x.dtype))
+        return Row(self.axis, self.matrix, self.weight, self.bias, cutting, spec, output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         whole_shape = None
@@ -164,7 +168,7 @@ def form_of(x: torch.Tensor) -> Any:
     return (x.shape, x.dtype) if spec is None else spec
 
 
-def gather_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Gather | None:
+def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Cutting | None:
     """How inputs like `x`, whose parts lie so, are gathered; None where that takes DTensor's help."""
     if not isinstance(placement, Shard):
         return None
@@ -173,7 +177,7 @@ def gather_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool |
     if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
         return None
     part_numel = x.numel() // axis.size if is_dtensor else x.numel()
-    return Gather(axis, dim, pays(axis, overlap, part_numel, x.dtype))
+    return Cutting(axis, dim, exchange_for(axis, overlap, part_numel, x.dtype))
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ class PrepareModuleInput(ParallelStyle):
         shared_by: Sequence[str] | None = None,
     ) -> None:
         """
-        Args: input_layouts          how plain positional inputs lie; None for what is left alone.
+        Args: input_layouts          how plain positional inputs lie, None for what is left alone; one placement,
+                                     not in a list, is that of the first input, however it is passed.
               desired_input_layouts  how they are wanted; as many.
               input_kwarg_layouts, desired_input_kwarg_layouts  the same by name.
               use_local_output       give this rank's parts, not DTensors.
@@ -76,8 +78,11 @@ class PrepareModuleInput(ParallelStyle):
             name: _Conversion(axis, placement, wanted_by_name[name], self.use_local_output)
             for name, placement in by_name.items()
         }
-        prepare = _PrepareInputs(positional, named, self.shared_by)
-        module.register_forward_pre_hook(prepare.with_names if named else prepare, with_kwargs=bool(named))
+        first_name = None
+        if isinstance(self.input_layouts, Placement):
+            first_name = next(iter(inspect.signature(module.forward).parameters), None)
+        prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module
 
 
@@ -175,38 +180,37 @@ class _PrepareInputs:
         positional: tuple[_Conversion, ...] | None,
         named: Mapping[str, _Conversion],
         shared_by: Sequence[str] | None,
+        first_name: str | None,
     ) -> None:
-        self.positional, self.named = positional, named
+        """`first_name`: that of the one input that `positional` is for, where others may come as well."""
+        self.positional, self.named, self.first_name = positional, dict(named), first_name
         self.sharing = {
             conversion: Sharing(conversion.axis, conversion.gathered_from, shared_by)
             for conversion in (*(positional or ()), *named.values())
             if conversion.gathered_from is not None
         }
+        if positional is not None and first_name is not None:
+            self.named.setdefault(first_name, positional[0])
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.positional is None:
-            return inputs
-        if len(inputs) != len(self.positional):
-            raise LayoutError(
-                "tensor parallel",
-                f"{type(module).__name__} is called with {len(inputs)} positional inputs, and {len(self.positional)} "
-                "input_layouts are given.",
-                "Give one per positional input, None for those to be left alone; others go by input_kwarg_layouts.",
-            )
-        return tuple(
-            [
-                self._converted(module, conversion, value)
-                for conversion, value in zip(self.positional, inputs, strict=True)
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        if self.positional is not None and inputs:
+            if self.first_name is None and len(inputs) != len(self.positional):
+                raise LayoutError(
+                    "tensor parallel",
+                    f"{type(module).__name__} is called with {len(inputs)} positional inputs, and "
+                    f"{len(self.positional)} input_layouts are given.",
+                    "Give one per positional input, None for those to be left alone; others go by input_kwarg_layouts.",
+                )
+            converted = [
+                self._converted(module, how, value) for how, value in zip(self.positional, inputs, strict=False)
             ]
-        )
-
-    def with_names(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The same hook for a module some of whose inputs go by name."""
-        converted = {
-            name: self._converted(module, self.named[name], value) if name in self.named else value
-            for name, value in named.items()
-        }
-        return self(module, inputs), converted
+            inputs = (*converted, *inputs[len(converted) :])
+        if by_name and self.named:
+            by_name = {
+                name: self._converted(module, self.named[name], value) if name in self.named else value
+                for name, value in by_name.items()
+            }
+        return inputs, by_name
 
     def _converted(self, module: nn.Module, conversion: _Conversion, value: Any) -> Any:
         sharing = self.sharing.get(conversion)

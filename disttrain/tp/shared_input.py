@@ -13,7 +13,7 @@ from disttrain.dtensor import Replicate, Shard
 from disttrain.tp._torch import backward_is_running, own_parameters
 from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Columns, columns
-from disttrain.tp.layers import ColumnLayer, ColumnLinear, form_of, gather_of, spec_on, takes_the_long_way
+from disttrain.tp.layers import ColumnLayer, ColumnLinear, cutting_of, form_of, spec_on, takes_the_long_way
 
 
 class SharedInput:
@@ -21,17 +21,13 @@ class SharedInput:
 
     def __init__(self, results: dict[int, torch.Tensor]) -> None:
         self._results = results
-        self._asked: set[int] = set()
+        self.unasked = set(results)
+        """Layers that have not been called with the input."""
 
     def result_for(self, layer: nn.Module) -> torch.Tensor | None:
-        """None for a layer that was not known to take this input."""
-        self._asked.add(id(layer))
-        return self._results.get(id(layer))
-
-    @property
-    def num_unasked(self) -> int:
-        """Layers whose results nobody has taken."""
-        return len(self._results.keys() - self._asked)
+        """Handed out once; None for a layer that was not known to take this input."""
+        self.unasked.discard(id(layer))
+        return self._results.pop(id(layer), None)
 
 
 class Sharing:
@@ -42,7 +38,7 @@ class Sharing:
         self.axis, self.given, self.names = axis, given, names
         self._plans: dict[Any, Columns | None] = {}
         self._layers: list[ColumnLinear] | None = None
-        self._last: SharedInput | None = None
+        self._last: set[int] | None = None
         self._has_warned = False
 
     def gathered(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -85,30 +81,30 @@ class Sharing:
     ) -> Columns | None:
         spec = spec_on(self.axis, x)
         overlap = next((state.overlap for state in states if state.overlap is not None), None)
-        gather = gather_of(x, self.given if spec is None else spec.placements[0], self.axis, overlap)
-        if gather is None:
+        cutting = cutting_of(x, self.given if spec is None else spec.placements[0], self.axis, overlap)
+        if cutting is None:
             return None
         shape = list(x.shape)
         if spec is None:
-            shape[gather.dim] *= self.axis.size
+            shape[cutting.dim] *= self.axis.size
         layers = tuple(
-            state.column(x, gather, weight)
+            state.column(x, cutting, weight)
             for state, weight in zip(states, parameters[::2], strict=True)
             if weight is not None
         )
-        return Columns(self.axis, gather, spec, layers, self.axis.spec(Replicate(), shape, x.dtype))
+        return Columns(self.axis, cutting, spec, layers, self.axis.spec(Replicate(), shape, x.dtype))
 
     def _check_last(self, module: nn.Module, shared: SharedInput) -> None:
         """Warn once where, the time before, a layer was multiplied by an input that it was never given.
 
         What activation checkpointing computes again, it may leave early; that is not looked at.
         """
-        last, self._last = self._last, None if backward_is_running() else shared
-        if last is None or last.num_unasked == 0 or self._has_warned:
+        last, self._last = self._last, None if backward_is_running() else shared.unasked
+        if not last or self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"{type(module).__name__}: {last.num_unasked} of the ColwiseParallel layers in it were multiplied by its "
+            f"{type(module).__name__}: {len(last)} of the ColwiseParallel layers in it were multiplied by its "
             "gathered input and are not called with it. Name those that are: PrepareModuleInput(shared_by=[...]).",
             stacklevel=2,
         )

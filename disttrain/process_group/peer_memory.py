@@ -1,0 +1,203 @@
+"""Exchanges between GPUs of one host by their copy engines, which leave all cores to what is computed meanwhile.
+
+NCCL's kernels need cores of the GPU, and a matrix product takes them all: launched together, one waits for the other.
+Each rank has a piece of memory that the others can address. Two halves of it take turns, so that one barrier on the
+stream per exchange is enough: whoever has come to the next one has finished with the last.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disttrain.process_group._c10d import SharedMemory
+from disttrain.process_group.door import issue
+from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.objects import all_gather_object
+from disttrain.store import PrefixStore
+
+Wait = Callable[[], None]
+"""Order the current stream after something."""
+
+_SMALLEST_HALF_BYTES = 64 << 20
+_ALIGNMENT = 256
+
+
+class PeerMemory:
+    """What one group shares. Calls are collective and come in one order on all ranks; streams may differ."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._memory: SharedMemory | None = None
+        self._half_bytes = 0
+        self._num_made = 0
+        self._half = 0
+        self._copies = torch.cuda.Stream(device, priority=-1)
+        self._ended: torch.cuda.Event | None = None
+
+    def grow(self, half_bytes: int) -> None:
+        """Make room for exchanges of so many bytes; waits for what is under way. Collective where there is none yet."""
+        if half_bytes <= self._half_bytes:
+            return
+        # Others may be copying from the old memory: it goes when all have come to make the new one.
+        torch.cuda.synchronize(self._device)
+        self._num_made += 1
+        self._half_bytes = max(_SMALLEST_HALF_BYTES, -(-half_bytes // _ALIGNMENT) * _ALIGNMENT)
+        group = self._group
+        store = PrefixStore(f"peer_memory/{group.group_name}/{self._num_made}", group.world.store)
+        name = f"disttrain/{group.group_name}/{self._num_made}"
+        self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * self._half_bytes, self._device)
+
+    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> list[Wait]:
+        """Begin to copy the other ranks' contiguous tensors like `own` to `parts` (group_size, ...), whose own place is
+        left alone. The [step]-th result waits for the part of the rank so many places after this one."""
+        group, size = self._group, self._group.group_size
+        waits: list[Wait] = [lambda: None]
+
+        def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
+            offset = self._begin(input.nbytes)
+            memory, rank = self._shared, group.group_rank
+            memory.of(rank, input.shape, input.dtype, offset).copy_(input)
+            memory.barrier(group.timeout_s)
+            self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._copies):
+                for step in range(1, size):
+                    source = (rank + step) % size
+                    output[source].copy_(memory.of(source, input.shape, input.dtype, offset), non_blocking=True)
+                    self._ended = _recorded(self._copies)
+                    waits.append(self._ended.wait)
+            return _OnStream(waits[-1])
+
+        issue(group, "all_gather_into_tensor", run, (parts, own), (own,), (parts,), True)
+        return waits
+
+    def sum(self, shape: Sequence[int], dtype: torch.dtype) -> PeerSum:
+        """Begin a sum of all ranks' terms of this shape, one for each rank."""
+        offset = self._begin(self._group.group_size * math.prod(shape) * dtype.itemsize)
+        return PeerSum(self, self._group, self._shared, self._copies, (*shape,), dtype, offset)
+
+    @property
+    def _shared(self) -> SharedMemory:
+        assert self._memory is not None
+        return self._memory
+
+    def _begin(self, num_bytes: int) -> int:
+        """Where in the memory the next exchange of so many bytes takes place; after those before, on any stream."""
+        self.grow(num_bytes)
+        stream = torch.cuda.current_stream(self._device)
+        if self._ended is not None:
+            stream.wait_event(self._ended)
+        self._half = 1 - self._half
+        self._ended = None
+        return self._half * self._half_bytes
+
+    def end(self) -> None:
+        """An exchange is over on the current stream: one on another stream has to wait for this."""
+        self._ended = _recorded(torch.cuda.current_stream(self._device))
+
+
+class PeerSum:
+    """Terms on their way to the ranks that sum them up."""
+
+    def __init__(
+        self,
+        owner: PeerMemory,
+        group: ProcessGroup,
+        memory: SharedMemory,
+        copies: torch.cuda.Stream,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        offset: int,
+    ) -> None:
+        self._owner, self._group, self._memory, self._copies = owner, group, memory, copies
+        self._shape, self._dtype, self._offset = shape, dtype, offset
+        self._terms = memory.of(group.group_rank, (group.group_size, *shape), dtype, offset)
+        self._sent: list[torch.Tensor] = []
+
+    @property
+    def own(self) -> torch.Tensor:
+        """Where this rank's term of its own sum has to be written."""
+        return self._terms[self._group.group_rank]
+
+    def send(self, target: int, term: torch.Tensor) -> None:
+        """Begin to copy the contiguous `term` to group rank `target`, once the current stream has come here."""
+        size, rank = self._group.group_size, self._group.group_rank
+        self._copies.wait_stream(torch.cuda.current_stream(term.device))
+        place = self._memory.of(target, (size, *self._shape), self._dtype, self._offset)[rank]
+        with torch.cuda.stream(self._copies):
+            place.copy_(term, non_blocking=True)
+        self._sent.append(term)
+
+    def finish(self) -> torch.Tensor:
+        """This rank's sum, on the current stream."""
+        group, stream = self._group, torch.cuda.current_stream(self._terms.device)
+        total = self._terms.new_empty(self._shape)
+
+        def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
+            stream.wait_stream(self._copies)
+            self._memory.barrier(group.timeout_s)
+            if group.group_size == 2:
+                torch.add(input[0], input[1], out=output)
+            else:
+                torch.sum(input, 0, out=output)
+            return _OnStream(_recorded(stream).wait)
+
+        issue(group, "reduce_scatter_tensor", run, (total, self._terms), (self._terms,), (total,), False)
+        self._sent.clear()
+        self._owner.end()
+        return total
+
+
+class _OnStream:
+    """A TransportWork of what streams do: to wait is to order the current one after it."""
+
+    def __init__(self, order: Wait) -> None:
+        self._order = order
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._order()
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def peer_memory_of(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
+    """What the group shares; None where its ranks are on several hosts, or their GPUs cannot reach each other.
+
+    Collective when it is asked for the first time.
+    """
+    if group.peer_memory is None:
+        group.peer_memory = (_made(group, device),)
+    found: PeerMemory | None = group.peer_memory[0]
+    return found
+
+
+def _made(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
+    hosts: list[Any] = [None] * group.group_size
+    all_gather_object(hosts, [socket.gethostname(), device.type], group)
+    if device.type != "cuda" or any(host != hosts[0] for host in hosts):
+        return None
+    memory, problem = PeerMemory(group, device), ""
+    try:
+        memory.grow(_SMALLEST_HALF_BYTES)
+    except RuntimeError as error:
+        problem = str(error)
+    problems: list[Any] = [None] * group.group_size
+    all_gather_object(problems, problem, group)
+    return None if any(problems) else memory
