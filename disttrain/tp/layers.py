@@ -130,7 +130,7 @@ class RowLayer:
             return None
         dim = None
         if isinstance(self.output, Shard):
-            dim = self.output.dim % x.ndim
+            dim = dim_of(self.output, x.ndim)
             if dim == last or x.shape[dim] % size:
                 return None
         elif not self.output.is_replicate():
@@ -172,7 +172,7 @@ def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool 
     """How inputs like `x`, whose parts lie so, are gathered; None where that takes DTensor's help."""
     if not isinstance(placement, Shard):
         return None
-    dim = placement.dim % x.ndim
+    dim = dim_of(placement, x.ndim)
     is_dtensor = isinstance(x, DTensor)
     if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
         return None
@@ -181,7 +181,19 @@ def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool 
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim % num_dims == dim
+    return isinstance(placement, Shard) and dim_of(placement, num_dims) == dim
+
+
+def dim_of(placement: Shard, num_dims: int) -> int:
+    """The dim that is cut, counted from the front. Raises LayoutError where there is no such dim."""
+    dim = placement.dim
+    if not -num_dims <= dim < num_dims:
+        raise LayoutError(
+            "tensor parallel",
+            f"{placement} is given for a tensor of {num_dims} dims.",
+            f"Give a dim from {-num_dims} to {num_dims - 1}.",
+        )
+    return dim % num_dims
 
 
 def spec_on(axis: Axis, x: torch.Tensor) -> Spec | None:
@@ -214,7 +226,7 @@ def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> 
     """
     mesh = result.device_mesh
     if use_local_output and isinstance(placement, Shard):
-        dim, size = placement.dim % result.ndim, mesh.size()
+        dim, size = dim_of(placement, result.ndim), mesh.size()
         if dim != result.ndim - 1 and result.shape[dim] % size:
             raise LayoutError(
                 "tensor parallel",
@@ -230,7 +242,7 @@ def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> 
 
 
 def _from_front(placement: Placement, num_dims: int) -> Placement:
-    return Shard(placement.dim % num_dims) if isinstance(placement, Shard) else placement
+    return Shard(dim_of(placement, num_dims)) if isinstance(placement, Shard) else placement
 
 
 class Parallel(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,4 +52,4 @@ def hook(module: nn.Module, prepare: PrepareFirst, finish: FinishOutput) -> None
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One placement, or one per tensor."""
-    return tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from disttrain.tp._torch import shown_as
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import Parallel, as_dtensor, become, given_out
 from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
-from disttrain.tp.params import TERM, lay_out
-from disttrain.tp.styles import ParallelStyle, checked_axis
+from disttrain.tp.params import TERM, Cut, lay_out
+from disttrain.tp.styles import ParallelStyle, check_uncut
 
 _LOCAL = ("RMSNorm", "LayerNorm")
 """Modules whose class is called so compute along the last dim: what they do with a part, they do with the whole."""
@@ -36,9 +37,13 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
 
+    def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
+        check_uncut(self, module, axis)
+        return {name: TERM for name, _ in module.named_parameters(recurse=False)}
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = checked_axis(self, module, device_mesh)
-        lay_out(module, {name: TERM for name, _ in module.named_parameters(recurse=False)}, axis, self.src_data_rank)
+        axis = Axis.of("parallelize_module", device_mesh)
+        lay_out(module, self._cuts(module, axis), axis, self.src_data_rank)
         placement = Shard(self.sequence_dim)
         if type(module).__name__.endswith(_LOCAL):
             become(module, SequenceNorm, SequenceState(axis, placement, self.use_local_output))

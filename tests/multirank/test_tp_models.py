@@ -142,7 +142,9 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, own_rows: slice)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
     torch.testing.assert_close(state, dict(reference.state_dict()))
 
 
