@@ -252,13 +252,15 @@ class Parallel(nn.Module):
 
 
 class ColumnLinear(Parallel):
-    """A linear layer whose outputs are cut along the axis."""
+    """A linear layer whose outputs are cut along the axis. nn.Linear calls its input `input`, GPT-2's layer `x`."""
 
     _tp: ColumnLayer
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *, input: torch.Tensor | None = None) -> torch.Tensor:
+        x = input if x is None else x
+        assert x is not None
         shared = getattr(x, "_shared_input", None)
         result = None if shared is None else shared.result_for(self)
         if result is not None:
@@ -273,7 +275,9 @@ class RowLinear(Parallel):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *, input: torch.Tensor | None = None) -> torch.Tensor:
+        x = input if x is None else x
+        assert x is not None
         return self._tp(x, self.weight, self.bias)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor import Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import REPLICATED, Cut, Piece
@@ -95,8 +95,9 @@ def column_cuts(module: nn.Module, matrix: Matrix, axis: Axis, head_dim: int | N
 
 
 def row_cuts(matrix: Matrix) -> dict[str, Cut]:
-    """Cuts by which each rank has some of the inputs. The bias is added to the sum; where ranks have parts of that, each
-    gathers the gradient of all of it, and so the bias's is whole on each."""
+    """Cuts by which each rank has some of the inputs. The bias is added to the sum. Where ranks have parts of that, each
+    gathers the gradient of all of it, so that the bias's is whole on each.
+    """
     return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED}
 
 

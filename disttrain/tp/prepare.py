@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
-from disttrain.tp.modules import as_tuple
+from disttrain.tp.modules import as_tuple, first_input_name
 from disttrain.tp.shared_input import Sharing
 from disttrain.tp.styles import ParallelStyle, check_placements
 
@@ -93,7 +92,7 @@ class PrepareModuleInput(ParallelStyle):
         }
         first_name = None
         if isinstance(self.input_layouts, Placement):
-            first_name = next(iter(inspect.signature(module.forward).parameters), None)
+            first_name = first_input_name(module)
         prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         return module

@@ -14,7 +14,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import shown_as
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import Parallel, as_dtensor, become, given_out
-from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
+from disttrain.tp.modules import FinishOutput, first_input_name, hook
 from disttrain.tp.params import TERM, Cut, lay_out
 from disttrain.tp.styles import ParallelStyle, check_uncut
 
@@ -46,9 +46,11 @@ class SequenceParallel(ParallelStyle):
         lay_out(module, self._cuts(module, axis), axis, self.src_data_rank)
         placement = Shard(self.sequence_dim)
         if type(module).__name__.endswith(_LOCAL):
-            become(module, SequenceNorm, SequenceState(axis, placement, self.use_local_output))
+            become(
+                module, SequenceNorm, SequenceState(axis, placement, self.use_local_output, first_input_name(module))
+            )
         else:
-            hook(module, PrepareFirst(axis, placement, placement), FinishOutput(placement, self.use_local_output))
+            hook(module, axis, placement, placement, FinishOutput(placement, self.use_local_output))
         return module
 
 
@@ -59,6 +61,7 @@ class SequenceState:
     axis: Axis
     placement: Shard
     use_local_output: bool
+    input_name: str | None
 
 
 class SequenceNorm(Parallel):
@@ -66,9 +69,11 @@ class SequenceNorm(Parallel):
 
     _tp: SequenceState
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         state = self._tp
         shape = None
+        if x is None:
+            x = kwargs.pop(state.input_name)
         if isinstance(x, DTensor):
             given = as_dtensor(x, state.placement, state.axis).redistribute(placements=[state.placement])
             shape, x = tuple(given.shape), given.to_local()

@@ -14,7 +14,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
 from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
-from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
+from disttrain.tp.modules import FinishOutput, hook
 from disttrain.tp.params import REPLICATED, Cut, lay_out
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -104,7 +104,9 @@ class ColwiseParallel(ParallelStyle):
         output = self.output_layouts or Shard(_column_dims(self, module, axis)[1])
         hook(
             module,
-            PrepareFirst(axis, self.input_layouts, Replicate()),
+            axis,
+            self.input_layouts,
+            Replicate(),
             FinishOutput(output, self.use_local_output),
         )
         return module
@@ -157,7 +159,9 @@ class RowwiseParallel(ParallelStyle):
         _mark(module, axis)
         hook(
             module,
-            PrepareFirst(axis, self.input_layouts or wanted, wanted),
+            axis,
+            self.input_layouts or wanted,
+            wanted,
             FinishOutput(self.output_layouts, self.use_local_output),
         )
         return module
