@@ -19,6 +19,7 @@
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
     ├── RankMismatchError            compare_ranks() has found ranks that do different things, or hold different values
     ├── ShardingError                fully_shard or a parallel style on a module it cannot take
+    ├── ScheduleError                a pipeline schedule that cannot be made, or must not be run (a ValueError too)
     ├── CheckpointError              a save that cannot be written or read
     │   └── CheckpointCorruptError       bytes that are not those that were saved
     ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
@@ -125,6 +126,10 @@ class RankMismatchError(DisttrainError):
 
 class ShardingError(DisttrainError):
     """`fully_shard` or a parallel style met a module or parameter it cannot take."""
+
+
+class ScheduleError(DisttrainError, ValueError):
+    """A pipeline schedule that cannot be made from what was asked, or that would compute wrongly or never end."""
 
 
 class CheckpointError(DisttrainError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "change_wrapper",
     "composed",
     "facts_of",
+    "handle_of",
     "hint_of",
     "hold_in_graphs",
     "is_called_by_autograd",
@@ -47,10 +49,15 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "use_foreach_for",
+    "without_overrides",
 ]
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that only wants to see aten operators."""
+
+
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
 
 
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
@@ -112,6 +119,10 @@ def binding_of(op: OpOverload) -> Callable[..., Any]:
         if name in BOUND_METHODS:
             return cast(Callable[..., Any], getattr(torch._C.TensorBase, name))
     return op
+
+
+handle_of: Callable[[OpOverload], object] = attrgetter("_op")
+"""What stands for an operator in keys: an OpOverload's own hash is a function in Python, which calls this one's."""
 
 
 def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -173,8 +173,11 @@ def _while_dtype_lasts(
     wrap: Wrap, op: OpOverload, first: Run, specs: Sequence[Spec | None], result: torch.dtype
 ) -> Run:
     """A closure that is good as long as the default dtype is what it is now, where the result may be of that dtype."""
-    if not _is_inexact(result) or any(spec is not None and _is_inexact(spec.dtype) for spec in specs):
+    if not _is_inexact(result):
         return first
+    for spec in specs:
+        if spec is not None and _is_inexact(spec.dtype):
+            return first
     dtype = torch.get_default_dtype()
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from disttrain.dtensor._torch import (
     as_one_call,
+    handle_of,
     is_traced,
     keep_dynamo_out,
     make_wrapper,
@@ -75,18 +76,17 @@ class DTensor(Traced, torch.Tensor):
                 return dispatch(_made, func, args, kwargs or _NOTHING)
             num_args = len(args)
             if num_args == 1 and not kwargs:
-                key: tuple[Any, ...] | None = (func,)
+                key: tuple[Any, ...] | None = (handle_of(func),)
             elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
-                key = (func, args[1]._spec if kind is DTensor else kind)
+                key = (handle_of(func), args[1]._spec if kind is DTensor else kind)
             else:
                 key = key_of_call(func, args, kwargs)
             run = spec.plans.get(key)
             if run is not None:
                 return run(args, kwargs or _NOTHING)
-            if key is not None:
-                result = follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
-                if result is not None:
-                    return result
+            result = None if key is None else follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
+            if result is not None:
+                return result
             return dispatch(_made, func, args, kwargs or _NOTHING)
         except Exception as error:
             tell_of(error, func, (args, kwargs))

@@ -13,6 +13,7 @@ import torch
 
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Shard
+from disttrain.dtensor.places import Places
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.dtensor.transfers import broadcast, exchange
 from disttrain.mesh import DeviceMesh
@@ -28,7 +29,7 @@ def sole_axis(spec: Spec, dim: int) -> int | None:
 class _Run:
     """Elements that go from one rank to another: places in the source's part, and where they begin in the target's."""
 
-    source: range
+    source: Places
     target: int
 
 
@@ -38,16 +39,16 @@ class Exchange:
     What a rank gets lies in one tensor, its piece of the first slice in front; `sizes` are the pieces' sizes.
     """
 
-    def __init__(self, mesh: DeviceMesh, axis: int, dim: int, size: int, slices: Sequence[range]) -> None:
+    def __init__(self, mesh: DeviceMesh, axis: int, dim: int, size: int, slices: Sequence[Places]) -> None:
         self.mesh, self.axis, self.dim = mesh, axis, dim
         num_pieces, position = mesh.shape[axis], mesh.get_local_rank(axis)
         self._outgoing = [_runs(size, slices, num_pieces, position, peer) for peer in range(num_pieces)]
         self._incoming = [_runs(size, slices, num_pieces, peer, position) for peer in range(num_pieces)]
-        self.sizes = [piece(len(one), num_pieces, position)[0] for one in slices]
+        self.sizes = [piece(one.length, num_pieces, position)[0] for one in slices]
         self.own = [run.source for run in _runs(size, slices, num_pieces, position, position, keeps_empty=True)]
         """The places, in this rank's part, of its elements of each slice, where it keeps what it has."""
         self.is_local = all(
-            len(run.source) == piece(len(one), num_pieces, rank)[0]
+            run.source.length == piece(one.length, num_pieces, rank)[0]
             for rank in range(num_pieces)
             for run, one in zip(_runs(size, slices, num_pieces, rank, rank, keeps_empty=True), slices, strict=True)
         )
@@ -59,19 +60,19 @@ class Exchange:
         received = exchange(sent, shapes, self.mesh.get_group(self.axis))
         moved = part.new_empty(self._shape(part, sum(self.sizes)))
         for runs, values in zip(self._incoming, received, strict=True):
-            for run, piece_ in zip(runs, values.split([len(run.source) for run in runs], self.dim), strict=True):
-                moved.narrow(self.dim, run.target, len(run.source)).copy_(piece_)
+            for run, piece_ in zip(runs, values.split([run.source.length for run in runs], self.dim), strict=True):
+                moved.narrow(self.dim, run.target, run.source.length).copy_(piece_)
         return moved
 
     def write(self, moved: torch.Tensor, part: torch.Tensor) -> None:
         sent = [
-            self._packed([moved.narrow(self.dim, run.target, len(run.source)) for run in runs], moved)
+            self._packed([moved.narrow(self.dim, run.target, run.source.length) for run in runs], moved)
             for runs in self._incoming
         ]
         shapes = [self._shape(moved, _num_elements(runs)) for runs in self._outgoing]
         received = exchange(sent, shapes, self.mesh.get_group(self.axis))
         for runs, values in zip(self._outgoing, received, strict=True):
-            for run, piece_ in zip(runs, values.split([len(run.source) for run in runs], self.dim), strict=True):
+            for run, piece_ in zip(runs, values.split([run.source.length for run in runs], self.dim), strict=True):
                 elements(part, self.dim, run.source).copy_(piece_)
 
     def _packed(self, pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
@@ -112,35 +113,29 @@ class Broadcast:
 
 
 def _runs(
-    size: int, slices: Sequence[range], num_pieces: int, source: int, target: int, *, keeps_empty: bool = False
+    size: int, slices: Sequence[Places], num_pieces: int, source: int, target: int, *, keeps_empty: bool = False
 ) -> list[_Run]:
     """What `source` has of the pieces of `slices` that `target` gets."""
     held, begin = piece(size, num_pieces, source)
     runs = []
     place = 0
     for one in slices:
-        length, offset = piece(len(one), num_pieces, target)
-        wanted = one[offset : offset + length]
-        first = _num_below(wanted, begin)
-        last = _num_below(wanted, begin + held)
+        length, offset = piece(one.length, num_pieces, target)
+        wanted = one.between(offset, offset + length)
+        first = wanted.num_below(begin)
+        last = wanted.num_below(begin + held)
         if last > first or keeps_empty:
-            chosen = wanted[first:last]
-            runs.append(_Run(range(chosen.start - begin, chosen.stop - begin, chosen.step), place + first))
+            runs.append(_Run(wanted.between(first, last).less(begin), place + first))
         place += length
     return runs
 
 
-def _num_below(places: range, bound: int) -> int:
-    """How many of the ascending places are less than `bound`."""
-    return min(len(places), max(0, -(-(bound - places.start) // places.step)))
-
-
 def _num_elements(runs: Sequence[_Run]) -> int:
-    return sum(len(run.source) for run in runs)
+    return sum(run.source.length for run in runs)
 
 
-def elements(part: torch.Tensor, dim: int, places: range) -> torch.Tensor:
+def elements(part: torch.Tensor, dim: int, places: Places) -> torch.Tensor:
     """A view of the elements at `places` of `dim`."""
-    if not places:
+    if places.length == 0:
         return part.narrow(dim, 0, 0)
-    return part[(slice(None),) * dim + (slice(places[0], places[-1] + 1, places.step),)]
+    return part[(slice(None),) * dim + (slice(places.start, places.end, places.step),)]

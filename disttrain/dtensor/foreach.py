@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of
+from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of, handle_of
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.placement import NormPartial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
@@ -84,7 +84,8 @@ class _Known(NamedTuple):
 
 def _key(op: OpOverload, specs: Sequence[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What lists are known under; the order and dtype of norms say how they lie."""
-    return (op, *specs) if op is not _NORM else (op, *specs, *args[1:], *kwargs.items())
+    handle = handle_of(op)
+    return (handle, *specs) if op is not _NORM else (handle, *specs, *args[1:], *kwargs.items())
 
 
 MOVES: Final = object()

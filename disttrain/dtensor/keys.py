@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor._torch import OpOverload, handle_of
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
@@ -23,7 +23,7 @@ class Unkeyed(Exception):
 
 def key_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...] | None:
     """What of a call its plan depends on beside its first argument's spec; None where no key can be made."""
-    parts: list[Any] = [op]
+    parts: list[Any] = [handle_of(op)]
     try:
         for value in args[1:]:
             kind = type(value)
@@ -62,7 +62,7 @@ def key_of(value: Any) -> Any:
 
 def form_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """As the key of a call, but whatever the sizes of its operands; None where an operand's cut is uneven."""
-    parts: list[Any] = [op]
+    parts: list[Any] = [handle_of(op)]
     try:
         for value in args:
             spec = getattr(value, "_spec", None)

@@ -16,6 +16,7 @@ import torch
 from torch import optim
 from torch.optim import optimizer as torch_optimizer
 
+from disttrain.dtensor._torch import without_overrides
 from disttrain.dtensor.dtensor import DTensor
 
 _BY_ELEMENT: Final = frozenset(
@@ -62,10 +63,10 @@ class _Parts:
         self.wrapped = [value for value in self.values if isinstance(value, DTensor)]
         self.wrapped_locals = [*map(_local_of, self.wrapped)]
         self.parts = [local.detach() for local in self.locals]
-        self.local_states = [
-            {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in state.items()}
-            for state in states
-        ]
+        self.local_state: dict[torch.Tensor, dict[str, Any]] = {
+            part: {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in state.items()}
+            for part, state in zip(self.parts, states, strict=True)
+        }
 
     def can_step(self) -> bool:
         """True where all state is there, and lies as its parameter does."""
@@ -77,15 +78,14 @@ class _Parts:
                     return False
         return True
 
-    def are_of(self, params: Sequence[Any], states: Sequence[dict[str, Any]]) -> bool:
-        """True while parameters and state are the same memory; no element is compared."""
+    def are_of(self, params: Sequence[Any]) -> bool:
+        """True while parameters, and what is in their state, are the same memory; no element is compared."""
         return (
             _same(params, self.params)
-            and _same(states, self.states)
             and _same(map(_local_of, params), self.locals)
             and _same(map(_spec_of, params), self.specs)
-            and sum(map(len, states)) == len(self.values)
-            and _same(chain.from_iterable(map(dict.values, states)), self.values)
+            and sum(map(len, self.states)) == len(self.values)
+            and _same(chain.from_iterable(map(dict.values, self.states)), self.values)
             and _same(map(_local_of, self.wrapped), self.wrapped_locals)
         )
 
@@ -100,6 +100,15 @@ class _StandIn:
 
     def __init__(self) -> None:
         self.known: dict[int, _Parts] = {}
+        self._all_params: list[Any] = []
+        self._all_states: list[dict[str, Any]] = []
+
+    def look_at(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Forget what is known when the optimizer's state is that of others, or other state."""
+        is_same = len(state) == len(self._all_params) and _same(state, self._all_params)
+        if not (is_same and _same(state.values(), self._all_states)):
+            self.known.clear()
+            self._all_params, self._all_states = [*state], [*state.values()]
 
     def local_group(
         self, optimizer: optim.Optimizer, place: int, state: dict[torch.Tensor, dict[str, Any]]
@@ -119,12 +128,14 @@ class _StandIn:
         if not all(map(is_not, grads, repeat(None))):
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [*map(_grad_of, params)]
-        states = [optimizer.state.get(param, _NO_STATE) for param in params]
         needs_no_state = type(optimizer) is optim.SGD and not group["momentum"]
-        if not (needs_no_state or (all(states) and all(param in state for param in plain))):
+        if not (needs_no_state or all(param in state for param in plain)):
             return None
         known = self.known.get(place)
-        if known is None or len(known.params) != len(params) or not known.are_of(params, states):
+        if known is None or len(known.params) != len(params) or not known.are_of(params):
+            states = [optimizer.state.get(param, _NO_STATE) for param in params]
+            if not (needs_no_state or all(states)):
+                return None
             known = _Parts(params, states)
             if not known.can_step():
                 return None
@@ -133,7 +144,7 @@ class _StandIn:
             return None
         for part, grad in zip(known.parts, map(_local_of, grads), strict=True):
             part.grad = grad
-        state.update(zip(known.parts, known.local_states, strict=True))
+        state.update(known.local_state)
         return {**group, "params": [*known.parts, *plain]}
 
     def let_go(self) -> None:
@@ -156,12 +167,14 @@ def _send_stand_in(
     stand_in: _StandIn = optimizer.__dict__.setdefault("_stand_in", _StandIn())
     state: dict[torch.Tensor, dict[str, Any]] = {}
     local_groups = []
-    for place, group in enumerate(groups):
-        local_group = None if group.get("differentiable") else stand_in.local_group(optimizer, place, state)
-        if local_group is None:
-            stand_in.let_go()
-            return None
-        local_groups.append(local_group)
+    stand_in.look_at(optimizer.state)
+    with without_overrides():
+        for place, group in enumerate(groups):
+            local_group = None if group.get("differentiable") else stand_in.local_group(optimizer, place, state)
+            if local_group is None:
+                stand_in.let_go()
+                return None
+            local_groups.append(local_group)
     local_optimizer = object.__new__(type(optimizer))
     local_optimizer.__dict__.update(optimizer.__dict__, state=state, param_groups=local_groups)
     return (local_optimizer,), kwargs

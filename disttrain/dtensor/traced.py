@@ -37,8 +37,14 @@ class Traced:
         local = inner["_local_tensor"]
         spec = Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype)
         if spec.is_symbolic and spec.local_shape != tuple(local.shape):
-            # It is; but to have asked tells the compiler how its symbols for the part and for the whole go together.
-            raise LayoutError("torch.compile", f"a part of shape {tuple(local.shape)} came for {spec!r}.")
+            # It is, and to have asked tells the compiler how its symbols for the part and for the whole go together.
+            # But AOTAutograd (torch 2.13) looks in the wrong places for the sizes of what a graph returns where its
+            # backward pass, traced after it has counted them, turns a symbol into a number. No rule of ours does.
+            raise LayoutError(
+                "torch.compile",
+                f"a part of shape {tuple(local.shape)} came for {spec!r}: backward asks for a size as a number.",
+                "Keep that dim out of dynamic shapes: torch._dynamo.mark_static(tensor, dim), or dynamic=False.",
+            )
         return cast(Any, cls)(local, spec)  # type: ignore[no-any-return]
 
     def _stable_hash_for_caching(self) -> str:

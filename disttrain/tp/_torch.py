@@ -23,8 +23,3 @@ def shown_as(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[No
 def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
     """The module's own parameters; quicker than by attribute."""
     return [module._parameters.get(name) for name in names]
-
-
-def backward_is_running() -> bool:
-    """True when this thread is inside a backward pass, as in a recomputation under activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1

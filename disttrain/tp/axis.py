@@ -17,15 +17,17 @@ from disttrain.process_group import ProcessGroup
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis, and this rank's place on it."""
+    """One mesh axis, and this rank's place on it. Numbers and names are fields, which compilers can read."""
 
     mesh: DeviceMesh
+    size: int
+    group_name: str
 
     @classmethod
     def of(cls, operation: str, mesh: Any) -> Axis:
         """Raises: MeshError when `mesh` is no mesh, or has several axes."""
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-            return cls(mesh)
+            return cls(mesh, mesh.size(), mesh.get_group().group_name)
         if isinstance(mesh, DeviceMesh):
             names = mesh.mesh_dim_names
             example = f"mesh[{names[-1]!r}]" if names else "mesh['tp'], of a mesh with mesh_dim_names"
@@ -42,10 +44,6 @@ class Axis:
     def __deepcopy__(self, _: object) -> Axis:
         """Itself: copies of a module lie on the same ranks."""
         return self
-
-    @cached_property
-    def size(self) -> int:
-        return self.mesh.size()
 
     @cached_property
     def rank(self) -> int:

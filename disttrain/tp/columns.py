@@ -133,7 +133,7 @@ def _start_input_grad(
     if plan.cutting is None:
         if spec is not None:
             return lambda: DTensor(total, spec.with_layout(axis.layout(Partial())))
-        return start_all_reduce(total, axis)
+        return start_all_reduce(total, axis.group)
     finish = start_scatter(total, plan.cutting)
     return finish if spec is None else lambda: DTensor(finish(), spec)
 

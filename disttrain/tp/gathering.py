@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.tp.axis import Axis
+from disttrain.process_group import ProcessGroup
 from disttrain.tp.exchange import Exchange
 from disttrain.tp.linears import Matrix
 from disttrain.tp.transfers import Finish, gather, reduce_scatter, start_reduce_scatter
@@ -19,9 +19,9 @@ from disttrain.tp.transfers import Finish, gather, reduce_scatter, start_reduce_
 
 @dataclass(frozen=True)
 class Cutting:
-    """Ranks of the axis have parts along `dim`. `exchange`: by which parts travel one by one, None for all at once."""
+    """Ranks of the group have parts along `dim`. `exchange`: by which parts travel one by one, None for all at once."""
 
-    axis: Axis
+    group: ProcessGroup
     dim: int
     exchange: Exchange | None
 
@@ -38,61 +38,61 @@ def gather_and_multiply(
     biases: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The whole input, from parts (..., in) of one shape on all ranks, and its product with each matrix. Collective."""
-    axis, dim = how.axis, how.dim
+    group, dim = how.group, how.dim
     if how.exchange is None:
-        whole = gather(part, dim, axis)
+        whole = gather(part, dim, group)
         return whole, [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
     part = part.contiguous()
     lead, rows, depth = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]), part.shape[-1]
     # Parts lie one behind the other, so that each comes into contiguous memory.
-    parts = part.new_empty((axis.size, lead, rows, depth))
+    parts = part.new_empty((group.group_size, lead, rows, depth))
     own = part.view(lead, rows, depth)
     arrivals = how.exchange.gather(own, parts)
     widths = [weight.shape[matrix.out_dim] for matrix, weight in zip(matrices, weights, strict=True)]
-    results = [part.new_empty((lead, axis.size, rows, width)) for width in widths]
+    results = [part.new_empty((lead, group.group_size, rows, width)) for width in widths]
     for step, wait in enumerate(arrivals):
-        source = (axis.rank + step) % axis.size
+        source = (group.group_rank + step) % group.group_size
         wait()
         here = own if step == 0 else parts[source]
         for matrix, weight, bias, result in zip(matrices, weights, biases, results, strict=True):
             multiply_into(result[:, source], here, matrix, weight, bias)
-    parts[axis.rank].copy_(own)
-    shape = (*part.shape[:dim], part.shape[dim] * axis.size, *part.shape[dim + 1 : -1])
+    parts[group.group_rank].copy_(own)
+    shape = (*part.shape[:dim], part.shape[dim] * group.group_size, *part.shape[dim + 1 : -1])
     whole = parts.movedim(0, 1).reshape(*shape, depth)
     return whole, [result.view(*shape, width) for result, width in zip(results, widths, strict=True)]
 
 
 def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matrix, how: Cutting) -> torch.Tensor:
     """This rank's part of the sum of all ranks' products, from their columns (..., in) of the input. Collective."""
-    axis, dim = how.axis, how.dim
+    group, dim = how.group, how.dim
     if how.exchange is None:
-        return reduce_scatter(matrix.times(part, weight, None), dim, axis)
+        return reduce_scatter(matrix.times(part, weight, None), dim, group)
     width, depth = weight.shape[matrix.out_dim], part.shape[-1]
-    lead, rows = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]) // axis.size
-    x = part.contiguous().view(lead, axis.size, rows, depth)
+    lead, rows = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]) // group.group_size
+    x = part.contiguous().view(lead, group.group_size, rows, depth)
     terms = how.exchange.sum((lead, rows, width), part.dtype)
-    for step in range(1, axis.size):
+    for step in range(1, group.group_size):
         # What others wait for comes first; this rank's own is multiplied while that travels.
-        target = (axis.rank + step) % axis.size
+        target = (group.group_rank + step) % group.group_size
         product = part.new_empty((lead, rows, width))
         multiply_into(product, x[:, target], matrix, weight, None)
         terms.send(target, product)
-    multiply_into(terms.own, x[:, axis.rank], matrix, weight, None)
-    return terms.finish().view(*part.shape[:dim], part.shape[dim] // axis.size, *part.shape[dim + 1 : -1], width)
+    multiply_into(terms.own, x[:, group.group_rank], matrix, weight, None)
+    return terms.finish().view(*part.shape[:dim], part.shape[dim] // group.group_size, *part.shape[dim + 1 : -1], width)
 
 
 def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
     """Begin to sum all ranks' tensors; of that each keeps its part. Collective."""
-    axis, dim = how.axis, how.dim
+    group, dim = how.group, how.dim
     if how.exchange is None:
-        return start_reduce_scatter(whole, dim, axis)
-    shape = (*whole.shape[:dim], whole.shape[dim] // axis.size, *whole.shape[dim + 1 :])
-    pieces = whole.view(*whole.shape[:dim], axis.size, *shape[dim:]).movedim(dim, 0).contiguous()
+        return start_reduce_scatter(whole, dim, group)
+    shape = (*whole.shape[:dim], whole.shape[dim] // group.group_size, *whole.shape[dim + 1 :])
+    pieces = whole.view(*whole.shape[:dim], group.group_size, *shape[dim:]).movedim(dim, 0).contiguous()
     terms = how.exchange.sum(shape, whole.dtype)
-    for step in range(1, axis.size):
-        target = (axis.rank + step) % axis.size
+    for step in range(1, group.group_size):
+        target = (group.group_rank + step) % group.group_size
         terms.send(target, pieces[target])
-    terms.own.copy_(pieces[axis.rank])
+    terms.own.copy_(pieces[group.group_rank])
     return terms.finish
 
 

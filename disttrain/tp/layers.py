@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Column, Columns, columns
 from disttrain.tp.exchange import exchange_for
 from disttrain.tp.gathering import Cutting
+from disttrain.tp.graph import WISHES, columns_in_graph, row_in_graph
 from disttrain.tp.linears import Matrix
 from disttrain.tp.params import Cut
 from disttrain.tp.rows import Row, row
@@ -70,7 +72,7 @@ class ColumnLayer:
         rows = list(x.shape[:-1])
         if cutting is not None and not isinstance(x, DTensor):
             rows[cutting.dim] *= self.axis.size
-        spec = self.axis.spec(self._cut_outputs(x.ndim), (*rows, self._num_outputs(weight)), x.dtype)
+        spec = self.axis.spec(self._cut_outputs(x.ndim), (*rows, self.num_outputs(weight)), x.dtype)
         return Column(self.matrix, self.weight, self.bias, spec)
 
     def finished(self, result: torch.Tensor) -> torch.Tensor:
@@ -80,22 +82,49 @@ class ColumnLayer:
         return given_out(result, self.output or self._cut_outputs(result.ndim), self.use_local_output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        dim = dim_in_graph(x, self.input, self.axis)
+        if dim is not None:
+            part = local_part(x, self.input, self.axis)
+            _, result = self.in_graph(part, dim, [self], [weight], [bias])
+            return self.given_from_part(result, self.num_outputs(weight))
         whole = as_dtensor(x, self.input, self.axis).redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])
         used_bias = None if bias is None else self.bias.used_with_grad(bias)
         part = self.matrix.times(local, self.weight.used_with_grad(weight), used_bias)
+        return self.given_from_part(part, self.num_outputs(weight))
+
+    def given_from_part(self, part: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """The result as the layer is asked to give it, from this rank's outputs; differentiable by autograd alone."""
         if self.output is None and self.use_local_output:
             return part
-        shape = (*whole.shape[:-1], self._num_outputs(weight))
-        result = DTensor.from_local(part, self.axis.mesh, [self._cut_outputs(x.ndim)], shape=shape)
-        return self.finished(result)
+        whole_shape = (*part.shape[:-1], num_outputs)
+        cut = self._cut_outputs(part.ndim)
+        return self.finished(DTensor.from_local(part, self.axis.mesh, [cut], shape=whole_shape))
+
+    @staticmethod
+    def in_graph(
+        part: torch.Tensor,
+        dim: int,
+        layers: Sequence[ColumnLayer],
+        weights: Sequence[Any],
+        biases: Sequence[Any],
+    ) -> tuple[torch.Tensor, ...]:
+        """The whole input and all layers' outputs as one operator of a graph."""
+        used = [layer.weight.used_with_grad(weight) for layer, weight in zip(layers, weights, strict=True)]
+        used_biases = [
+            None if bias is None else layer.bias.used_with_grad(bias)
+            for layer, bias in zip(layers, biases, strict=True)
+        ]
+        out_dims = [layer.matrix.out_dim for layer in layers]
+        overlap = next((layer.overlap for layer in layers if layer.overlap is not None), None)
+        return columns_in_graph(part, used, used_biases, out_dims, dim, layers[0].axis.group_name, WISHES[overlap])
 
     def _cut_outputs(self, num_dims: int) -> Placement:
         last = num_dims - 1
         return Shard(last) if self.num_blocks == 1 else StridedShard(last, self.num_blocks)
 
-    def _num_outputs(self, weight: torch.Tensor) -> int:
-        """Of all ranks; where ranks share heads, each counts as often as it is computed."""
+    def num_outputs(self, weight: torch.Tensor) -> int:
+        """Outputs of all ranks; where ranks share heads, each counts as often as it is computed."""
         piece = self.weight.piece
         return weight.shape[self.matrix.out_dim] if piece is None else piece.size * piece.num_blocks * self.axis.size
 
@@ -140,8 +169,8 @@ class RowLayer:
             output = self.axis.spec(Replicate() if dim is None else Shard(dim), (*x.shape[:-1], width), x.dtype)
         cutting = None
         if dim is not None:
-            part_numel = math.prod(x.shape[:-1]) // size * width
-            cutting = Cutting(self.axis, dim, exchange_for(self.axis, self.overlap, part_numel, x.dtype))
+            part_bytes = math.prod(x.shape[:-1]) // size * width * x.element_size()
+            cutting = Cutting(self.axis.group, dim, exchange_for(self.axis.group, x.device, self.overlap, part_bytes))
         return Row(self.axis, self.matrix, self.weight, self.bias, cutting, spec, output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -149,9 +178,15 @@ class RowLayer:
         if _is_shard(self.input, x.ndim - 1, x.ndim):
             whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
         given = as_dtensor(x, self.input, self.axis, whole_shape)
-        part = given.redistribute(placements=[Shard(x.ndim - 1)]).to_local()
-        term = self.matrix.times(part, self.weight.used_with_grad(weight), None)
-        result = DTensor.from_local(term, self.axis.mesh, [Partial()]).redistribute(placements=[self.output])
+        part, used = given.redistribute(placements=[Shard(x.ndim - 1)]).to_local(), self.weight.used_with_grad(weight)
+        dim = dim_in_graph(part, self.output, self.axis, is_whole=True)
+        if dim is not None:
+            wish = WISHES[self.overlap]
+            kept = row_in_graph(part, used, self.matrix.out_dim, dim, self.axis.group_name, wish)
+            result = DTensor.from_local(kept, self.axis.mesh, [self.output])
+        else:
+            term = self.matrix.times(part, used, None)
+            result = DTensor.from_local(term, self.axis.mesh, [Partial()]).redistribute(placements=[self.output])
         if bias is not None:
             result = cast(DTensor, result + bias)
         return given_out(result, self.output, self.use_local_output)
@@ -176,8 +211,28 @@ def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool 
     is_dtensor = isinstance(x, DTensor)
     if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
         return None
-    part_numel = x.numel() // axis.size if is_dtensor else x.numel()
-    return Cutting(axis, dim, exchange_for(axis, overlap, part_numel, x.dtype))
+    part_bytes = x.nbytes // axis.size if is_dtensor else x.nbytes
+    return Cutting(axis.group, dim, exchange_for(axis.group, x.device, overlap, part_bytes))
+
+
+def dim_in_graph(x: torch.Tensor, placement: Placement, axis: Axis, *, is_whole: bool = False) -> int | None:
+    """The dim along which ranks have parts, where a graph holds the multiplication and their exchange as one operator.
+
+    `is_whole`: a plain `x` has that dim whole; else only a DTensor has.
+    """
+    if not torch.compiler.is_compiling() or x.ndim < 2 or not isinstance(placement, Shard):
+        return None
+    dim = placement.dim % x.ndim
+    if dim == x.ndim - 1 or ((is_whole or isinstance(x, DTensor)) and x.shape[dim] % axis.size):
+        return None
+    return dim
+
+
+def local_part(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
+    """This rank's part of `x`, laid out so; of a plain tensor, which lies so, itself."""
+    return (
+        as_dtensor(x, placement, axis).redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x
+    )
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:
@@ -255,16 +310,19 @@ class ColumnLinear(Parallel):
     """A linear layer whose outputs are cut along the axis. nn.Linear calls its input `input`, GPT-2's layer `x`."""
 
     _tp: ColumnLayer
+    _tp_shared: tuple[Any, int] | None = None
+    """Who may have made the result already, for an input of several layers, and which of these this one is."""
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor | None = None, *, input: torch.Tensor | None = None) -> torch.Tensor:
         x = input if x is None else x
         assert x is not None
-        shared = getattr(x, "_shared_input", None)
-        result = None if shared is None else shared.result_for(self)
-        if result is not None:
-            return self._tp.finished(result)
+        if self._tp_shared is not None:
+            sharing, place = self._tp_shared
+            result = sharing.result_for(place, x)
+            if result is not None:
+                return self._tp.finished(result)
         return self._tp(x, self.weight, self.bias)
 
 

@@ -95,6 +95,8 @@ class PrepareModuleInput(ParallelStyle):
             first_name = first_input_name(module)
         prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
         module.register_forward_pre_hook(prepare, with_kwargs=True)
+        for sharing in prepare.sharing.values():
+            module.register_forward_hook(sharing.release)
         return module
 
 

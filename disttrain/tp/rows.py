@@ -40,7 +40,7 @@ class _Row(torch.autograd.Function):
         part = x if plan.input is None else x._local_tensor  # type: ignore[attr-defined]
         used = plan.weight.used(weight)
         if plan.cutting is None:
-            result = all_reduce(plan.matrix.times(part, used, None), plan.axis)
+            result = all_reduce(plan.matrix.times(part, used, None), plan.axis.group)
         else:
             result = multiply_and_scatter(part, used, plan.matrix, plan.cutting)
         if bias is not None:

@@ -9,72 +9,109 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.dtensor import Replicate, Shard
-from disttrain.tp._torch import backward_is_running, own_parameters
+from disttrain.dtensor import DTensor, Partial, Replicate, Shard
+from disttrain.tp._torch import own_parameters
 from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Columns, columns
-from disttrain.tp.layers import ColumnLayer, ColumnLinear, cutting_of, form_of, spec_on, takes_the_long_way
-
-
-class SharedInput:
-    """What the layers have made of one input, until each is asked for its own result."""
-
-    def __init__(self, results: dict[int, torch.Tensor]) -> None:
-        self._results = results
-        self.unasked = set(results)
-        """Layers that have not been called with the input."""
-
-    def result_for(self, layer: nn.Module) -> torch.Tensor | None:
-        """Handed out once; None for a layer that was not known to take this input."""
-        self.unasked.discard(id(layer))
-        return self._results.pop(id(layer), None)
+from disttrain.tp.layers import (
+    ColumnLayer,
+    ColumnLinear,
+    cutting_of,
+    dim_in_graph,
+    form_of,
+    local_part,
+    spec_on,
+    takes_the_long_way,
+)
 
 
 class Sharing:
-    """Gathers a module's input for the layers in it that take it as it is. It belongs to one module."""
+    """Gathers a module's input for the layers in it that take it as it is. It belongs to one module.
+
+    What the layers have made of the input waits here until each is called with it, or the module has returned.
+    """
 
     def __init__(self, axis: Axis, given: Shard, names: Sequence[str] | None) -> None:
         """`given`: how a plain input lies; `names` of the layers, default all linear ones among the children."""
         self.axis, self.given, self.names = axis, given, names
         self._plans: dict[Any, Columns | None] = {}
         self._layers: list[ColumnLinear] | None = None
-        self._last: set[int] | None = None
+        self._whole: torch.Tensor | None = None
+        self._results: dict[int, torch.Tensor] = {}
         self._has_warned = False
 
     def gathered(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """All of `x` as a DTensor that knows what the layers have made of it; None where this is not to be had.
+        """All of `x` as a DTensor, of which the layers' results are known then; None where this is not to be had.
 
         Collective.
         """
         if self._layers is None:
             self._layers = self._find(module)
         layers = self._layers
-        if not layers or takes_the_long_way(x):
+        parameters = _parameters_of(layers)
+        if not layers or parameters is None:
             return None
-        states = [layer._tp for layer in layers]
-        parameters: list[torch.Tensor | None] = []
-        for layer, state in zip(layers, states, strict=True):
-            weight, bias = own_parameters(layer, "weight", "bias")
-            if weight is None or not state.is_laid_out(weight, bias):
-                return None
-            parameters += (weight, bias)
+        if takes_the_long_way(x):
+            made = self._in_graph(x, [layer._tp for layer in layers], parameters)
+        else:
+            made = self._at_once(x, [layer._tp for layer in layers], parameters)
+        if made is None:
+            return None
+        self._whole = made[0]
+        self._results = dict(enumerate(made[1:]))
+        return made[0]
+
+    def result_for(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+        """What the layer of this number has made of `x`, handed out once; None for another input."""
+        return self._results.pop(place, None) if x is self._whole else None
+
+    def release(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """A forward hook: the module has returned.
+
+        Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
+        computes again, it may leave early: then this is not called.
+        """
+        unasked = len(self._results)
+        self._whole, self._results = None, {}
+        if unasked and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(module).__name__}: {unasked} of the ColwiseParallel layers in it were multiplied by its "
+                "gathered input and are not called with it. Name those that are: PrepareModuleInput(shared_by=[...]).",
+                stacklevel=2,
+            )
+
+    def _at_once(
+        self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor] | None:
         key = form_of(x)
         plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, states, parameters))
-        if plan is None:
+        return None if plan is None else columns(x, plan, parameters)
+
+    def _in_graph(
+        self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor] | None:
+        dim = dim_in_graph(x, self.given, self.axis)
+        if dim is None:
             return None
-        whole, *results = columns(x, plan, parameters)
-        shared = SharedInput(dict(zip(map(id, layers), results, strict=True)))
-        whole._shared_input = shared  # type: ignore[attr-defined]
-        self._check_last(module, shared)
-        return whole
+        part = local_part(x, self.given, self.axis)
+        whole, *parts = ColumnLayer.in_graph(part, dim, states, parameters[::2], parameters[1::2])
+        results = [
+            state.given_from_part(made, state.num_outputs(weight)) if weight is not None else made
+            for state, made, weight in zip(states, parts, parameters[::2], strict=True)
+        ]
+        return [DTensor.from_local(whole, self.axis.mesh, [Replicate()], grad_placements=[Partial()]), *results]
 
     def _find(self, module: nn.Module) -> list[ColumnLinear]:
-        layers = module.children() if self.names is None else [module.get_submodule(name) for name in self.names]
-        return [
+        named = module.children() if self.names is None else [module.get_submodule(name) for name in self.names]
+        layers = [
             layer
-            for layer in layers
+            for layer in named
             if isinstance(layer, ColumnLinear) and layer._tp.axis == self.axis and layer._tp.input.is_replicate()
         ]
+        for place, layer in enumerate(layers):
+            layer._tp_shared = (self, place)
+        return layers
 
     def _plan(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
@@ -94,17 +131,13 @@ class Sharing:
         )
         return Columns(self.axis, cutting, spec, layers, self.axis.spec(Replicate(), shape, x.dtype))
 
-    def _check_last(self, module: nn.Module, shared: SharedInput) -> None:
-        """Warn once where, the time before, a layer was multiplied by an input that it was never given.
 
-        What activation checkpointing computes again, it may leave early; that is not looked at.
-        """
-        last, self._last = self._last, None if backward_is_running() else shared.unasked
-        if not last or self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"{type(module).__name__}: {len(last)} of the ColwiseParallel layers in it were multiplied by its "
-            "gathered input and are not called with it. Name those that are: PrepareModuleInput(shared_by=[...]).",
-            stacklevel=2,
-        )
+def _parameters_of(layers: Sequence[ColumnLinear]) -> list[torch.Tensor | None] | None:
+    """Weights and biases, in turn; None where, for now, something else has cut them as well."""
+    parameters: list[torch.Tensor | None] = []
+    for layer in layers:
+        weight, bias = own_parameters(layer, "weight", "bias")
+        if weight is None or not (torch.compiler.is_compiling() or layer._tp.is_laid_out(weight, bias)):
+            return None
+        parameters += (weight, bias)
+    return parameters

@@ -1,4 +1,4 @@
-"""Parts of tensors between the ranks of an axis, without gradients. What starts here is awaited later."""
+"""Parts of tensors between the ranks of a group, without gradients. What starts here is awaited later."""
 
 from __future__ import annotations
 
@@ -7,58 +7,57 @@ from collections.abc import Callable
 
 import torch
 
-from disttrain.process_group import all_gather_into_tensor, reduce_scatter_tensor
+from disttrain.process_group import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
 from disttrain.process_group import all_reduce as all_reduce_
-from disttrain.tp.axis import Axis
 
 Finish = Callable[[], torch.Tensor]
 """Wait for what was started (CUDA: order the current stream after it), and take the result."""
 
 
-def gather(part: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+def gather(part: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """All ranks' parts, of one shape, concatenated along `dim`. Collective, as all that follow."""
     part = part.contiguous()
     shape = part.shape
-    whole_shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
+    whole_shape = (*shape[:dim], shape[dim] * group.group_size, *shape[dim + 1 :])
     if dim == 0 or math.prod(shape[:dim]) == 1:
         whole = part.new_empty(whole_shape)
-        all_gather_into_tensor(whole, part, axis.group)
+        all_gather_into_tensor(whole, part, group)
         return whole
-    stacked = part.new_empty((axis.size, *shape))
-    all_gather_into_tensor(stacked, part, axis.group)
+    stacked = part.new_empty((group.group_size, *shape))
+    all_gather_into_tensor(stacked, part, group)
     return stacked.movedim(0, dim).reshape(whole_shape)
 
 
-def reduce_scatter(whole: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
+def reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' tensors; of that each keeps its part of `dim`, which divides evenly."""
-    whole, part = _in_parts(whole, dim, axis)
-    reduce_scatter_tensor(part, whole, group=axis.group)
+    whole, part = _in_parts(whole, dim, group)
+    reduce_scatter_tensor(part, whole, group=group)
     return part
 
 
-def start_reduce_scatter(whole: torch.Tensor, dim: int, axis: Axis) -> Finish:
+def start_reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> Finish:
     """Begin the same."""
-    whole, part = _in_parts(whole, dim, axis)
-    return _finish(part, reduce_scatter_tensor(part, whole, group=axis.group, async_op=True))
+    whole, part = _in_parts(whole, dim, group)
+    return _finish(part, reduce_scatter_tensor(part, whole, group=group, async_op=True))
 
 
-def all_reduce(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+def all_reduce(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' contiguous tensors, in their own memory."""
-    all_reduce_(values, group=axis.group)
+    all_reduce_(values, group=group)
     return values
 
 
-def start_all_reduce(values: torch.Tensor, axis: Axis) -> Finish:
+def start_all_reduce(values: torch.Tensor, group: ProcessGroup) -> Finish:
     """Begin the same."""
-    return _finish(values, all_reduce_(values, group=axis.group, async_op=True))
+    return _finish(values, all_reduce_(values, group=group, async_op=True))
 
 
-def _in_parts(whole: torch.Tensor, dim: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_parts(whole: torch.Tensor, dim: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """`whole` with the ranks' parts one behind the other, and memory for one of them."""
     shape = whole.shape
-    part_shape = (*shape[:dim], shape[dim] // axis.size, *shape[dim + 1 :])
+    part_shape = (*shape[:dim], shape[dim] // group.group_size, *shape[dim + 1 :])
     if dim and math.prod(shape[:dim]) != 1:
-        whole = whole.view(*shape[:dim], axis.size, *part_shape[dim:]).movedim(dim, 0)
+        whole = whole.view(*shape[:dim], group.group_size, *part_shape[dim:]).movedim(dim, 0)
     return whole.contiguous(), whole.new_empty(part_shape)
 
 

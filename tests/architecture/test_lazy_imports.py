@@ -16,6 +16,8 @@ TORCH_FREE = {
     "disttrain.durations": "disttrain/durations.py",
     "disttrain.errors": "disttrain/errors.py",
     "disttrain.flight_recorder.cli": "disttrain/flight_recorder/cli.py",
+    "disttrain.pipelining": "disttrain/pipelining/__init__.py",
+    "disttrain.pipelining.cli": "disttrain/pipelining/cli.py",
     "disttrain.settings": "disttrain/settings.py",
     "disttrain.store": "disttrain/store/__init__.py",
     "disttrain.store.server": "disttrain/store/server.py",
@@ -37,14 +39,15 @@ def _children_s() -> float:
     return times.children_user + times.children_system
 
 
-@pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight"])
+@pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight", "python -m disttrain.pipelining"])
 def test_help_comes_at_once(command: str) -> None:
     """By the processor's time, of which a quiet machine's clock shows little more: other tests share the cores."""
-    program = Path(sys.executable).with_name(command)
+    name, *arguments = command.split()
+    program = Path(sys.executable) if arguments else Path(sys.executable).with_name(name)
     times_s = []
     for _ in range(3 if program.exists() else 0):
         start_s = _children_s()
-        answer = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
+        answer = subprocess.run([program, *arguments, "--help"], capture_output=True, text=True, check=False)
         times_s.append(_children_s() - start_s)
         assert (answer.returncode, answer.stderr) == (0, "")
         assert "usage: " + command in answer.stdout

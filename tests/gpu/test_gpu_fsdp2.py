@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +12,9 @@ import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.multirank import models
 
 NUM_GPUS = max(1, torch.cuda.device_count())
-
-_spec = importlib.util.spec_from_file_location(
-    "models_of_gpu_tests", Path(__file__).parent.parent / "multirank" / "models.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
 
 
 def large_model() -> nn.Module:

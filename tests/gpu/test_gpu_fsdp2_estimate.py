@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,19 +15,11 @@ from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fu
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.multirank import models
 
 NUM_GPUS = max(1, torch.cuda.device_count())
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 TOLERANCE = 0.05
-
-_spec = importlib.util.spec_from_file_location(
-    "models_of_gpu_estimate_tests", Path(__file__).parent.parent / "multirank" / "models.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
 
 
 def cut_last_dim(parameter: nn.Parameter) -> Shard | None:

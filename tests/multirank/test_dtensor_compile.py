@@ -200,35 +200,48 @@ def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor
 def check_sizes(
     backend: str, placements: list[Placement], sizes: list[tuple[int, int]], *, marked: bool = False
 ) -> list[int]:
-    """How many graphs have been made after each size; results and gradients are right for all of them."""
-    mesh = mesh_of((2,))
-    up = distribute_tensor(normal(8, 4), mesh, [Shard(0)]).requires_grad_()
-    down = distribute_tensor(normal(4, 8, seed=1), mesh, [Shard(1)]).requires_grad_()
+    """How many graphs have been made after each size; results and gradients are the single process's, and lie as
+    without a graph, for all of them."""
+    mesh = mesh_of((disttrain.get_world_size(),))
+    weights = [normal(8, 4), normal(4, 8, seed=1)]
+    cut = [distribute_tensor(one, mesh, [Shard(dim)]) for dim, one in enumerate(weights)]
     compiled = torch.compile(block, backend=backend, fullgraph=True)
     before, made = num_graphs(), []
     for size in sizes:
-        results: list[list[Any]] = []
-        for run in (block, compiled):
-            x = distribute_tensor(normal(*size, 4, seed=2), mesh, placements).requires_grad_()
-            up.grad = down.grad = None
-            if marked and run is compiled:
-                torch._dynamo.mark_dynamic(x, 0)
-                torch._dynamo.mark_dynamic(x, 1)
-            result = run(x, up, down)
-            result.sum().backward()
-            results.append([result.detach(), x.grad, up.grad, down.grad])
-        check_alike(results[1], results[0], f"{size}")
+        whole = normal(*size, 4, seed=2)
+        expected = results_of(block, [whole, *weights])
+        given = [distribute_tensor(whole, mesh, placements), *cut]
+        eager = results_of(block, given)
+        found = results_of(compiled, given, marked=marked)
+        check_alike(found, eager, f"{size}")
+        for one, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.full_tensor(), wanted)
         made.append(num_graphs() - before)
     return made
 
 
+def results_of(run: Function, operands: list[torch.Tensor], *, marked: bool = False) -> list[Any]:
+    """The result, and the gradients of the operands; dims of the first one are marked as dynamic."""
+    x, up, down = (operand.detach().requires_grad_() for operand in operands)
+    if marked:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+    result = run(x, up, down)
+    result.sum().backward()
+    return [result.detach(), x.grad, up.grad, down.grad]
+
+
 @on_ranks(2, timeout_s=110)
-def test_one_graph_serves_all_sizes() -> None:
-    sizes = [(8, 32), (16, 64), (6, 48)]
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_one_graph_serves_all_sizes(is_cut: bool) -> None:
+    placement = Shard(1) if is_cut else Replicate()
+    sizes = [(8, 32), (16, 64), (4, 48), (12, 40)]
     torch._dynamo.reset()
-    assert check_sizes("aot_eager", [Shard(1)], sizes) == [1, 2, 2]
+    # Of 4 rows 3 remain, so that the second rank has one, and one moves back: torch compiles anew for what is one.
+    assert check_sizes("aot_eager", [placement], sizes) == ([1, 2, 2, 2] if is_cut else [1, 2, 3, 3])
     torch._dynamo.reset()
-    assert check_sizes("eager", [Replicate()], sizes, marked=True) == [1, 1, 1]
+    has_one_row = not is_cut and disttrain.get_rank() == 1
+    assert check_sizes("eager", [placement], sizes, marked=True) == ([1, 1, 2, 2] if has_one_row else [1, 1, 1, 1])
 
 
 @on_ranks(2, timeout_s=110)
@@ -236,6 +249,12 @@ def test_uneven_parts_are_right_for_every_size() -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=16):
         check_sizes("eager", [Shard(1)], [(3, 5), (4, 6), (5, 7), (2, 3), (2, 1)])
+
+
+@on_ranks(3, timeout_s=110)
+def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
+    torch._dynamo.reset()
+    assert check_sizes("aot_eager", [Replicate()], [(8, 32), (14, 65), (20, 50)]) == [1, 2, 2]
 
 
 @on_ranks(2, timeout_s=110)

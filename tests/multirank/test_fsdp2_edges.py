@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
-import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +15,7 @@ from disttrain.dtensor import DTensor, distribute_tensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-
-_spec = importlib.util.spec_from_file_location("models_of_fsdp2_edge_tests", Path(__file__).parent / "models.py")
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
+from tests.multirank import models
 
 
 def sharded(model: nn.Module, **options: object) -> nn.Module:

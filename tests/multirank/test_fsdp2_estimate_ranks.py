@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import torch
 
 import disttrain
 from disttrain.dtensor import CommDebugMode
 from disttrain.fsdp2 import MixedPrecisionPolicy, estimate, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-
-_spec = importlib.util.spec_from_file_location("models_of_fsdp2_estimate_tests", Path(__file__).parent / "models.py")
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
+from tests.multirank import models
 
 
 @on_ranks(2, 3, 4)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,13 +23,7 @@ from disttrain.fsdp2 import (
 )
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
-
-_spec = importlib.util.spec_from_file_location("models_of_fsdp2_method_tests", Path(__file__).parent / "models.py")
-assert _spec is not None
-assert _spec.loader is not None
-models = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = models
-_spec.loader.exec_module(models)
+from tests.multirank import models
 
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 

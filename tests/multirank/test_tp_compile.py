@@ -34,4 +34,4 @@ def test_a_compiled_block(backend: str, sequence: bool) -> None:
         result.sin().sum().backward()
         check_gradients(module, alone)
     # The second size makes torch take sizes for symbols; the third is nothing new.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, torch._dynamo.utils.counters["stats"]

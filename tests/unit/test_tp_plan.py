@@ -132,7 +132,8 @@ def test_what_cannot_be_planned_is_said() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.norm = nn.LayerNorm(8)
-            self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+            for name in ("query", "key", "value", "out"):
+                self.add_module(name, nn.Linear(8, 8))
 
     with pytest.raises(ShardingError, match="head_dim"):
         plan_for(nn.Sequential(Silent()))

@@ -32,7 +32,9 @@ def likelihood(call: OpCall) -> AxisMap | None:
         return AxisMap(operands, (letters,), letters, linear=(frozenset({"grad_output"}),))
     # A mean is over the weights of all targets, which all ranks have to know: they reduce it at once.
     everything = frozenset(operands) if reduction != MEAN else frozenset[str]()
-    total = everything if reduction == _SUM else frozenset[str]()
+    # Of a single target, torch sums the weights whatever the reduction.
+    is_total_known = reduction == _SUM or (reduction == NONE and letters == "c")
+    total = everything if is_total_known else frozenset[str]()
     return AxisMap(operands, (reduced, ""), letters, sources=(everything, total))
 
 

@@ -64,7 +64,7 @@ def by_row(call: OpCall) -> AxisMap | None:
     operands = {"self": rows, "target": target, "is_target": rows, "grad_output": reduced}
     if call.facts.name.endswith(_BACKWARD):
         return AxisMap(operands, (rows,), "A", linear=(frozenset({"grad_output"}),))
-    return AxisMap(operands, (reduced, rows), "A")
+    return AxisMap(operands, (reduced, rows)[: len(call.outputs)], "A")
 
 
 def _reduction(call: OpCall) -> int:

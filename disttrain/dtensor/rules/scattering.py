@@ -39,7 +39,7 @@ def scatter(call: OpCall) -> Sequence[Signature]:
         signatures.append(Signature.of((kind, _WHOLE, kind), kind))
         if specs[1].shape[dim] == specs[2].shape[dim]:
             signatures.append(Signature.of((kind, Shard(dim), Shard(dim)), kind))
-    elif call.facts.name.startswith("aten.scatter") and call.argument("reduce") is None:
+    elif call.facts.name.rstrip("_") == "aten.scatter" and call.argument("reduce") is None:
         if num_operands == 3:
             signatures += _copied(call)
         elif call.argument("value") == 0:

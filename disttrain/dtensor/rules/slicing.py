@@ -16,6 +16,7 @@ from disttrain.dtensor.exchange import Broadcast, Exchange, elements, sole_axis
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.placement import Replicate, Shard
+from disttrain.dtensor.places import Places
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import (
     dim_of,
@@ -35,27 +36,21 @@ def _dim(call: OpCall) -> int:
     return dim_of(call, "dim", len(call.operand.shape))
 
 
-def _slice(call: OpCall) -> range:
-    size = call.operand.shape[_dim(call)]
-    return _places(call, size)
+def _places(call: OpCall, size: int) -> Places:
+    return Places.of_slice(size, call.argument("start"), call.argument("end"), call.argument("step", 1))
 
 
-def _places(call: OpCall, size: int) -> range:
-    chosen = slice(call.argument("start"), call.argument("end"), call.argument("step", 1))
-    return range(size)[chosen]
-
-
-def _slices(call: OpCall) -> list[range]:
+def _slices(call: OpCall) -> list[Places]:
     """The places of the dim that each result has."""
-    if call.facts.name == "aten.slice":
-        return [_slice(call)]
     dim = _dim(call)
-    ends = list(accumulate(output.shape[dim] for output in call.outputs))
-    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    if call.facts.name == "aten.slice":
+        return [_places(call, call.operand.shape[dim])]
+    sizes = [output.shape[dim] for output in call.outputs]
+    return [Places(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
 
 def _is_whole(call: OpCall, size: int) -> bool:
-    """Whether all of the dim's `size` elements are taken in order. Sizes may be symbols, of which no range is made."""
+    """Whether all of the dim's `size` elements are taken in order."""
     if "slice" not in call.facts.name:
         return len(call.outputs) == 1
     start, end, step = call.argument("start", 0), call.argument("end", size), call.argument("step", 1)
@@ -112,17 +107,13 @@ def _slice_backward(call: OpCall) -> Sequence[Signature]:
     return mapped(call, unchanged(len(spec.shape), () if may_be_cut else {dim}))
 
 
-def _slice_in_result(call: OpCall) -> range:
-    return _places(call, call.output_shape[_dim(call)])
-
-
 def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
     result, dim = result_spec(call, propagation), _dim(call)
     shape = result.local_shape
     axis = sole_axis(result, dim)
     if axis is None or _is_whole(call, result.shape[dim]):
         return with_argument(call, "input_sizes", shape)
-    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [_slice_in_result(call)])
+    exchange = Exchange(result.mesh, axis, dim, result.shape[dim], [_places(call, result.shape[dim])])
 
     def compute(grad: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         whole = grad.new_zeros(shape)

@@ -11,6 +11,7 @@ import torch
 from disttrain.dtensor.exchange import Exchange, sole_axis
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import NormPartial, Partial, Placement, Replicate, Shard
+from disttrain.dtensor.places import Places
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 
 
@@ -83,8 +84,8 @@ def _cat_parts(call: OpCall, propagation: Propagation) -> Compute:
     axis = sole_axis(result, dim)
     if axis is None:
         return call.op
-    ends = list(accumulate(spec.shape[dim] for spec in call.operands if spec is not None))
-    slices = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    sizes = [spec.shape[dim] for spec in call.operands if spec is not None]
+    slices = [Places(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
     # What ranks have of the operands are slices of the result.
     exchange = Exchange(result.mesh, axis, dim, result.shape[dim], slices)
 

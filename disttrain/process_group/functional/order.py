@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -18,13 +19,23 @@ def start(op: Any, *arguments: Any) -> torch.Tensor:
 
     Where Dynamo reads the program nothing is recorded yet, and where it runs nothing needs to be.
     """
+    handle: torch.Tensor = _after_last(op, arguments, lambda result: result)
+    return handle
+
+
+def run(op: Any, *arguments: Any) -> list[torch.Tensor]:
+    """The results of `op`, which begins and ends collectives by itself, in the same order; its first is its handle."""
+    results: list[torch.Tensor] = _after_last(op, arguments, lambda results: results[0])
+    return results[1:]
+
+
+def _after_last(op: Any, arguments: tuple[Any, ...], handle_of: Callable[[Any], torch.Tensor]) -> Any:
     graph = None if torch.compiler.is_dynamo_compiling() else recorder()
     if graph is None:
-        handle: torch.Tensor = op(*arguments)
-        return handle
+        return op(*arguments)
     last = _LAST.setdefault(graph, {})
     # A backward graph runs after the forward one anyhow, and should not keep its handles.
     is_backward = is_in_backward()
-    handle = op(*arguments, after=last.get(is_backward))
-    last[is_backward] = handle
-    return handle
+    result = op(*arguments, after=last.get(is_backward))
+    last[is_backward] = handle_of(result)
+    return result

@@ -1,0 +1,50 @@
+"""Places along a dim, evenly spaced: a range whose numbers may be a compiler's symbols.
+
+A Python range asks for numbers, and a graph whose sizes have been asked for serves no others. Here sizes are compared,
+each comparison a condition of the graph, and computed with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Places:
+    """`length` ascending places from `start`, `step` apart."""
+
+    start: int
+    length: int
+    step: int = 1
+
+    @classmethod
+    def of_slice(cls, size: int, start: int | None, end: int | None, step: int = 1) -> Self:
+        """What `[start:end:step]` takes of `size` elements; `step` is positive."""
+        first = _within(size, 0 if start is None else start)
+        last = _within(size, size if end is None else end)
+        return cls(first, -((first - last) // step) if last > first else 0, step)
+
+    @property
+    def end(self) -> int:
+        """One past the last place; there is one."""
+        return self.start + (self.length - 1) * self.step + 1
+
+    def between(self, first: int, last: int) -> Places:
+        """Those from the `first` up to but without the `last` of them."""
+        return Places(self.start + first * self.step, last - first, self.step)
+
+    def less(self, offset: int) -> Places:
+        """The same places, counted from `offset`."""
+        return Places(self.start - offset, self.length, self.step)
+
+    def num_below(self, bound: int) -> int:
+        """How many of them are less than `bound`."""
+        return min(self.length, max(0, -((self.start - bound) // self.step)))
+
+
+def _within(size: int, place: int) -> int:
+    """A place from 0 up to `size`, where negative ones count from the end."""
+    if place < 0:
+        return max(0, place + size)
+    return min(size, place)

@@ -1,0 +1,65 @@
+"""Every output that another rank needs is sent once and received once, and the two ranks of each pair list all messages
+between them, either way, in the same order: NCCL does them in the order in which each rank asks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from disttrain.pipelining.action import MESSAGES, Action, Op
+from disttrain.pipelining.checks.problem import Problem
+from disttrain.pipelining.schedule import Schedule
+
+
+def check_messages(schedule: Schedule) -> Iterator[Problem]:
+    if not schedule.has_messages:
+        return
+    yield from list(_once_each(schedule)) or _same_order(schedule)
+
+
+def messages_needed(schedule: Schedule) -> Iterator[Action]:
+    """The sends of a complete schedule."""
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for target in schedule.elsewhere(stage, schedule.targets[stage]):
+                yield Action(Op.SEND_F, stage, microbatch, target)
+            if schedule.has_backward:
+                for source in schedule.elsewhere(stage, schedule.sources[stage]):
+                    yield Action(Op.SEND_B, stage, microbatch, source)
+    if schedule.has_backward:
+        for stage, peer in schedule.wiring.tied_pairs:
+            if schedule.placement.ranks[stage] != schedule.placement.ranks[peer]:
+                yield Action(Op.SEND_TIED, stage, None, peer)
+
+
+def _once_each(schedule: Schedule) -> Iterator[Problem]:
+    """What is sent needlessly is no longer there: each message's ends are wired."""
+    seen = Counter(action for actions in schedule.ranks for action in actions if action.op in MESSAGES)
+    for send in messages_needed(schedule):
+        for end in (send, send.other_end):
+            if seen[end] != 1:
+                text = f"{end} is there {seen[end]} times." if seen[end] else f"{end} is missing."
+                yield Problem(text, "Each message needs one send and one receive.", schedule.placement.ranks[end.stage])
+
+
+def _same_order(schedule: Schedule) -> Iterator[Problem]:
+    """Where the lists of a pair differ first."""
+    lists: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    home = schedule.placement.ranks
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.op in MESSAGES and action.peer is not None:
+                lists[rank, home[action.peer]].append((position, action))
+    for (rank, peer), here in lists.items():
+        if rank > peer:
+            continue
+        for (position, mine), (_, theirs) in zip(here, lists[peer, rank], strict=True):
+            if mine.other_end != theirs:
+                yield Problem(
+                    f"{mine} is rank {rank}'s next message with rank {peer}, which has {theirs} instead of "
+                    f"{mine.other_end}.",
+                    "List the messages of a pair in the same order on both.",
+                    rank,
+                    position,
+                )
+                break

@@ -1,0 +1,101 @@
+"""Sends and receives for all that goes from rank to rank: activations, gradients, skip edges, tied gradients.
+
+A simulation of the computations says when each output is there. Its send stands right after the computation, its
+receive where the other rank has come to by then. As both ranks list all messages by that time, they list them in one
+order; and as everybody's list follows one clock, nobody waits in a circle, not even where sends wait for receives.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from disttrain.errors import ScheduleError
+from disttrain.pipelining.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
+from disttrain.pipelining.costs import Costs
+from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.simulator import simulate
+from disttrain.pipelining.timeline import Timeline
+
+
+class _Message(NamedTuple):
+    """`order` is as both ends list them. Of what is ready at once the neighbour's comes first: others wait for it."""
+
+    ready_s: float
+    order: tuple[int, int]
+    send: Action
+
+
+def insert_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """The schedule with its messages. `costs` are the times that their order is chosen by.
+
+    Raises: ScheduleError when there are messages already, when the computations cannot come to their end, or when one
+            takes no time.
+    """
+    if schedule.has_messages:
+        raise ScheduleError(
+            "pipelining.insert_messages",
+            f"{schedule.name} has messages already.",
+            "Begin with its computations only, as schedule.compute_only() returns them.",
+        )
+    timeline = simulate(schedule, costs)
+    if instant := [span.action for spans in timeline.compute for span in spans if span.start_s >= span.end_s]:
+        raise ScheduleError(
+            "pipelining.insert_messages",
+            f"{instant[0]} takes no time, so nobody can tell what comes first.",
+            "Give each computation a time above 0.",
+        )
+    home = schedule.placement.ranks
+    # Of each rank, its messages by the computation before which they stand.
+    slots: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
+    starts = [[span.start_s for span in spans] for spans in timeline.compute]
+    for message in sorted(_messages(schedule, timeline)):
+        for end in (message.send, message.send.other_end):
+            rank = home[end.stage]
+            slot = bisect.bisect_left(starts[rank], message.ready_s)
+            slots[rank].setdefault(slot, []).append(end)
+    return schedule.with_ranks([_insert(schedule, rank, rank_slots, timeline) for rank, rank_slots in enumerate(slots)])
+
+
+def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
+    complete_s = [0.0] * schedule.num_stages
+    for spans in timeline.compute:
+        for span in spans:
+            for part in span.action.parts:
+                if part.op in WEIGHT_GRADIENTS:
+                    complete_s[part.stage] = span.end_s
+                for send in _sends(schedule, part):
+                    yield _message(span.end_s, send)
+    home = schedule.placement.ranks
+    for stage, peer in schedule.wiring.tied_pairs if schedule.has_backward else ():
+        if home[stage] != home[peer]:
+            # Not before the receiver has its own: until then a buffer for the other's would lie idle.
+            yield _message(max(complete_s[stage], complete_s[peer]), Action(Op.SEND_TIED, stage, None, peer))
+
+
+def _message(ready_s: float, send: Action) -> _Message:
+    assert send.peer is not None
+    return _Message(ready_s, (send.stage, abs(send.stage - send.peer)), send)
+
+
+def _sends(schedule: Schedule, part: Action) -> Iterator[Action]:
+    if part.op is Op.FORWARD:
+        for target in schedule.elsewhere(part.stage, schedule.targets[part.stage]):
+            yield Action(Op.SEND_F, part.stage, part.microbatch, target)
+    elif part.op in INPUT_GRADIENTS:
+        for source in schedule.elsewhere(part.stage, schedule.sources[part.stage]):
+            yield Action(Op.SEND_B, part.stage, part.microbatch, source)
+
+
+def _insert(schedule: Schedule, rank: int, slots: dict[int, list[Action]], timeline: Timeline) -> list[Action]:
+    """Other actions stay where they are, between the computation that they follow and the messages after it."""
+    result: list[Action] = []
+    num_computed = 0
+    computed = [span.action for span in timeline.compute[rank]]
+    for action in schedule.ranks[rank]:
+        if num_computed < len(computed) and action is computed[num_computed]:
+            result += slots.get(num_computed, ())
+            num_computed += 1
+        result.append(action)
+    return result + slots.get(num_computed, [])

@@ -1,0 +1,61 @@
+"""When to gather a stage's sharded parameters, and when to let go of them.
+
+What is unsharded at any time is what the next computations need, as far as there is room: the stage that is needed next
+is gathered (a prefetch, if others come before it), and what is not among the next ones is let go of. That is Belady's
+rule, which no other order of gathers beats.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from disttrain.errors import ScheduleError
+from disttrain.pipelining.action import COMPUTE, Action, Op
+from disttrain.pipelining.schedule import Schedule
+
+
+def unshard_stages(schedule: Schedule, max_unsharded: int | None = None) -> Schedule:
+    """UNSHARD and RESHARD around the computations.
+
+    Args: max_unsharded  stages that a rank may have unsharded at once, one of which is being gathered while others
+          compute; None: all of its stages, each gathered once per step; 1: gathered for each run of computations.
+    Raises: ScheduleError when an OVERLAP needs more.
+    """
+    return schedule.with_ranks([_unshard(schedule.name, actions, max_unsharded) for actions in schedule.ranks])
+
+
+def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) -> list[Action]:
+    uses: dict[int, deque[int]] = {}
+    for position, action in enumerate(actions):
+        for stage in _stages(action):
+            uses.setdefault(stage, deque()).append(position)
+    room = len(uses) if max_unsharded is None else max_unsharded
+    unsharded: dict[int, None] = {}
+    result: list[Action] = []
+    for action in actions:
+        needed = _stages(action)
+        if len(needed) > room:
+            raise ScheduleError(
+                name,
+                f"{action} needs {len(needed)} unsharded stages, max_unsharded is {room}.",
+                f"Allow {len(needed)} or more.",
+            )
+        if needed:
+            # The next ones, in the order in which they are needed; of what is never needed again, nothing.
+            soonest = heapq.nsmallest(room, ((queue[0], stage) for stage, queue in uses.items() if queue))
+            coming = [stage for _, stage in soonest]
+            result += (Action(Op.RESHARD, stage) for stage in unsharded if stage not in coming)
+            result += (Action(Op.UNSHARD, stage) for stage in coming if stage not in unsharded)
+            unsharded = dict.fromkeys([*(stage for stage in unsharded if stage in coming), *coming])
+            for stage in needed:
+                uses[stage].popleft()
+        result.append(action)
+    return result + [Action(Op.RESHARD, stage) for stage in unsharded]
+
+
+def _stages(action: Action) -> list[int]:
+    if action.op not in COMPUTE:
+        return []
+    return list(dict.fromkeys(part.stage for part in action.parts))

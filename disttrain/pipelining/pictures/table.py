@@ -1,0 +1,46 @@
+"""Schedules side by side, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disttrain.pipelining.searching.search import Found
+
+_HEAD = ("schedule", "stages per rank", "placement", "makespan", "bubble", "waits between", "kept", "messages")
+
+
+def compare_table(found: Sequence[Found], in_colour: bool) -> str:
+    """`waits between`: the most that a rank waits after its first action and before its last; `kept`: microbatches
+    that the fullest rank keeps, by its costs; `messages`: that the busiest rank sends."""
+    rows = [_row(one) for one in sorted(found, key=lambda one: one.score)]
+    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+    lines = [_line(row, widths) for row in (_HEAD, *rows)]
+    if in_colour:
+        lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
+    return "\n".join(lines)
+
+
+def _row(one: Found) -> tuple[str, ...]:
+    timeline, placement = one.timeline, one.schedule.placement
+    sent = [0] * one.schedule.num_ranks
+    for transfer in timeline.transfers:
+        sent[transfer.from_rank] += 1
+    return (
+        one.schedule.name,
+        str(max(map(len, placement.stages))),
+        placement.kind,
+        f"{timeline.makespan_s:.6g}",
+        f"{timeline.bubble:.1%}",
+        f"{max(timeline.idle_s):.6g}",
+        f"{one.num_bytes:.6g}",
+        str(max(sent)),
+    )
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Words to the left, numbers to the right."""
+    cells = (
+        cell.ljust(width) if column in (0, 2) else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    return "  ".join(cells).rstrip()
