@@ -95,8 +95,9 @@ def column_cuts(module: nn.Module, matrix: Matrix, axis: Axis, head_dim: int | N
 
 
 def row_cuts(matrix: Matrix) -> dict[str, Cut]:
-    """Cuts by which each rank has some of the inputs. The bias is added to the sum. Where ranks have parts of that, each
-    gathers the gradient of all of it, so that the bias's is whole on each.
+    """Cuts by which each rank has some of the inputs. The bias is added to the sum.
+
+    Where ranks have parts of the sum, each gathers the gradient of all of it, so that the bias's is whole on each.
     """
     return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED}
 

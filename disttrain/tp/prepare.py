@@ -96,7 +96,7 @@ class PrepareModuleInput(ParallelStyle):
         prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         for sharing in prepare.sharing.values():
-            module.register_forward_hook(sharing.release)
+            module.register_forward_hook(sharing.release, always_call=True)
         return module
 
 

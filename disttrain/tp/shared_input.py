@@ -65,15 +65,15 @@ class Sharing:
         """What the layer of this number has made of `x`, handed out once; None for another input."""
         return self._results.pop(place, None) if x is self._whole else None
 
-    def release(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """A forward hook: the module has returned.
+    def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A forward hook, always called: the module has returned, or has been left before, with no output. So leaves
+        activation checkpointing what it computes again.
 
-        Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
-        computes again, it may leave early: then this is not called.
+        Warns once where a layer was multiplied by an input that it was never given.
         """
         unasked = len(self._results)
         self._whole, self._results = None, {}
-        if unasked and not self._has_warned:
+        if unasked and output is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(module).__name__}: {unasked} of the ColwiseParallel layers in it were multiplied by its "
