@@ -87,7 +87,10 @@ class ColumnLayer:
             part = local_part(x, self.input, self.axis)
             _, result = self.in_graph(part, dim, [self], [weight], [bias])
             return self.given_from_part(result, self.num_outputs(weight))
-        whole = as_dtensor(x, self.input, self.axis).redistribute(placements=[Replicate()])
+        whole_shape = None
+        if _is_shard(self.input, x.ndim - 1, x.ndim):
+            whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
+        whole = as_dtensor(x, self.input, self.axis, whole_shape).redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])
         used_bias = None if bias is None else self.bias.used_with_grad(bias)
         part = self.matrix.times(local, self.weight.used_with_grad(weight), used_bias)
