@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,7 @@ class ColumnLayer:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
         if not takes_the_long_way(x):
-            key = form_of(x)
-            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+            plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         if plan is None:
             return self._the_long_way(x, weight, bias)
         (result,) = columns(x, plan, (weight, bias))
@@ -150,8 +149,7 @@ class RowLayer:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
         if not takes_the_long_way(x):
-            key = form_of(x)
-            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+            plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         return self._the_long_way(x, weight, bias) if plan is None else row(x, plan, weight, bias)
 
     def _plan(self, x: torch.Tensor, weight: torch.Tensor) -> Row | None:
@@ -204,6 +202,21 @@ def form_of(x: torch.Tensor) -> Any:
     """What plans are kept by: inputs of one form take one way."""
     spec = getattr(x, "_spec", None)
     return (x.shape, x.dtype) if spec is None else spec
+
+
+_Plan = TypeVar("_Plan")
+_MOST_PLANS = 1024
+"""Of one layer; sequences of ever other lengths would keep ever more."""
+
+
+def kept_plan(plans: dict[Any, _Plan | None], form: Any, make: Callable[[], _Plan | None]) -> _Plan | None:
+    """The plan for inputs of this form, made when the first one comes."""
+    plan = plans.get(form)
+    if plan is None and form not in plans:
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plan = plans[form] = make()
+    return plan
 
 
 def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Cutting | None:

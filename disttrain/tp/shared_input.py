@@ -19,6 +19,7 @@ from disttrain.tp.layers import (
     cutting_of,
     dim_in_graph,
     form_of,
+    kept_plan,
     local_part,
     spec_on,
     takes_the_long_way,
@@ -66,10 +67,10 @@ class Sharing:
         return self._results.pop(place, None) if x is self._whole else None
 
     def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
-        """A forward hook, always called: the module has returned, or has been left before, with no output. So leaves
-        activation checkpointing what it computes again.
+        """A forward hook, called in any case: the module has returned, or was left by an exception.
 
-        Warns once where a layer was multiplied by an input that it was never given.
+        Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
+        computes again, it may leave early; there is no output then.
         """
         unasked = len(self._results)
         self._whole, self._results = None, {}
@@ -84,8 +85,7 @@ class Sharing:
     def _at_once(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor] | None:
-        key = form_of(x)
-        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, states, parameters))
+        plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, states, parameters))
         return None if plan is None else columns(x, plan, parameters)
 
     def _in_graph(
