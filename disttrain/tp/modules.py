@@ -21,7 +21,7 @@ class PrepareFirst:
     axis: Axis
     given: Placement
     wanted: Placement
-    name: str | None
+    name: str
     """By which the input may come."""
 
     def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
@@ -57,9 +57,9 @@ def hook(module: nn.Module, axis: Axis, given: Placement, wanted: Placement, fin
     module.register_forward_hook(finish)
 
 
-def first_input_name(module: nn.Module) -> str | None:
-    """What the module's forward calls its first input."""
-    return next(iter(inspect.signature(module.forward).parameters), None)
+def first_input_name(module: nn.Module) -> str:
+    """What the module's forward calls its first input; "" where it has none."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

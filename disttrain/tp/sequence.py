@@ -61,7 +61,7 @@ class SequenceState:
     axis: Axis
     placement: Shard
     use_local_output: bool
-    input_name: str | None
+    input_name: str
 
 
 class SequenceNorm(Parallel):

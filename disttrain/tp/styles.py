@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
+from disttrain.tp._torch import own_parameters
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
 from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
@@ -75,6 +77,7 @@ class ColwiseParallel(ParallelStyle):
     def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
         check_uncut(self, module, axis)
         check_placements(self, axis, input_layouts=self.input_layouts, output_layouts=self.output_layouts)
+        _check_weight(self, module, axis)
         matrix = matrix_of(module)
         if matrix is not None:
             return column_cuts(module, matrix, axis, self.head_dim, self.num_blocks)
@@ -138,6 +141,7 @@ class RowwiseParallel(ParallelStyle):
     def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
         check_uncut(self, module, axis)
         check_placements(self, axis, input_layouts=self.input_layouts, output_layouts=self.output_layouts)
+        _check_weight(self, module, axis)
         matrix = matrix_of(module)
         if matrix is not None:
             return row_cuts(matrix)
@@ -186,6 +190,24 @@ def check_placements(style: ParallelStyle, axis: Axis, **given: Any) -> None:
                 "Give one placement, such as Shard(1) or Replicate().",
                 axis,
             )
+
+
+def _check_weight(style: ParallelStyle, module: nn.Module, axis: Axis) -> None:
+    """Raise ShardingError for a module that is known, and whose weight cannot be cut."""
+    name = type(module).__name__
+    if isinstance(getattr(module, "weight", None), UninitializedParameter):
+        _refuse(
+            f"{style} is applied to a {name}, whose weight has no shape yet.",
+            "Run the module once, or give it its sizes, before parallelize_module.",
+            axis,
+        )
+    is_known = matrix_of(module) is not None or isinstance(module, (nn.Linear, nn.Embedding, *_CONVOLUTIONS))
+    if is_known and own_parameters(module, "weight") == [None]:
+        _refuse(
+            f"{style} is applied to a {name}, whose weight is no parameter of its own but computed.",
+            "Remove the parametrization, or write a ParallelStyle that cuts what it is computed from.",
+            axis,
+        )
 
 
 def _column_dims(style: ParallelStyle, module: nn.Module, axis: Axis) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard
@@ -110,6 +111,29 @@ def test_heads_of_what_has_none() -> None:
         lambda: {**FIRST, "table": ColwiseParallel(head_dim=2)},
         "Embedding", "head_dim", "linear layers",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel()], ids=repr)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: weight_norm(nn.Linear(4, 4)), ("ParametrizedLinear", "computed", "parametrization")),
+        (lambda: nn.LazyLinear(4), ("LazyLinear", "no shape yet", "sizes")),
+    ],
+)
+def test_weights_that_are_not_there(
+    style: ParallelStyle, make: Callable[[], nn.Module], words: tuple[str, ...]
+) -> None:
+    def on_rank() -> str:
+        module = nn.ModuleDict({"gate": nn.Linear(4, 4), "other": make()})
+        with pytest.raises(ShardingError) as found:
+            parallelize_module(module, mesh_of_two(), {**FIRST, "other": style})
+        assert type(module["gate"]) is nn.Linear
+        return str(found.value)
+
+    for message in run_threads(NUM_RANKS, on_rank):
+        for word in words:
+            assert word in message
 
 
 @pytest.mark.parametrize(

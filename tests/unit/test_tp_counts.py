@@ -53,14 +53,6 @@ def counts_of(
     return run_threads(NUM_RANKS, on_rank)[0]
 
 
-def pair_plan(come: Any, go: Any) -> dict[str, Any]:
-    return {
-        "gate": ColwiseParallel(input_layouts=come),
-        "up": ColwiseParallel(input_layouts=come),
-        "down": RowwiseParallel(output_layouts=go),
-    }
-
-
 class Pair(nn.Sequential):
     """One layer by columns, one by rows."""
 
