@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttrain
-from disttrain.dtensor import DTensor, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.mesh import DeviceMesh
@@ -112,9 +112,18 @@ def on_mesh(shape: tuple[int, ...], body: Callable[[DeviceMesh], None]) -> None:
     run_threads(size, lambda: body(mesh_of(shape)))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2), (1, 4), (4, 1)], ids=str)
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "sequence", "tied"),
+    [
+        ((2, 2), False, False),
+        ((2, 2), True, True),
+        ((2, 2, 2), False, True),
+        ((2, 2, 2), True, False),
+        ((1, 4), True, True),
+        ((4, 1), False, True),
+    ],
+    ids=str,
+)
 def test_a_decoder_trains_as_in_one_process(shape: tuple[int, ...], sequence: bool, tied: bool) -> None:
     alone = make(tied=tied)
 
@@ -257,3 +266,18 @@ def test_blocks_are_cut_along_another_dim_by_fsdp() -> None:
         assert_same_state(model, reference)
 
     on_mesh((2, 2), on_rank)
+
+
+def test_pieces_of_pieces_are_cut_once_more() -> None:
+    """Two axes that have cut one dim, the later one first, leave each rank consecutive rows."""
+    weight = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def on_rank() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+        layer = nn.Linear(3, 16, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(weight, mesh["ep", "tp"], [StridedShard(0, 2), Shard(0)]))
+        fully_shard(layer, mesh=mesh["dp"])
+        assert layer.weight.placements == (StridedShard(0, 4), StridedShard(0, 2), Shard(0))
+        assert torch.equal(layer.weight.full_tensor(), weight)
+
+    run_threads(8, on_rank)
