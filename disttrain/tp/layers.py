@@ -158,6 +158,16 @@ class RowLayer:
         last, width, size = x.ndim - 1, weight.shape[self.matrix.out_dim], self.axis.size
         if not _is_shard(self.input if spec is None else spec.placements[0], last, x.ndim):
             return None
+        num_own = weight._spec.local_shape[self.matrix.in_dim]  # type: ignore[attr-defined]
+        if spec is None and x.shape[last] != num_own:
+            raise LayoutError(
+                "RowwiseParallel",
+                f"this rank's input has {x.shape[last]} columns, and its part of the layer takes {num_own} of "
+                f"{weight.shape[self.matrix.in_dim]}.",
+                f"Cut the layers before it into {size} parts without overlap: heads that ranks share, as with fewer "
+                "query heads than ranks, are too many columns.",
+                rank=self.axis.world_rank,
+            )
         dim = None
         if isinstance(self.output, Shard):
             dim = dim_of(self.output, x.ndim)

@@ -102,7 +102,7 @@ def gpt2_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
         "lm_head": ColwiseParallel(input_layouts=cut, output_layouts=Replicate()),
         f"{block}.attn.c_attn": ColwiseParallel(num_blocks=3, head_dim=HEAD_DIM, input_layouts=cut),
         f"{block}.attn.c_proj": RowwiseParallel(output_layouts=cut),
-        f"{block}.attn": Divided("split_size", "num_heads"),
+        f"{block}.attn": Divided("split_size"),
         f"{block}.mlp.c_fc": ColwiseParallel(input_layouts=cut),
         f"{block}.mlp.c_proj": RowwiseParallel(output_layouts=cut),
     }

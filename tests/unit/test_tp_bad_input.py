@@ -361,3 +361,15 @@ def test_an_attention_whose_groups_do_not_fit() -> None:
     """Three heads of keys among two ranks: neither has one head, nor do they share one."""
     plan = lambda: {name: ColwiseParallel(head_dim=2) for name in ("query", "key", "value")}  # noqa: E731
     refused(lambda: Attention(12, 6, 3), plan, "3 heads of 2", "2 ranks", "1, 3")
+
+
+def test_query_heads_that_ranks_share() -> None:
+    refused_in_forward(
+        Attention(4, 1, 1),
+        lambda: {
+            **{name: ColwiseParallel(head_dim=4) for name in ("query", "key", "value")},
+            "out": RowwiseParallel(),
+        },
+        lambda _: torch.zeros(2, 3, 4),
+        "4 columns", "takes 2 of 4", "fewer query heads than ranks",
+    )  # fmt: skip
