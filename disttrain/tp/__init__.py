@@ -8,6 +8,7 @@ from disttrain.tp.parallelize import parallelize_module
 from disttrain.tp.plan import plan_for
 from disttrain.tp.plan_table import ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from disttrain.tp.randomness import own_randomness
 from disttrain.tp.sequence import SequenceParallel
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -21,6 +22,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "loss_parallel",
+    "own_randomness",
     "parallelize_module",
     "plan_for",
     "vocab_parallel_cross_entropy",
