@@ -59,7 +59,6 @@ class _Row(torch.autograd.Function):
             grad = grad.redistribute(placements=plan.output.placements)._local_tensor
         needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad
         used = plan.weight.used(weight)
-        own = grad
         x_grad = weight_grad = bias_grad = None
         if plan.cutting is not None:
             back = [Matrix(out_dim=plan.matrix.in_dim)] if needs_x else []
@@ -73,5 +72,5 @@ class _Row(torch.autograd.Function):
         if needs_weight:
             weight_grad = plan.weight.grad(plan.matrix.weight_grad(flat, part.flatten(0, -2)), weight._spec)
         if needs_bias:
-            bias_grad = plan.bias.grad(own.flatten(0, -2).sum(0), bias._spec)
+            bias_grad = plan.bias.grad(flat.sum(0), bias._spec)
         return x_grad, None, weight_grad, bias_grad
