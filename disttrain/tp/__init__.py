@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
 from disttrain.tp.parallelize import parallelize_module
@@ -14,6 +15,7 @@ from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "DivideAttributes",
     "ParallelPlan",
     "ParallelStyle",
     "PrepareModuleInput",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Shard
+from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.linears import matrix_of
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -111,6 +112,8 @@ def _described(style: ParallelStyle) -> str:
     """The style and what is not its default."""
     if isinstance(style, PrepareModuleInput):
         return f"input {style.input_layouts} -> {style.desired_input_layouts}"
+    if isinstance(style, DivideAttributes):
+        return f"{', '.join(style.names)} / ranks"
     shown = {
         "input_layouts": "input {}",
         "output_layouts": "output {}",

@@ -15,28 +15,18 @@ from disttrain.mesh import DeviceMesh
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import (
     ColwiseParallel,
+    DivideAttributes,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
+    plan_for,
 )
 from tests.tp_cases import check_gradients
 
 VOCAB, HEAD_DIM = 37, 2
 NUM_STEPS = 3
-
-
-class Divided(ParallelStyle):
-    """A module's own numbers that count what is cut: each rank has its share of them."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in self.names:
-            setattr(module, name, getattr(module, name) // device_mesh.size())
-        return module
 
 
 def make_model(name: str) -> nn.Module:
@@ -63,7 +53,7 @@ def cut_model(name: str, mesh: DeviceMesh, *, sequence: bool) -> nn.Module:
     model = parallelize_module(make_model(name), mesh, plan)
     if name == "llama of one kv head":
         # All ranks have it, and it serves fewer query heads on each.
-        parallelize_module(model, mesh, {"model.layers.*.self_attn": Divided("num_key_value_groups")})
+        parallelize_module(model, mesh, {"model.layers.*.self_attn": DivideAttributes("num_key_value_groups")})
     return model
 
 
@@ -102,7 +92,7 @@ def gpt2_plan(*, sequence: bool) -> dict[str, ParallelStyle]:
         "lm_head": ColwiseParallel(input_layouts=cut, output_layouts=Replicate()),
         f"{block}.attn.c_attn": ColwiseParallel(num_blocks=3, head_dim=HEAD_DIM, input_layouts=cut),
         f"{block}.attn.c_proj": RowwiseParallel(output_layouts=cut),
-        f"{block}.attn": Divided("split_size"),
+        f"{block}.attn": DivideAttributes("split_size"),
         f"{block}.mlp.c_fc": ColwiseParallel(input_layouts=cut),
         f"{block}.mlp.c_proj": RowwiseParallel(output_layouts=cut),
     }
@@ -153,6 +143,14 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, own_rows: slice)
 def test_it_trains_as_in_one_process(name: str, sequence: bool) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     assert_trains_alike(cut_model(name, mesh, sequence=sequence), make_model(name), slice(None))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@on_ranks(2)
+def test_the_proposed_plan_trains_as_one_process(name: str) -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = make_model(name)
+    assert_trains_alike(parallelize_module(model, mesh, plan_for(model)), make_model(name), slice(None))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

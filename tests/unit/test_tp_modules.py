@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,17 @@ from disttrain.tp import (
     SequenceParallel,
     parallelize_module,
 )
-from tests.tp_cases import Block, Decoder, GatedMLP, block_plan, check_gradients, decoder_plan, gathered, scattered
+from tests.tp_cases import (
+    Block,
+    Decoder,
+    GatedMLP,
+    block_plan,
+    check_gradients,
+    decoder_plan,
+    gathered,
+    same_as_alone,
+    scattered,
+)
 
 NUM_RANKS = 2
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -300,6 +311,27 @@ def test_parts_are_recomputed(sequence: bool, inner: bool, reentrant: bool) -> N
             inputs.clear()
 
     on_two(body, lambda: Recomputing(reentrant, inner))
+
+
+class RecomputingWithin(GatedMLP):
+    """Checkpoints what takes its gathered input, not itself."""
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(checkpoint(self.widened, x, use_reentrant=False))
+
+
+def test_layers_of_a_shared_input_are_recomputed() -> None:
+    """They multiply when they compute again, so they do the first time."""
+    plan = lambda: {  # noqa: E731
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "gate": ColwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    same_as_alone(RecomputingWithin, plan, torch.randn(2, 4, 6), 2, enter=scattered(1), leave=gathered(1))
 
 
 def test_inputs_by_name() -> None:
