@@ -37,7 +37,7 @@ def test_attention_drops_by_numbers_of_the_rank() -> None:
     assert not torch.equal(y, again)
     torch.manual_seed(7)
     assert torch.equal(torch.rand(4, device=device), after)
-    of_all = [torch.empty_like(y) for _ in range(NUM_GPUS)]
+    of_all = [torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(NUM_GPUS)]
     disttrain.all_gather(of_all, y.contiguous())
     assert all(not torch.equal(of_all[0], other) for other in of_all[1:])
     afters = [torch.empty_like(after) for _ in range(NUM_GPUS)]
