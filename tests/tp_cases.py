@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from disttrain.tp import (
     SequenceParallel,
     parallelize_module,
 )
-
-Plan = Mapping[str, ParallelStyle]
 
 
 class GatedMLP(nn.Module):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttrain.dtensor import Placement, Replicate, Shard, local_shape_and_offset
+from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.shard_sizes import num_blocks, piece
 
 
 @dataclass(frozen=True, order=True)
@@ -62,8 +63,9 @@ class Box:
 class Sharding:
     """A tensor's global shape and dtype, and how it lies on ranks.
 
-    `cuts` has, per mesh axis, the dim that it shards, or None where it replicates. A plain tensor has no mesh: all
-    ranks that have it hold all of it.
+    `cuts` has, per mesh axis, the dim that it shards, or None where it replicates; `num_blocks`, where it is not empty,
+    how many equal blocks of that dim are cut each for itself. A plain tensor has no mesh: all ranks that have it hold
+    all of it.
     """
 
     shape: tuple[int, ...]
@@ -71,6 +73,7 @@ class Sharding:
     mesh_ranks: tuple[int, ...] = ()
     mesh_shape: tuple[int, ...] = ()
     cuts: tuple[int | None, ...] = ()
+    num_blocks: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -78,21 +81,82 @@ class Sharding:
 
     def boxes(self) -> dict[Box, tuple[int, ...]]:
         """Each part of a tensor on a mesh, and the ranks that hold it; empty parts are left out."""
-        placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in self.cuts]
+        placements = [
+            _placement(dim, blocks)
+            for dim, blocks in zip(self.cuts, self.num_blocks or (1,) * len(self.cuts), strict=True)
+        ]
         coordinates = itertools.product(*map(range, self.mesh_shape))
         holders: dict[Box, list[int]] = {}
         for rank, coordinate in zip(self.mesh_ranks, coordinates, strict=True):
-            shape, origin = local_shape_and_offset(self.shape, self.mesh_shape, coordinate, placements)
-            holders.setdefault(Box(origin, shape), []).append(rank)
-        return {box: tuple(ranks) for box, ranks in holders.items() if box.num_elements}
+            for part in parts_at(self.shape, self.mesh_shape, coordinate, placements):
+                holders.setdefault(part.box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in holders.items()}
 
     def to_plain(self) -> list[Any]:
-        return [list(self.shape), self.dtype, list(self.mesh_ranks), list(self.mesh_shape), list(self.cuts)]
+        return [
+            list(self.shape), self.dtype, list(self.mesh_ranks), list(self.mesh_shape), list(self.cuts),
+            list(self.num_blocks),
+        ]  # fmt: skip
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Sharding:
-        shape, dtype, ranks, mesh_shape, cuts = plain
-        return cls(tuple(shape), dtype, tuple(ranks), tuple(mesh_shape), tuple(cuts))
+        shape, dtype, ranks, mesh_shape, cuts, blocks = plain
+        return cls(tuple(shape), dtype, tuple(ranks), tuple(mesh_shape), tuple(cuts), tuple(blocks))
+
+
+def _placement(dim: int | None, blocks: int) -> Placement:
+    if dim is None:
+        return Replicate()
+    return Shard(dim) if blocks == 1 else StridedShard(dim, blocks)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of the whole in one box; `origin`: where that begins in the rank's own tensor."""
+
+    box: Box
+    origin: tuple[int, ...]
+
+    def local_slices(self) -> tuple[slice, ...]:
+        return Box(self.origin, self.box.shape).slices()
+
+
+def parts_at(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[Part]:
+    """What the rank at `coordinate` holds: one part, several where blocks are cut each for itself, or none."""
+    cuts = list(zip(mesh_shape, coordinate, placements, strict=True))
+    by_dim = []
+    for dim, size in enumerate(shape):
+        runs = [(0, size)] if size else []
+        for num_pieces, position, placement in cuts:
+            if placement.cut_dim == dim:
+                runs = _cut(runs, num_blocks(placement), num_pieces, position)
+        starts = itertools.accumulate((length for _, length in runs), initial=0)
+        by_dim.append([(start, length, own) for (start, length), own in zip(runs, starts, strict=False)])
+    return [
+        Part(Box(tuple(run[0] for run in runs), tuple(run[1] for run in runs)), tuple(run[2] for run in runs))
+        for runs in itertools.product(*by_dim)
+    ]
+
+
+def _cut(runs: list[tuple[int, int]], blocks: int, num_pieces: int, position: int) -> list[tuple[int, int]]:
+    """Of runs (start, length) one after the other, what is left when each of their equal blocks is cut."""
+    block_size = sum(length for _, length in runs) // blocks
+    size, offset = piece(block_size, num_pieces, position)
+    kept: list[tuple[int, int]] = []
+    for first in range(offset, offset + blocks * block_size, block_size) if size else ():
+        before = 0
+        for start, length in runs:
+            begin, end = max(first - before, 0), min(first + size - before, length)
+            before += length
+            if begin >= end:
+                continue
+            if kept and sum(kept[-1]) == start + begin:
+                kept[-1] = (kept[-1][0], kept[-1][1] + end - begin)
+            else:
+                kept.append((start + begin, end - begin))
+    return kept
 
 
 def spans(shape: tuple[int, ...], box: Box, max_gap: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from disttrain.checkpoint.plan import mismatches, plan_load
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import LocalStorage, Storage
-from disttrain.checkpoint.tree import Tree, listed, local_part, sharding_of, take_apart
+from disttrain.checkpoint.tree import Tree, listed, local_parts, sharding_of, take_apart
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -133,10 +133,9 @@ def _read(reader: Reader, manifest: Manifest, tree: Tree, rank: int) -> _Loaded:
         saved = manifest.tensor_named(name)
         if make is not None and saved is not None:
             made[name] = make(name.rpartition("/")[2], saved.shape, dtype_named(saved.dtype))
-    targets = {name: local_part(tensor) for name, tensor in {**tree.tensors, **made}.items()}
-    wanted = {name: box for name, (_, box) in targets.items() if box.num_elements}
+    targets = {name: local_parts(tensor) for name, tensor in {**tree.tensors, **made}.items()}
     with torch.no_grad():
-        reader.read_tensors(plan_load(manifest, wanted), targets)
+        reader.read_tensors(plan_load(manifest, targets), targets)
     return _Loaded(made, _read_values(reader, manifest, tree, rank))
 
 

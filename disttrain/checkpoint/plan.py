@@ -6,7 +6,7 @@ function of one rank's wishes and the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,25 +142,26 @@ def _plan_values(outlines: Sequence[Outline], plans: list[RankPlan]) -> None:
 
 @dataclass(frozen=True)
 class Read:
-    """Bring the elements in `box` (global) of tensor `name` from `chunk`."""
+    """Bring the elements in `box` (global) of tensor `name` from `chunk`; they are in the box `wanted`."""
 
     name: str
     dtype: str
     chunk: Chunk
     box: Box
+    wanted: Box
 
 
-def plan_load(manifest: Manifest, wanted: Mapping[str, Box]) -> list[Read]:
-    """Which chunks, and what of them, fill the wanted box of each tensor; in the order of files and offsets.
+def plan_load(manifest: Manifest, wanted: Mapping[str, Iterable[Box]]) -> list[Read]:
+    """Which chunks, and what of them, fill the wanted boxes of each tensor; in the order of files and offsets.
 
     Raises CheckpointCorruptError when the chunks don't cover what is wanted.
     """
     reads: list[Read] = []
-    for name, box in wanted.items():
+    for name, box in ((name, box) for name, boxes in wanted.items() for box in boxes):
         tensor = manifest.tensor_named(name)
         assert tensor is not None
         found = [(chunk, chunk.box.intersection(box)) for chunk in tensor.chunks]
-        mine = [Read(name, tensor.dtype, chunk, part) for chunk, part in found if part is not None]
+        mine = [Read(name, tensor.dtype, chunk, part, box) for chunk, part in found if part is not None]
         num_elements = sum(read.box.num_elements for read in mine)
         if num_elements != box.num_elements:
             raise CheckpointCorruptError(

@@ -31,13 +31,12 @@ class Reader:
         self._folder = folder
         self._manifest = manifest
 
-    def read_tensors(self, reads: Sequence[Read], targets: Mapping[str, tuple[torch.Tensor, Box]]) -> None:
-        """Fill each target, a local tensor and where in the whole it lies, from `reads` in the order of files."""
+    def read_tensors(self, reads: Sequence[Read], targets: Mapping[str, Mapping[Box, torch.Tensor]]) -> None:
+        """Fill the targets, local tensors by where in the whole they lie, from `reads` in the order of files."""
         for file_name, of_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
             with self._opened(file_name) as file:
                 for read in of_file:
-                    local, box = targets[read.name]
-                    self._read(file, read, local, box.origin)
+                    self._read(file, read, targets[read.name][read.wanted])
 
     def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
         """The values in these chunks, by the same names."""
@@ -77,11 +76,11 @@ class Reader:
             self._read_blocks(file, "the header", header, 0, memoryview(bytearray(saved.header_bytes)))
             yield file
 
-    def _read(self, file: ReadableFile, read: Read, local: torch.Tensor, origin: tuple[int, ...]) -> None:
+    def _read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
         chunk, dtype = read.chunk, dtype_named(read.dtype)
         for part in read.box.split(_BUFFER_BYTES // dtype.itemsize):
             values = self._read_part(file, read.name, chunk, part.seen_from(chunk.box.origin), dtype)
-            local[part.seen_from(origin).slices()].copy_(values)
+            local[part.seen_from(read.wanted.origin).slices()].copy_(values)
 
     def _read_part(self, file: ReadableFile, name: str, chunk: Chunk, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The elements in `box`, counted from the chunk's beginning."""

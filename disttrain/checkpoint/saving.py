@@ -21,7 +21,7 @@ from disttrain.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Chunk, Mani
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import HOLD_SUFFIX, LocalStorage, Storage
-from disttrain.checkpoint.tree import Tree, local_part, take_apart
+from disttrain.checkpoint.tree import Tree, local_parts, take_apart
 from disttrain.checkpoint.writer import Item, Written, file_name, value_item, write_items
 from disttrain.errors import CheckpointError
 from disttrain.process_group.packing import pack
@@ -146,8 +146,9 @@ def _items(tree: Tree, plan: RankPlan) -> list[Item]:
         value_item(name, leaf.value if isinstance(leaf, PerRank | Value) else leaf) for name, leaf in values.items()
     ]
     for name, box in plan.parts:
-        local, whole = local_part(tree.leaves[name])
-        items.append(Item(name, box, local[box.seen_from(whole.origin).slices()]))
+        held = local_parts(tree.leaves[name])
+        around = next(part for part in held if part.intersection(box) == box)
+        items.append(Item(name, box, held[around][box.seen_from(around.origin).slices()]))
     return items
 
 

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from disttrain.checkpoint.dtypes import dtype_name
-from disttrain.checkpoint.layout import Box, Sharding
+from disttrain.checkpoint.layout import Box, Sharding, parts_at
 from disttrain.checkpoint.plan import Outline
 from disttrain.checkpoint.state import load_model_state, model_state
 from disttrain.checkpoint.stateful import PerRank, Stateful, Unfilled, Value, make_plain
-from disttrain.dtensor import DTensor, Partial, Shard, local_shape_and_offset
+from disttrain.dtensor import DTensor, Partial
+from disttrain.dtensor.shard_sizes import num_blocks
 from disttrain.errors import CheckpointError
 
 Make = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -180,22 +181,24 @@ def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:
             "Redistribute it to Shard or Replicate first.",
         )
     mesh = tensor.device_mesh
-    cuts = tuple(placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements)
-    return Sharding(shape, dtype, mesh.layout.ranks, mesh.shape, cuts)
+    cuts = tuple(placement.cut_dim for placement in tensor.placements)
+    blocks = tuple(map(num_blocks, tensor.placements))
+    return Sharding(shape, dtype, mesh.layout.ranks, mesh.shape, cuts, blocks if max(blocks) > 1 else ())
 
 
-def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """What this rank holds, sharing memory with `tensor`, and where in the whole it lies."""
+def local_parts(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
+    """What this rank holds, sharing memory with `tensor`, by where in the whole it lies; none of it is empty."""
+    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return tensor.detach(), Box.whole(tuple(tensor.shape))
+        return {Box.whole(shape): tensor.detach()} if tensor.numel() else {}
     with torch.no_grad():
         local = tensor.to_local()
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return local, Box.whole((0,) * tensor.ndim)
-    shape, origin = local_shape_and_offset(tuple(tensor.shape), mesh.shape, coordinate, tensor.placements)
-    return local, Box(origin, shape)
+        return {}
+    parts = parts_at(shape, mesh.shape, coordinate, tensor.placements)
+    return {part.box: local[part.local_slices()] for part in parts}
 
 
 def listed(names: Iterable[str], limit: int = 8) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 
 from disttrain.dtensor import DTensor, Layout, Placement, Replicate, Shard, Spec, StridedShard
+from disttrain.dtensor.shard_sizes import num_blocks
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ProcessGroup
@@ -65,20 +66,34 @@ class Sharding:
         if not isinstance(parameter, DTensor):
             return Spec.of(Layout(self.mesh, self._placements(Shard(dim))), tuple(parameter.shape), parameter.dtype)
         own = parameter._spec
-        blocks = math.prod(
-            size for size, placement in zip(own.mesh.shape, own.placements, strict=True) if placement.cut_dim == dim
-        )
-        if own.shape[dim] % blocks:
-            raise ShardingError(
-                "fully_shard",
-                f"dim {dim} of parameter {fqn} has {own.shape[dim]} elements and lies as {own.layout}: {blocks} uneven "
-                "pieces.",
-                f"Pad it to a multiple of {blocks}, or cut another dim by shard_placement_fn.",
-                rank=self.mesh.get_rank(),
-            )
+        blocks = self._num_pieces(fqn, own, dim)
         cut: Placement = Shard(dim) if blocks == 1 else StridedShard(dim, blocks)
         mesh = self._joined_with(fqn, own.mesh)
         return Spec(Layout(mesh, (*self._placements(cut), *own.placements)), own.shape, own.stride, own.dtype)
+
+    def _num_pieces(self, fqn: str, own: Spec, dim: int) -> int:
+        """The pieces that the other parallelism has cut `dim` into, all of one size and each in one place."""
+        num_pieces = 1
+        # Later axes cut what earlier ones leave, so pieces of several blocks may be taken apart again.
+        for size, placement in zip(reversed(own.mesh.shape), reversed(own.placements), strict=True):
+            if placement.cut_dim != dim:
+                continue
+            if num_pieces % num_blocks(placement):
+                self._refuse_cut(fqn, own, dim, "a rank's part is pieces of several blocks", "Cut")
+            num_pieces *= size
+        if own.shape[dim] % num_pieces:
+            self._refuse_cut(
+                fqn, own, dim, f"{num_pieces} uneven pieces", f"Pad it to a multiple of {num_pieces}, or cut"
+            )
+        return num_pieces
+
+    def _refuse_cut(self, fqn: str, own: Spec, dim: int, problem: str, remedy: str) -> NoReturn:
+        raise ShardingError(
+            "fully_shard",
+            f"dim {dim} of parameter {fqn} has {own.shape[dim]} elements and lies as {own.layout}: {problem}.",
+            f"{remedy} another dim by shard_placement_fn.",
+            rank=self.mesh.get_rank(),
+        )
 
     def _placements(self, cut: Placement) -> tuple[Placement, ...]:
         return (cut,) if self.mesh.ndim == 1 else (Replicate(), cut)

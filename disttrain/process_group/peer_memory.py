@@ -25,6 +25,8 @@ Wait = Callable[[], None]
 
 _SMALLEST_HALF_BYTES = 64 << 20
 _ALIGNMENT = 256
+_MOST_PIECES = 64
+"""To launch more copies takes longer than a kernel that makes them all."""
 
 
 class PeerMemory:
@@ -53,8 +55,11 @@ class PeerMemory:
         self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * self._half_bytes, self._device)
 
     def gather(self, own: torch.Tensor, parts: torch.Tensor) -> list[Wait]:
-        """Begin to copy the other ranks' contiguous tensors like `own` to `parts` (group_size, ...), whose own place is
-        left alone. The [step]-th result waits for the part of the rank so many places after this one."""
+        """Begin to copy the other ranks' contiguous tensors like `own` to `parts` (group_size, *own.shape), whose own
+        place is left alone and whose others may lie apart along the first dim.
+
+        The [step]-th result waits for the part of the rank so many places after this one.
+        """
         group, size = self._group, self._group.group_size
         waits: list[Wait] = [lambda: None]
 
@@ -67,7 +72,7 @@ class PeerMemory:
             with torch.cuda.stream(self._copies):
                 for step in range(1, size):
                     source = (rank + step) % size
-                    output[source].copy_(memory.of(source, input.shape, input.dtype, offset), non_blocking=True)
+                    copy_blocks(output[source], memory.of(source, input.shape, input.dtype, offset))
                     self._ended = _recorded(self._copies)
                     waits.append(self._ended.wait)
             return _OnStream(waits[-1])
@@ -124,12 +129,13 @@ class PeerSum:
         return self._terms[self._group.group_rank]
 
     def send(self, target: int, term: torch.Tensor) -> None:
-        """Begin to copy the contiguous `term` to group rank `target`, once the current stream has come here."""
+        """Begin to copy `term`, which may lie apart along its first dim, to group rank `target`, once the current
+        stream has come here."""
         size, rank = self._group.group_size, self._group.group_rank
         self._copies.wait_stream(torch.cuda.current_stream(term.device))
         place = self._memory.of(target, (size, *self._shape), self._dtype, self._offset)[rank]
         with torch.cuda.stream(self._copies):
-            place.copy_(term, non_blocking=True)
+            copy_blocks(place, term)
         self._sent.append(term)
 
     def finish(self) -> torch.Tensor:
@@ -150,6 +156,16 @@ class PeerSum:
         self._sent.clear()
         self._owner.end()
         return total
+
+
+def copy_blocks(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the current stream, piece by piece along the first dim where that is contiguous and the whole is not: so
+    a copy engine can do it, and no kernel has to."""
+    if len(target) > _MOST_PIECES or (target.is_contiguous() and source.is_contiguous()):
+        target.copy_(source, non_blocking=True)
+        return
+    for own, other in zip(target, source, strict=True):
+        own.copy_(other, non_blocking=True)
 
 
 class _OnStream:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
 from disttrain.tp.parallelize import parallelize_module
 from disttrain.tp.plan import plan_for
 from disttrain.tp.plan_table import ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from disttrain.tp.randomness import own_randomness
 from disttrain.tp.sequence import SequenceParallel
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "DivideAttributes",
     "ParallelPlan",
     "ParallelStyle",
     "PrepareModuleInput",
@@ -21,6 +24,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "loss_parallel",
+    "own_randomness",
     "parallelize_module",
     "plan_for",
     "vocab_parallel_cross_entropy",

@@ -23,3 +23,8 @@ def shown_as(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[No
 def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
     """The module's own parameters; quicker than by attribute."""
     return [module._parameters.get(name) for name in names]
+
+
+def saved_tensors_hooks() -> object:
+    """What stands over the tensors that autograd saves now, such as activation checkpointing; else None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

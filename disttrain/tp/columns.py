@@ -98,9 +98,7 @@ class _Columns(torch.autograd.Function):
         for place, (layer, grad) in enumerate(zip(plan.layers, flat, strict=True)):
             own = zip(ctx.parameters[2 * place :][:2], needed[2 * place + 2 :][:2], strict=True)
             wanted = [parameter if grad is not None and is_needed else None for parameter, is_needed in own]
-            compute = functools.partial(
-                parameter_grads, layer.matrix, (layer.weight, layer.bias), wanted, rows, grad, grad
-            )
+            compute = functools.partial(parameter_grads, layer.matrix, (layer.weight, layer.bias), wanted, rows, grad)
             found += now_or_later(ctx.keeper, wanted, compute)
         if finish is not None:
             found[0] = finish()

@@ -23,7 +23,7 @@ class TermSum(Protocol):
         ...
 
     def send(self, target: int, term: torch.Tensor) -> None:
-        """Begin to send a contiguous term of the sum of group rank `target`. To each once, nearest after this first."""
+        """Begin to send a term of the sum of group rank `target`. To each once, nearest after this rank first."""
         ...
 
     def finish(self) -> torch.Tensor:
@@ -35,8 +35,8 @@ class Exchange(Protocol):
     """A way to exchange. All calls are collective."""
 
     def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Sequence[Wait]:
-        """Begin to fill `parts` (ranks, ...) with the other ranks' contiguous tensors like `own`; the own place is left
-        alone. The [step]-th result waits for the part of the rank so many places after this one."""
+        """Begin to fill `parts` (ranks, *own.shape) with the other ranks' contiguous tensors like `own`; the own place
+        is left alone. The [step]-th result waits for the part of the rank so many places after this one."""
         ...
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> TermSum:
@@ -69,7 +69,9 @@ class Messages:
         waits: list[Wait] = [lambda: None]
         for step in range(1, size):
             source, target = (rank + step) % size, (rank - step) % size
-            waits.append(_waiting_for(_swap(self._group, own, target, parts[source], source, step)))
+            came = torch.empty_like(own)
+            works = _swap(self._group, own, target, came, source, step)
+            waits.append(_waiting_for(works, (parts[source], came)))
         return waits
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> TermSum:
@@ -90,7 +92,7 @@ class _MessageSum:
         rank, size = self._group.group_rank, self._group.group_size
         step = (target - rank) % size
         source = (rank - step) % size
-        self._works += _swap(self._group, term, target, self._terms[source], source, step)
+        self._works += _swap(self._group, term.contiguous(), target, self._terms[source], source, step)
 
     def finish(self) -> torch.Tensor:
         _waiting_for(self._works)()
@@ -108,9 +110,11 @@ def _swap(
     )
 
 
-def _waiting_for(works: Sequence[Work]) -> Wait:
+def _waiting_for(works: Sequence[Work], copied: tuple[torch.Tensor, torch.Tensor] | None = None) -> Wait:
     def wait() -> None:
         for work in works:
             work.wait()
+        if copied is not None:
+            copied[0].copy_(copied[1])
 
     return wait

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from disttrain.process_group import ProcessGroup
+from disttrain.process_group.peer_memory import copy_blocks
 from disttrain.tp.exchange import Exchange
 from disttrain.tp.linears import Matrix
 from disttrain.tp.transfers import Finish, gather, reduce_scatter, start_reduce_scatter
@@ -44,8 +45,8 @@ def gather_and_multiply(
         return whole, [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
     part = part.contiguous()
     lead, rows, depth = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]), part.shape[-1]
-    # Parts lie one behind the other, so that each comes into contiguous memory.
-    parts = part.new_empty((group.group_size, lead, rows, depth))
+    whole = part.new_empty((*part.shape[:dim], part.shape[dim] * group.group_size, *part.shape[dim + 1 :]))
+    parts = whole.view(lead, group.group_size, rows, depth).movedim(1, 0)
     own = part.view(lead, rows, depth)
     arrivals = how.exchange.gather(own, parts)
     widths = [weight.shape[matrix.out_dim] for matrix, weight in zip(matrices, weights, strict=True)]
@@ -56,10 +57,8 @@ def gather_and_multiply(
         here = own if step == 0 else parts[source]
         for matrix, weight, bias, result in zip(matrices, weights, biases, results, strict=True):
             multiply_into(result[:, source], here, matrix, weight, bias)
-    parts[group.group_rank].copy_(own)
-    shape = (*part.shape[:dim], part.shape[dim] * group.group_size, *part.shape[dim + 1 : -1])
-    whole = parts.movedim(0, 1).reshape(*shape, depth)
-    return whole, [result.view(*shape, width) for result, width in zip(results, widths, strict=True)]
+    copy_blocks(parts[group.group_rank], own)
+    return whole, [result.view(*whole.shape[:-1], width) for result, width in zip(results, widths, strict=True)]
 
 
 def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matrix, how: Cutting) -> torch.Tensor:
@@ -87,13 +86,14 @@ def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
     if how.exchange is None:
         return start_reduce_scatter(whole, dim, group)
     shape = (*whole.shape[:dim], whole.shape[dim] // group.group_size, *whole.shape[dim + 1 :])
-    pieces = whole.view(*whole.shape[:dim], group.group_size, *shape[dim:]).movedim(dim, 0).contiguous()
-    terms = how.exchange.sum(shape, whole.dtype)
+    lead, rows = math.prod(shape[:dim]), math.prod(shape[dim:-1])
+    pieces = whole.view(lead, group.group_size, rows, shape[-1]).movedim(1, 0)
+    terms = how.exchange.sum((lead, rows, shape[-1]), whole.dtype)
     for step in range(1, group.group_size):
         target = (group.group_rank + step) % group.group_size
         terms.send(target, pieces[target])
-    terms.own.copy_(pieces[group.group_rank])
-    return terms.finish
+    copy_blocks(terms.own, pieces[group.group_rank])
+    return lambda: terms.finish().view(shape)
 
 
 def multiply_into(

@@ -118,6 +118,11 @@ def _handle() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
+def _own(result: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """What an operator gives out must not be what it was given, as it is where one rank has all."""
+    return result.clone() if result is given else result
+
+
 def _gather_and_multiply(
     part: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -130,7 +135,7 @@ def _gather_and_multiply(
 ) -> list[torch.Tensor]:
     how = _cutting(part, part.nbytes, dim, group_name, wish)
     whole, results = gather_and_multiply(part, how, [Matrix(out_dim) for out_dim in out_dims], weights, biases)
-    return [_handle(), whole, *results]
+    return [_handle(), _own(whole, part), *results]
 
 
 def _multiply_and_scatter(
@@ -160,7 +165,7 @@ def _scatter_and_multiply(
     how = _cutting(total, total.nbytes // _group_size(group_name), dim, group_name, wish)
     finish = start_scatter(total, how)
     weight_grads = [Matrix(out_dim).weight_grad(grad, rows) for out_dim, grad in zip(out_dims, grads, strict=True)]
-    return [_handle(), finish(), *weight_grads]
+    return [_handle(), _own(finish(), total), *weight_grads]
 
 
 def _gathered_shapes(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -42,8 +42,7 @@ class ColumnLayer:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
         if not takes_the_long_way(x):
-            key = form_of(x)
-            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+            plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         if plan is None:
             return self._the_long_way(x, weight, bias)
         (result,) = columns(x, plan, (weight, bias))
@@ -87,7 +86,10 @@ class ColumnLayer:
             part = local_part(x, self.input, self.axis)
             _, result = self.in_graph(part, dim, [self], [weight], [bias])
             return self.given_from_part(result, self.num_outputs(weight))
-        whole = as_dtensor(x, self.input, self.axis).redistribute(placements=[Replicate()])
+        whole_shape = None
+        if _is_shard(self.input, x.ndim - 1, x.ndim):
+            whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
+        whole = as_dtensor(x, self.input, self.axis, whole_shape).redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])
         used_bias = None if bias is None else self.bias.used_with_grad(bias)
         part = self.matrix.times(local, self.weight.used_with_grad(weight), used_bias)
@@ -147,8 +149,7 @@ class RowLayer:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
         if not takes_the_long_way(x):
-            key = form_of(x)
-            plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, weight))
+            plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         return self._the_long_way(x, weight, bias) if plan is None else row(x, plan, weight, bias)
 
     def _plan(self, x: torch.Tensor, weight: torch.Tensor) -> Row | None:
@@ -157,9 +158,19 @@ class RowLayer:
         last, width, size = x.ndim - 1, weight.shape[self.matrix.out_dim], self.axis.size
         if not _is_shard(self.input if spec is None else spec.placements[0], last, x.ndim):
             return None
+        num_own = weight._spec.local_shape[self.matrix.in_dim]  # type: ignore[attr-defined]
+        if spec is None and x.shape[last] != num_own:
+            raise LayoutError(
+                "RowwiseParallel",
+                f"this rank's input has {x.shape[last]} columns, and its part of the layer takes {num_own} of "
+                f"{weight.shape[self.matrix.in_dim]}.",
+                f"Cut the layers before it into {size} parts without overlap: heads that ranks share, as with fewer "
+                "query heads than ranks, are too many columns.",
+                rank=self.axis.world_rank,
+            )
         dim = None
         if isinstance(self.output, Shard):
-            dim = self.output.dim % x.ndim
+            dim = dim_of(self.output, x.ndim)
             if dim == last or x.shape[dim] % size:
                 return None
         elif not self.output.is_replicate():
@@ -203,11 +214,26 @@ def form_of(x: torch.Tensor) -> Any:
     return (x.shape, x.dtype) if spec is None else spec
 
 
+_Plan = TypeVar("_Plan")
+_MOST_PLANS = 1024
+"""Of one layer; sequences of ever other lengths would keep ever more."""
+
+
+def kept_plan(plans: dict[Any, _Plan | None], form: Any, make: Callable[[], _Plan | None]) -> _Plan | None:
+    """The plan for inputs of this form, made when the first one comes."""
+    plan = plans.get(form)
+    if plan is None and form not in plans:
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plan = plans[form] = make()
+    return plan
+
+
 def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Cutting | None:
     """How inputs like `x`, whose parts lie so, are gathered; None where that takes DTensor's help."""
     if not isinstance(placement, Shard):
         return None
-    dim = placement.dim % x.ndim
+    dim = dim_of(placement, x.ndim)
     is_dtensor = isinstance(x, DTensor)
     if dim == x.ndim - 1 or (is_dtensor and x.shape[dim] % axis.size):
         return None
@@ -236,7 +262,19 @@ def local_part(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tenso
 
 
 def _is_shard(placement: Placement, dim: int, num_dims: int) -> bool:
-    return isinstance(placement, Shard) and placement.dim % num_dims == dim
+    return isinstance(placement, Shard) and dim_of(placement, num_dims) == dim
+
+
+def dim_of(placement: Shard, num_dims: int) -> int:
+    """The dim that is cut, counted from the front. Raises LayoutError where there is no such dim."""
+    dim = placement.dim
+    if not -num_dims <= dim < num_dims:
+        raise LayoutError(
+            "tensor parallel",
+            f"{placement} is given for a tensor of {num_dims} dims.",
+            f"Give a dim from {-num_dims} to {num_dims - 1}.",
+        )
+    return dim % num_dims
 
 
 def spec_on(axis: Axis, x: torch.Tensor) -> Spec | None:
@@ -269,7 +307,7 @@ def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> 
     """
     mesh = result.device_mesh
     if use_local_output and isinstance(placement, Shard):
-        dim, size = placement.dim % result.ndim, mesh.size()
+        dim, size = dim_of(placement, result.ndim), mesh.size()
         if dim != result.ndim - 1 and result.shape[dim] % size:
             raise LayoutError(
                 "tensor parallel",
@@ -285,7 +323,7 @@ def given_out(result: DTensor, placement: Placement, use_local_output: bool) -> 
 
 
 def _from_front(placement: Placement, num_dims: int) -> Placement:
-    return Shard(placement.dim % num_dims) if isinstance(placement, Shard) else placement
+    return Shard(dim_of(placement, num_dims)) if isinstance(placement, Shard) else placement
 
 
 class Parallel(nn.Module):
@@ -295,7 +333,7 @@ class Parallel(nn.Module):
 
 
 class ColumnLinear(Parallel):
-    """A linear layer whose outputs are cut along the axis."""
+    """A linear layer whose outputs are cut along the axis. nn.Linear calls its input `input`, GPT-2's layer `x`."""
 
     _tp: ColumnLayer
     _tp_shared: tuple[Any, int] | None = None
@@ -303,7 +341,9 @@ class ColumnLinear(Parallel):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *, input: torch.Tensor | None = None) -> torch.Tensor:
+        x = input if x is None else x
+        assert x is not None
         if self._tp_shared is not None:
             sharing, place = self._tp_shared
             result = sharing.result_for(place, x)
@@ -319,7 +359,9 @@ class RowLinear(Parallel):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *, input: torch.Tensor | None = None) -> torch.Tensor:
+        x = input if x is None else x
+        assert x is not None
         return self._tp(x, self.weight, self.bias)
 
 

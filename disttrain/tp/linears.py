@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor import Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.tp.axis import Axis
-from disttrain.tp.params import REPLICATED, TERM, Cut, Piece
+from disttrain.tp.params import REPLICATED, Cut, Piece
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Matrix:
 
 
 def parameter_grads(
-    matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: Any, bias_grad: Any
+    matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of weight and bias, each where it is wanted. `rows` (rows, in) were multiplied; `grad` is that of the
-    results (rows, out), and `bias_grad` that of those to which the bias was added."""
+    """Gradients of weight and bias, each where it is wanted. `rows` (rows, in) were multiplied, and `grad` is that
+    of the results (rows, out)."""
     weight, bias = wanted
     return (
         None if weight is None else cuts[0].grad(matrix.weight_grad(grad, rows), weight._spec),
-        None if bias is None else cuts[1].grad(bias_grad.sum(0), bias._spec),
+        None if bias is None else cuts[1].grad(grad.sum(0), bias._spec),
     )
 
 
@@ -108,9 +108,12 @@ def column_cuts(module: nn.Module, matrix: Matrix, axis: Axis, head_dim: int | N
     return {"weight": Cut(StridedShard(matrix.out_dim, num_blocks)), "bias": bias}
 
 
-def row_cuts(matrix: Matrix, output: Placement) -> dict[str, Cut]:
-    """Cuts by which each rank has some of the inputs. The bias is added to the sum, of which a rank may have a part."""
-    return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED if output.is_replicate() else TERM}
+def row_cuts(matrix: Matrix) -> dict[str, Cut]:
+    """Cuts by which each rank has some of the inputs. The bias is added to the sum.
+
+    Where ranks have parts of the sum, each gathers the gradient of all of it, so that the bias's is whole on each.
+    """
+    return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED}
 
 
 def refuse_second_derivative(operation: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,21 @@ class PrepareFirst:
     axis: Axis
     given: Placement
     wanted: Placement
+    name: str
+    """By which the input may come."""
 
-    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = inputs
+    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
+        if inputs:
+            return (self._placed(inputs[0]), *inputs[1:]), by_name
+        if self.name in by_name:
+            by_name = {**by_name, self.name: self._placed(by_name[self.name])}
+        return inputs, by_name
+
+    def _placed(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
-            return inputs
+            return x
         placed = as_dtensor(x, self.given, self.axis)
-        if placed.placements != (self.wanted,):
-            placed = placed.redistribute(placements=[self.wanted])
-        return (placed, *rest)
+        return placed if placed.placements == (self.wanted,) else placed.redistribute(placements=[self.wanted])
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,17 @@ class FinishOutput:
         return output
 
 
-def hook(module: nn.Module, prepare: PrepareFirst, finish: FinishOutput) -> None:
-    """Let both stand before and after the module's own forward."""
-    module.register_forward_pre_hook(prepare)
+def hook(module: nn.Module, axis: Axis, given: Placement, wanted: Placement, finish: FinishOutput) -> None:
+    """Let a module compute with its first input laid out as `wanted`; plain ones lie as `given`."""
+    module.register_forward_pre_hook(PrepareFirst(axis, given, wanted, first_input_name(module)), with_kwargs=True)
     module.register_forward_hook(finish)
+
+
+def first_input_name(module: nn.Module) -> str:
+    """What the module's forward calls its first input; "" where it has none."""
+    return next(iter(inspect.signature(module.forward).parameters), "")
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One placement, or one per tensor."""
-    return tuple(value) if isinstance(value, Sequence) else (value,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)

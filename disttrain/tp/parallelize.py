@@ -12,6 +12,7 @@ from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import check_none_is_left
+from disttrain.tp.plan_checks import check_plan
 from disttrain.tp.styles import ParallelStyle
 
 
@@ -42,7 +43,9 @@ def parallelize_module(
             "Give a ParallelStyle, or a dict from names of modules to styles.",
             rank=axis.world_rank,
         )
-    for name, style in _matched(module, styles, axis):
+    matched = _matched(module, styles, axis)
+    check_plan(module, matched, axis)
+    for name, style in matched:
         style.src_data_rank = src_data_rank
         submodule = module.get_submodule(name)
         changed = style._apply(submodule, axis.mesh)
@@ -56,10 +59,12 @@ def parallelize_module(
 
 def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> list[tuple[str, ParallelStyle]]:
     """Names of modules and what goes to each, in the order of the plan."""
-    names = [name for name, _ in module.named_modules()]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    names = list(modules)
     found = []
     for pattern, style in styles.items():
-        matching = [name for name in names if _matches(name, pattern)]
+        # A module that is there under two names is meant once.
+        matching = list({modules[name]: name for name in names if _matches(name, pattern)}.values())
         if not matching:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
             remedy = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {_some(names)}."

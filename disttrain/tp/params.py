@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -94,23 +94,12 @@ def _laid_out(
     name: str, module: nn.Module, parameter: nn.Parameter, cut: Cut, axis: Axis, src_data_rank: int | None
 ) -> nn.Parameter:
     what = f"{name} of {type(module).__name__}"
-    if isinstance(parameter, DTensor):
-        _refuse(
-            f"{what} is a DTensor already and lies as {parameter._spec.layout}.",
-            "Apply each style once, and parallelize_module before fully_shard.",
-            axis,
-        )
+    check_uncut_parameter(what, parameter, axis)
     shared = parameter.__dict__.get(_LAID_OUT_AS)
     if shared is not None:
         spec: Spec = shared._spec
         if spec.layout is not axis.layout(cut.placement):
-            _refuse(
-                f"{what} is shared with a module that has laid it out as {spec.layout}, and is wanted as "
-                f"[{cut.placement}].",
-                "Cut both along one dim, an embedding by RowwiseParallel and its head by ColwiseParallel; or untie "
-                "them.",
-                axis,
-            )
+            refuse_other_cut(what, spec.placements[0], cut.placement, axis)
         return shared  # type: ignore[no-any-return]
     whole = distribute_tensor(parameter.detach(), axis.mesh, [cut.placement], src_data_rank=src_data_rank)
     made = nn.Parameter(whole, requires_grad=parameter.requires_grad)
@@ -118,16 +107,40 @@ def _laid_out(
     return made
 
 
+def check_uncut_parameter(what: str, parameter: nn.Parameter, axis: Axis) -> None:
+    """Raise ShardingError for a DTensor."""
+    if isinstance(parameter, DTensor):
+        _refuse(
+            f"{what} is a DTensor already and lies as {parameter._spec.layout}.",
+            "Apply each style once, and parallelize_module before fully_shard.",
+            axis,
+        )
+
+
+def refuse_other_cut(what: str, others: Placement, wanted: Placement, axis: Axis) -> NoReturn:
+    """For a parameter that two modules share and cut in two ways."""
+    _refuse(
+        f"{what} is shared with a module that lays it out as {others}, and is wanted as {wanted}.",
+        "Cut both along one dim, an embedding by RowwiseParallel and its head by ColwiseParallel; or untie them.",
+        axis,
+    )
+
+
+def refuse_left(what: str, axis: Axis) -> NoReturn:
+    """For a parameter of which one owner is cut and the other is not."""
+    _refuse(
+        f"{what} is shared with a module of the plan, and its own module is not in it.",
+        "Add a style for that module, or untie the two.",
+        axis,
+    )
+
+
 def check_none_is_left(module: nn.Module, axis: Axis) -> None:
     """Raise ShardingError where a submodule still has a parameter that others, who share it, have as a DTensor."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if _LAID_OUT_AS in parameter.__dict__:
-            _refuse(
-                f"{name} is shared with a module of the plan, and its own module is not in it.",
-                "Add a style for that module, or untie the two.",
-                axis,
-            )
+            refuse_left(name, axis)
 
 
-def _refuse(problem: str, remedy: str, axis: Axis) -> None:
+def _refuse(problem: str, remedy: str, axis: Axis) -> NoReturn:
     raise ShardingError("parallelize_module", problem, remedy, rank=axis.world_rank, where=str(axis.mesh.layout))

@@ -15,6 +15,7 @@ from torch import nn
 
 from disttrain.dtensor import Replicate, Shard
 from disttrain.errors import ShardingError
+from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.linears import Matrix, matrix_of
 from disttrain.tp.plan_table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
@@ -135,6 +136,8 @@ def _cut_pair(name: str, module: nn.Module, pair: _Pair, cuts_sequence: bool, he
             input_layouts=Shard(1), desired_input_layouts=Replicate(), shared_by=list(pair.columns)
         )
         entries.append(Entry(name, prepare, module, dim))
+    elif pair.is_attention and getattr(module, "split_size", None) == dim:
+        entries.append(Entry(name, DivideAttributes("split_size"), module, dim))
     for column in pair.columns:
         columns = ColwiseParallel(head_dim=own_head_dim, num_blocks=pair.num_blocks)
         entries.append(Entry(prefix + column, columns, module.get_submodule(column), dim, is_shared=cuts_sequence))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Shard
+from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.linears import matrix_of
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -58,22 +59,22 @@ class ParallelPlan(dict[str, ParallelStyle]):
         self, num_ranks: int | None = None, num_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> str:
         """Module, how many there are, how it is cut; what a rank sends, where ranks and tokens of a step are given."""
-        counts_bytes = num_ranks is not None and num_tokens is not None
-        head = ["module", "count", "cut"] + ["forward MB", "backward MB"] * counts_bytes
-        rows = [head]
-        for name, style in self.items():
-            entry = self._entries.get(name)
-            known = entry if entry is not None and entry.style is style else None
-            row = [name or "(the model)", str(entry.count) if entry else "", _described(style)]
-            if num_ranks is not None and num_tokens is not None:
-                sent = self._sent(known, num_ranks, num_tokens, dtype) if known else None
-                row += [f"{value / 1e6:.1f}" if value else "" for value in sent] if sent else ["?", "?"]
-            rows.append(row)
+        if num_ranks is None or num_tokens is None:
+            return _aligned([["module", "count", "cut"], *(self._row(name) for name in self)])
+        total = self.wire_bytes(num_ranks, num_tokens, dtype)
+        scale, unit = (1e6, "MB") if total >= 1e7 else (1e3, "KB")
+        rows = [["module", "count", "cut", f"forward {unit}", f"backward {unit}"]]
+        known = {entry.name: self._sent(entry, num_ranks, num_tokens, dtype) for entry in self._known()}
+        for name in self:
+            sent = [f"{value / scale:.1f}" if value else "" for value in known[name]] if name in known else ["?", "?"]
+            rows.append(self._row(name) + sent)
         text = _aligned(rows)
-        if num_ranks is not None and num_tokens is not None:
-            total = self.wire_bytes(num_ranks, num_tokens, dtype) / 1e6
-            text += f"\na rank of {num_ranks} sends {total:.1f} MB in a step of {num_tokens} tokens ({dtype})"
+        text += f"\na rank of {num_ranks} sends {total / scale:.1f} {unit} in a step of {num_tokens} tokens ({dtype})"
         return text
+
+    def _row(self, name: str) -> list[str]:
+        entry = self._entries.get(name)
+        return [name or "(the model)", str(entry.count) if entry else "", _described(self[name])]
 
     def _known(self) -> Iterable[Entry]:
         """Entries that are still as they were made."""
@@ -111,6 +112,8 @@ def _described(style: ParallelStyle) -> str:
     """The style and what is not its default."""
     if isinstance(style, PrepareModuleInput):
         return f"input {style.input_layouts} -> {style.desired_input_layouts}"
+    if isinstance(style, DivideAttributes):
+        return f"{', '.join(style.names)} / ranks"
     shown = {
         "input_layouts": "input {}",
         "output_layouts": "output {}",
@@ -130,7 +133,7 @@ def _described(style: ParallelStyle) -> str:
 
 def _aligned(rows: list[list[str]]) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    numbers = {place for place, title in enumerate(rows[0]) if title == "count" or title.endswith("MB")}
+    numbers = {place for place, title in enumerate(rows[0]) if title == "count" or title.endswith((" KB", " MB"))}
     lines = [
         "  ".join(
             cell.rjust(width) if place in numbers else cell.ljust(width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
-from disttrain.tp.modules import as_tuple
+from disttrain.tp.modules import as_tuple, first_input_name
 from disttrain.tp.shared_input import Sharing
-from disttrain.tp.styles import ParallelStyle
+from disttrain.tp.styles import ParallelStyle, check_placements
 
 Layouts = Placement | Sequence[Placement | None] | None
 KeywordLayouts = Mapping[str, Placement | None] | None
@@ -55,36 +54,49 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
         self.shared_by = shared_by
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = Axis.of("parallelize_module", device_mesh)
+    def _cuts(self, module: nn.Module, axis: Axis) -> None:
         given, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
         if self.input_layouts is None and self.input_kwarg_layouts is None:
             _refuse("neither input_layouts nor input_kwarg_layouts are given.", "Say how the inputs lie.", axis)
         if self.input_layouts is not None:
-            _check_pairs("input_layouts", given, "desired_input_layouts", wanted, axis)
-        by_name, wanted_by_name = dict(self.input_kwarg_layouts or {}), dict(self.desired_input_kwarg_layouts or {})
+            _check_pairs(self, "input_layouts", given, "desired_input_layouts", wanted, axis)
+        by_name, wanted_by_name = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
         if by_name.keys() != wanted_by_name.keys():
             _refuse(
                 f"input_kwarg_layouts name {sorted(by_name)}, desired_input_kwarg_layouts {sorted(wanted_by_name)}.",
                 "Give the same names to both.",
                 axis,
             )
+        check_placements(self, axis, **{f"the input {name!r}": value for name, value in by_name.items()})
+        check_placements(self, axis, **{f"the input {name!r}": value for name, value in wanted_by_name.items()})
+        names = dict(module.named_modules())
+        unknown = [name for name in self.shared_by or () if name not in names]
+        if unknown:
+            _refuse(
+                f"shared_by names {unknown}, which are no modules in {type(module).__name__}.", "Name layers.", axis
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        self._cuts(module, axis)
+        given, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
         positional = None
         if self.input_layouts is not None:
             positional = tuple(
                 _Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True)
             )
+        wanted_by_name = self.desired_input_kwarg_layouts or {}
         named = {
             name: _Conversion(axis, placement, wanted_by_name[name], self.use_local_output)
-            for name, placement in by_name.items()
+            for name, placement in (self.input_kwarg_layouts or {}).items()
         }
         first_name = None
         if isinstance(self.input_layouts, Placement):
-            first_name = next(iter(inspect.signature(module.forward).parameters), None)
+            first_name = first_input_name(module)
         prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
         module.register_forward_pre_hook(prepare, with_kwargs=True)
         for sharing in prepare.sharing.values():
-            module.register_forward_hook(sharing.release)
+            module.register_forward_hook(sharing.release, always_call=True)
         return module
 
 
@@ -103,10 +115,14 @@ class PrepareModuleOutput(ParallelStyle):
         self.desired_output_layouts = desired_output_layouts
         self.use_local_output = use_local_output
 
+    def _cuts(self, module: nn.Module, axis: Axis) -> None:
+        given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
+        _check_pairs(self, "output_layouts", given, "desired_output_layouts", wanted, axis)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of("parallelize_module", device_mesh)
+        self._cuts(module, axis)
         given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
-        _check_pairs("output_layouts", given, "desired_output_layouts", wanted, axis)
         conversions = tuple(_Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True))
         module.register_forward_hook(_PrepareOutputs(conversions))
         return module
@@ -142,6 +158,10 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+
+    def _cuts(self, module: nn.Module, axis: Axis) -> None:
+        self.prepare_module_input._cuts(module, axis)
+        self.prepare_module_output._cuts(module, axis)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.prepare_module_input._apply(module, device_mesh)
@@ -242,7 +262,12 @@ class _PrepareOutputs:
         return prepared if isinstance(output, tuple) else prepared[0]
 
 
-def _check_pairs(name: str, given: Sequence[Any], wanted_name: str, wanted: Sequence[Any], axis: Axis) -> None:
+def _check_pairs(
+    style: ParallelStyle, name: str, given: Sequence[Any], wanted_name: str, wanted: Sequence[Any], axis: Axis
+) -> None:
+    for each, values in ((name, given), (wanted_name, wanted)):
+        for value in values:
+            check_placements(style, axis, **{each: value})
     if len(given) != len(wanted):
         _refuse(f"{len(given)} {name} and {len(wanted)} {wanted_name} are given.", "Give as many of both.", axis)
 

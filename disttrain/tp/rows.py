@@ -62,7 +62,6 @@ class _Row(torch.autograd.Function):
             grad = grad.redistribute(placements=plan.output.placements)._local_tensor
         needs_x, _, needs_weight, needs_bias = ctx.needs_input_grad
         used = plan.weight.used(weight)
-        own = grad
         x_grad = None
         if plan.cutting is not None:
             back = [Matrix(out_dim=plan.matrix.in_dim)] if needs_x else []
@@ -75,8 +74,6 @@ class _Row(torch.autograd.Function):
             x_grad = x_grad if plan.input is None else DTensor(x_grad, plan.input)
         needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
         wanted = [parameter if is_needed else None for parameter, is_needed in needed]
-        rows, own_rows = part.flatten(0, -2), own.flatten(0, -2)
-        compute = functools.partial(
-            parameter_grads, plan.matrix, (plan.weight, plan.bias), wanted, rows, flat, own_rows
-        )
+        rows = part.flatten(0, -2)
+        compute = functools.partial(parameter_grads, plan.matrix, (plan.weight, plan.bias), wanted, rows, flat)
         return x_grad, None, *now_or_later(ctx.keeper, wanted, compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import shown_as
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import Parallel, as_dtensor, become, given_out
-from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
-from disttrain.tp.params import TERM, lay_out
-from disttrain.tp.styles import ParallelStyle, checked_axis
+from disttrain.tp.modules import FinishOutput, first_input_name, hook
+from disttrain.tp.params import TERM, Cut, lay_out
+from disttrain.tp.styles import ParallelStyle, check_uncut
 
 _LOCAL = ("RMSNorm", "LayerNorm")
 """Modules whose class is called so compute along the last dim: what they do with a part, they do with the whole."""
@@ -36,14 +37,20 @@ class SequenceParallel(ParallelStyle):
         self.sequence_dim = sequence_dim
         self.use_local_output = use_local_output
 
+    def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
+        check_uncut(self, module, axis)
+        return {name: TERM for name, _ in module.named_parameters(recurse=False)}
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = checked_axis(self, module, device_mesh)
-        lay_out(module, {name: TERM for name, _ in module.named_parameters(recurse=False)}, axis, self.src_data_rank)
+        axis = Axis.of("parallelize_module", device_mesh)
+        lay_out(module, self._cuts(module, axis), axis, self.src_data_rank)
         placement = Shard(self.sequence_dim)
         if type(module).__name__.endswith(_LOCAL):
-            become(module, SequenceNorm, SequenceState(axis, placement, self.use_local_output))
+            become(
+                module, SequenceNorm, SequenceState(axis, placement, self.use_local_output, first_input_name(module))
+            )
         else:
-            hook(module, PrepareFirst(axis, placement, placement), FinishOutput(placement, self.use_local_output))
+            hook(module, axis, placement, placement, FinishOutput(placement, self.use_local_output))
         return module
 
 
@@ -54,6 +61,7 @@ class SequenceState:
     axis: Axis
     placement: Shard
     use_local_output: bool
+    input_name: str
 
 
 class SequenceNorm(Parallel):
@@ -61,9 +69,11 @@ class SequenceNorm(Parallel):
 
     _tp: SequenceState
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         state = self._tp
         shape = None
+        if x is None:
+            x = kwargs.pop(state.input_name)
         if isinstance(x, DTensor):
             given = as_dtensor(x, state.placement, state.axis).redistribute(placements=[state.placement])
             shape, x = tuple(given.shape), given.to_local()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Partial, Replicate, Shard
-from disttrain.tp._torch import own_parameters
+from disttrain.tp._torch import own_parameters, saved_tensors_hooks
 from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Columns, columns
 from disttrain.tp.layers import (
@@ -19,6 +19,7 @@ from disttrain.tp.layers import (
     cutting_of,
     dim_in_graph,
     form_of,
+    kept_plan,
     local_part,
     spec_on,
     takes_the_long_way,
@@ -38,6 +39,7 @@ class Sharing:
         self._layers: list[ColumnLinear] | None = None
         self._whole: torch.Tensor | None = None
         self._results: dict[int, torch.Tensor] = {}
+        self._saved_under: object = None
         self._has_warned = False
 
     def gathered(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -57,23 +59,29 @@ class Sharing:
             made = self._at_once(x, [layer._tp for layer in layers], parameters)
         if made is None:
             return None
-        self._whole = made[0]
+        self._whole, self._saved_under = made[0], _saved_under()
         self._results = dict(enumerate(made[1:]))
         return made[0]
 
     def result_for(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """What the layer of this number has made of `x`, handed out once; None for another input."""
-        return self._results.pop(place, None) if x is self._whole else None
+        """What the layer of this number has made of `x`, handed out once; None for another input.
 
-    def release(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """A forward hook: the module has returned.
+        Nor within activation checkpointing that began since: it would multiply when it computes again.
+        """
+        if x is not self._whole:
+            return None
+        result = self._results.pop(place, None)
+        return result if self._saved_under == _saved_under() else None
+
+    def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        """A forward hook, called in any case: the module has returned, or was left by an exception.
 
         Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
-        computes again, it may leave early: then this is not called.
+        computes again, it may leave early; there is no output then.
         """
         unasked = len(self._results)
         self._whole, self._results = None, {}
-        if unasked and not self._has_warned:
+        if unasked and output is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(module).__name__}: {unasked} of the ColwiseParallel layers in it were multiplied by its "
@@ -84,8 +92,7 @@ class Sharing:
     def _at_once(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor] | None:
-        key = form_of(x)
-        plan = self._plans.get(key) or self._plans.setdefault(key, self._plan(x, states, parameters))
+        plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, states, parameters))
         return None if plan is None else columns(x, plan, parameters)
 
     def _in_graph(
@@ -130,6 +137,10 @@ class Sharing:
             if weight is not None
         )
         return Columns(self.axis, cutting, spec, layers, self.axis.spec(Replicate(), shape, x.dtype))
+
+
+def _saved_under() -> object:
+    return None if torch.compiler.is_compiling() else saved_tensors_hooks()
 
 
 def _parameters_of(layers: Sequence[ColumnLinear]) -> list[torch.Tensor | None] | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
+from disttrain.tp._torch import own_parameters
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
 from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
-from disttrain.tp.modules import FinishOutput, PrepareFirst, hook
+from disttrain.tp.modules import FinishOutput, hook
 from disttrain.tp.params import REPLICATED, Cut, lay_out
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,6 +27,13 @@ class ParallelStyle(ABC):
 
     src_data_rank: int | None = 0
     """The rank along the axis whose parameters count; None: all ranks have the same, and nothing is sent."""
+
+    def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut] | None:
+        """How `module`'s own parameters will lie, those without a cut replicated; None where they are left alone.
+
+        Asked of every style of a plan before any is applied. Raises ShardingError where the style does not fit.
+        """
+        return None
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -64,12 +74,28 @@ class ColwiseParallel(ParallelStyle):
         self.num_blocks = num_blocks
         self.overlap = overlap
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = checked_axis(self, module, device_mesh)
+    def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
+        check_uncut(self, module, axis)
+        check_placements(self, axis, input_layouts=self.input_layouts, output_layouts=self.output_layouts)
+        _check_weight(self, module, axis)
         matrix = matrix_of(module)
         if matrix is not None:
-            cuts = column_cuts(module, matrix, axis, self.head_dim, self.num_blocks)
-            lay_out(module, cuts, axis, self.src_data_rank)
+            return column_cuts(module, matrix, axis, self.head_dim, self.num_blocks)
+        weight_dim, _ = _column_dims(self, module, axis)
+        if self.head_dim is not None or self.num_blocks != 1:
+            _refuse(
+                f"{self} is for {type(module).__name__}, whose outputs come in no heads or blocks.",
+                "Leave head_dim and num_blocks to linear layers.",
+                axis,
+            )
+        return {"weight": Cut(Shard(weight_dim)), "bias": Cut(Shard(0))}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        cuts = self._cuts(module, axis)
+        lay_out(module, cuts, axis, self.src_data_rank)
+        matrix = matrix_of(module)
+        if matrix is not None:
             weight, bias = cuts["weight"], cuts["bias"]
             state = ColumnLayer(
                 axis, matrix, weight, bias, self.num_blocks,
@@ -77,13 +103,13 @@ class ColwiseParallel(ParallelStyle):
             )  # fmt: skip
             become(module, ColumnLinear, state)
             return module
-        weight_dim, output_dim = _column_dims(self, module, axis)
-        lay_out(module, {"weight": Cut(Shard(weight_dim)), "bias": Cut(Shard(0))}, axis, self.src_data_rank)
         _mark(module, axis)
-        output = self.output_layouts or Shard(output_dim)
+        output = self.output_layouts or Shard(_column_dims(self, module, axis)[1])
         hook(
             module,
-            PrepareFirst(axis, self.input_layouts, Replicate()),
+            axis,
+            self.input_layouts,
+            Replicate(),
             FinishOutput(output, self.use_local_output),
         )
         return module
@@ -112,40 +138,76 @@ class RowwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
         self.overlap = overlap
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = checked_axis(self, module, device_mesh)
+    def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut]:
+        check_uncut(self, module, axis)
+        check_placements(self, axis, input_layouts=self.input_layouts, output_layouts=self.output_layouts)
+        _check_weight(self, module, axis)
         matrix = matrix_of(module)
         if matrix is not None:
-            cuts = row_cuts(matrix, self.output_layouts)
-            lay_out(module, cuts, axis, self.src_data_rank)
+            return row_cuts(matrix)
+        return {"weight": Cut(Shard(_row_dims(self, module, axis)[0])), "bias": REPLICATED}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        cuts = self._cuts(module, axis)
+        lay_out(module, cuts, axis, self.src_data_rank)
+        matrix = matrix_of(module)
+        if matrix is not None:
             state = RowLayer(
                 axis, matrix, cuts["weight"], cuts["bias"],
                 self.input_layouts or Shard(-1), self.output_layouts, self.use_local_output, self.overlap,
             )  # fmt: skip
             become(module, RowLinear, state)
             return module
-        weight_dim, wanted = _row_dims(self, module, axis)
-        lay_out(module, {"weight": Cut(Shard(weight_dim)), "bias": REPLICATED}, axis, self.src_data_rank)
+        _, wanted = _row_dims(self, module, axis)
         _mark(module, axis)
         hook(
             module,
-            PrepareFirst(axis, self.input_layouts or wanted, wanted),
+            axis,
+            self.input_layouts or wanted,
+            wanted,
             FinishOutput(self.output_layouts, self.use_local_output),
         )
         return module
 
 
-def checked_axis(style: ParallelStyle, module: nn.Module, mesh: Any) -> Axis:
-    """Raises: MeshError for no mesh of one axis; ShardingError when the module has been cut before."""
-    axis = Axis.of("parallelize_module", mesh)
+def check_uncut(style: ParallelStyle, module: nn.Module, axis: Axis) -> None:
+    """Raise ShardingError when the module has been cut before."""
     if isinstance(module, Parallel) or _MARK in module.__dict__:
-        raise ShardingError(
-            "parallelize_module",
+        _refuse(
             f"{style} is applied to a {type(module).__name__}, which another style has cut already.",
-            "Give each module one style; two keys of the plan may name the same.",
-            rank=axis.world_rank,
+            "Give each module one style.",
+            axis,
         )
-    return axis
+
+
+def check_placements(style: ParallelStyle, axis: Axis, **given: Any) -> None:
+    """Raise ShardingError where one of `given`, by name, is neither a placement nor None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Placement):
+            _refuse(
+                f"{name} of {type(style).__name__} is {value!r}.",
+                "Give one placement, such as Shard(1) or Replicate().",
+                axis,
+            )
+
+
+def _check_weight(style: ParallelStyle, module: nn.Module, axis: Axis) -> None:
+    """Raise ShardingError for a module that is known, and whose weight cannot be cut."""
+    name = type(module).__name__
+    if isinstance(getattr(module, "weight", None), UninitializedParameter):
+        _refuse(
+            f"{style} is applied to a {name}, whose weight has no shape yet.",
+            "Run the module once, or give it its sizes, before parallelize_module.",
+            axis,
+        )
+    is_known = matrix_of(module) is not None or isinstance(module, (nn.Linear, nn.Embedding, *_CONVOLUTIONS))
+    if is_known and own_parameters(module, "weight") == [None]:
+        _refuse(
+            f"{style} is applied to a {name}, whose weight is no parameter of its own but computed.",
+            "Remove the parametrization, or write a ParallelStyle that cuts what it is computed from.",
+            axis,
+        )
 
 
 def _column_dims(style: ParallelStyle, module: nn.Module, axis: Axis) -> tuple[int, int]:
@@ -175,6 +237,10 @@ _MARK = "_disttrain_parallel"
 
 def _mark(module: nn.Module, axis: Axis) -> None:
     module.__dict__[_MARK] = axis
+
+
+def _refuse(problem: str, remedy: str, axis: Axis) -> NoReturn:
+    raise ShardingError("parallelize_module", problem, remedy, rank=axis.world_rank)
 
 
 def _unknown(style: ParallelStyle, module: nn.Module, axis: Axis) -> ShardingError:

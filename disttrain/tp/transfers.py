@@ -15,7 +15,10 @@ Finish = Callable[[], torch.Tensor]
 
 
 def gather(part: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """All ranks' parts, of one shape, concatenated along `dim`. Collective, as all that follow."""
+    """All ranks' parts, of one shape, concatenated along `dim`; of one rank, what is given. Collective, as all that
+    follow."""
+    if group.group_size == 1:
+        return part
     part = part.contiguous()
     shape = part.shape
     whole_shape = (*shape[:dim], shape[dim] * group.group_size, *shape[dim + 1 :])
@@ -30,6 +33,8 @@ def gather(part: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
 
 def reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' tensors; of that each keeps its part of `dim`, which divides evenly."""
+    if group.group_size == 1:
+        return whole
     whole, part = _in_parts(whole, dim, group)
     reduce_scatter_tensor(part, whole, group=group)
     return part
@@ -37,19 +42,22 @@ def reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> torch.
 
 def start_reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> Finish:
     """Begin the same."""
+    if group.group_size == 1:
+        return lambda: whole
     whole, part = _in_parts(whole, dim, group)
     return _finish(part, reduce_scatter_tensor(part, whole, group=group, async_op=True))
 
 
 def all_reduce(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' contiguous tensors, in their own memory."""
-    all_reduce_(values, group=group)
+    if group.group_size > 1:
+        all_reduce_(values, group=group)
     return values
 
 
 def start_all_reduce(values: torch.Tensor, group: ProcessGroup) -> Finish:
     """Begin the same."""
-    return _finish(values, all_reduce_(values, group=group, async_op=True))
+    return _finish(values, all_reduce_(values, group=group, async_op=True) if group.group_size > 1 else None)
 
 
 def _in_parts(whole: torch.Tensor, dim: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(NUM_GPUS)
 def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtype: torch.dtype) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     alone = Block(512, 8, 2, 1024).to(disttrain.current_world().device, dtype)
@@ -40,8 +40,7 @@ def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtyp
         close = CLOSE[dtype]
         torch.testing.assert_close(result, expected, atol=close, rtol=close)
         weights = torch.randn_like(expected) / 64
-        for values in (weights,):
-            disttrain.broadcast(values, 0)
+        disttrain.broadcast(weights, 0)
         (expected * weights).sum().backward()
         (result * weights).sum().backward()
         torch.testing.assert_close(own_x.grad, expected_x.grad, atol=close, rtol=close)

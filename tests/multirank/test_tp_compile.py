@@ -13,14 +13,26 @@ from disttrain.tp import parallelize_module
 from tests.tp_cases import Block, block_plan, check_gradients, gathered, scattered
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "sequence", "overlap"),
+    [
+        ("aot_eager", False, None),
+        ("aot_eager", True, None),
+        ("inductor", False, None),
+        ("inductor", True, None),
+        ("inductor", True, True),
+    ],
+)
 @on_ranks(2)
-def test_a_compiled_block(backend: str, sequence: bool) -> None:
+def test_a_compiled_block(backend: str, sequence: bool, overlap: bool | None) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     alone = Block().double()
-    module = parallelize_module(copy.deepcopy(alone), mesh, block_plan(2, sequence=sequence))
+    plan = block_plan(2, sequence=sequence)
+    for style in plan.values():
+        if hasattr(style, "overlap"):
+            style.overlap = overlap
+    module = parallelize_module(copy.deepcopy(alone), mesh, plan)
     module.compile(fullgraph=True, backend=backend)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

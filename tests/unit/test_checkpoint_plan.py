@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.layout import Box, Sharding, spans
+from disttrain.checkpoint.layout import Box, Sharding, parts_at, spans
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, mismatches, plan_load, plan_save
+from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -41,7 +42,15 @@ def shardings(draw: st.DrawFn, shape: tuple[int, ...], world_size: int) -> Shard
         return Sharding(shape, "int16")
     dims = [None, *range(len(shape))]
     cuts = tuple(draw(st.sampled_from(dims)) for _ in mesh_shape)
-    return Sharding(shape, "int16", tuple(draw(st.permutations(range(world_size)))), mesh_shape, cuts)
+    blocks = tuple(1 if dim is None else draw(st.sampled_from(divisors(shape[dim]))) for dim in cuts)
+    if len(set(cuts)) < len(cuts):
+        # What a cut leaves of a dim must be as many equal blocks.
+        blocks = (1,) * len(cuts)
+    return Sharding(shape, "int16", tuple(draw(st.permutations(range(world_size)))), mesh_shape, cuts, blocks)
+
+
+def divisors(size: int) -> list[int]:
+    return [number for number in range(1, size + 1) if size % number == 0] or [1]
 
 
 @st.composite
@@ -91,12 +100,52 @@ def test_a_load_covers_every_wanted_element_once(world: tuple[int, dict[str, Sha
         name: data.draw(boxes_in(sharding.shape)) for name, sharding in tensors.items() if 0 not in sharding.shape
     }
     times = {name: np.zeros(tensors[name].shape, int) for name in wanted}
-    for read in plan_load(manifest, wanted):
+    for read in plan_load(manifest, {name: [box] for name, box in wanted.items()}):
+        assert read.wanted == wanted[read.name]
         assert read.box.intersection(read.chunk.box) == read.box
         times[read.name][read.box.slices()] += 1
     for name, box in wanted.items():
         assert (times[name][box.slices()] == 1).all()
         assert times[name].sum() == box.num_elements
+
+
+PLACEMENTS = [
+    [Shard(0), Replicate()],
+    [Shard(1), Shard(1)],
+    [StridedShard(0, 2), Shard(0)],
+    [StridedShard(0, 3), Shard(1)],
+    [Shard(1), StridedShard(0, 3)],
+    [StridedShard(0, 3), StridedShard(0, 3)],
+    [StridedShard(1, 5), StridedShard(0, 4)],
+    [StridedShard(0, 6), Shard(0)],
+]
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 3), (1, 2)])
+def test_parts_are_what_a_rank_holds(placements: list[Placement], mesh_shape: tuple[int, ...]) -> None:
+    whole = np.arange(12 * 5).reshape(12, 5)
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        local = whole
+        for axis_size, place, placement in zip(mesh_shape, coordinate, placements, strict=True):
+            if placement.cut_dim is not None:
+                local = own_piece(local, placement, axis_size, place)
+        found = np.full(local.shape, -1)
+        parts = parts_at((12, 5), mesh_shape, coordinate, placements)
+        for part in parts:
+            found[part.local_slices()] = whole[part.box.slices()]
+        assert (found == local).all()
+        if placements == [StridedShard(0, 2), Shard(0)] and mesh_shape[1] == 2:
+            assert len(parts) == 1
+
+
+def own_piece(whole: np.ndarray, placement: Placement, axis_size: int, place: int) -> np.ndarray:
+    dim, blocks = placement.cut_dim, placement.num_blocks if isinstance(placement, StridedShard) else 1
+    step = -(-whole.shape[dim] // blocks // axis_size)
+    pieces = [
+        np.split(block, [step * at for at in range(1, axis_size)], dim)[place] for block in np.split(whole, blocks, dim)
+    ]
+    return np.concatenate(pieces, dim)
 
 
 def manifest_of(plans: list[RankPlan], tensors: dict[str, Sharding]) -> Manifest:
@@ -116,7 +165,7 @@ def test_a_gap_between_chunks_is_found() -> None:
     whole = SavedTensor((4,), "int16", (Chunk("rank-0", 0, 6, Box((0,), (3,)), b""),))
     manifest = Manifest("id", 1, "a test", {}, {"w": whole}, {}, {})
     with pytest.raises(CheckpointCorruptError, match="'w' has chunks for 3 of the 4 elements"):
-        plan_load(manifest, {"w": Box.whole((4,))})
+        plan_load(manifest, {"w": [Box.whole((4,))]})
 
 
 def test_replicated_tensors_are_spread_by_bytes() -> None:

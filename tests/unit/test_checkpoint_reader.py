@@ -62,8 +62,8 @@ def test_any_box_is_read(shape: tuple[int, ...], dtype: torch.dtype, data: st.Da
     box = data.draw(boxes_in(shape))
     storage, manifest = saved({"w": values})
     target = torch.zeros(box.shape, dtype=dtype)
-    reads = plan_load(manifest, {"w": box})
-    reader.Reader(storage, FOLDER, manifest).read_tensors(reads, {"w": (target, box)})
+    reads = plan_load(manifest, {"w": [box]})
+    reader.Reader(storage, FOLDER, manifest).read_tensors(reads, {"w": {box: target}})
     assert target.equal(values[box.slices()])
 
 
@@ -74,7 +74,7 @@ def test_blocks_between_far_rows_are_not_read() -> None:
     storage.reads.clear()
     box = Box((1, 33), (4, 10))
     target = torch.zeros(4, 10, dtype=torch.uint8)
-    reader.Reader(storage, FOLDER, manifest).read_tensors(plan_load(manifest, {"w": box}), {"w": (target, box)})
+    reader.Reader(storage, FOLDER, manifest).read_tensors(plan_load(manifest, {"w": [box]}), {"w": {box: target}})
     assert target.equal(values[1:5, 33:43])
     begin = manifest.tensors["w"].chunks[0].offset
     assert storage.reads[1:] == [(begin + 64 * row + 32, BLOCK_BYTES) for row in range(1, 5)]

@@ -135,3 +135,13 @@ def test_one_layer_of_several_blocks(num_ranks: int) -> None:
 
     plan = lambda: {"all": ColwiseParallel(num_blocks=3), "out": RowwiseParallel()}  # noqa: E731
     same_as_alone(Fused, plan, torch.randn(4, 6), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_uneven_columns_come_plain(num_ranks: int) -> None:
+    """A layer knows how many inputs there are in all."""
+    for plan in (
+        lambda: ColwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()),
+        RowwiseParallel,
+    ):
+        same_as_alone(lambda: nn.Linear(7, 5), plan, torch.randn(3, 4, 7), num_ranks, enter=scattered(2))
