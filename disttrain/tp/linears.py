@@ -48,7 +48,7 @@ class Matrix:
 
 
 def parameter_grads(
-    matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: torch.Tensor
+    matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: Any
 ) -> Sequence[torch.Tensor | None]:
     """Gradients of weight and bias, each where it is wanted. `rows` (rows, in) were multiplied, and `grad` is that
     of the results (rows, out)."""
