@@ -12,7 +12,12 @@ from torch import nn
 from disttrain.pipelining.backward import Backward
 from disttrain.pipelining.layers import split_layers
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # torch says so where the first that the thread of a backward pass calls is cuBLAS.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 class Block(nn.Module):
