@@ -48,11 +48,12 @@ class PeerMemory:
         # Others may be copying from the old memory: it goes when all have come to make the new one.
         torch.cuda.synchronize(self._device)
         self._num_made += 1
-        self._half_bytes = max(_SMALLEST_HALF_BYTES, -(-half_bytes // _ALIGNMENT) * _ALIGNMENT)
+        half_bytes = max(_SMALLEST_HALF_BYTES, -(-half_bytes // _ALIGNMENT) * _ALIGNMENT)
         group = self._group
         store = PrefixStore(f"peer_memory/{group.group_name}/{self._num_made}", group.world.store)
         name = f"disttrain/{group.group_name}/{self._num_made}"
-        self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * self._half_bytes, self._device)
+        self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * half_bytes, self._device)
+        self._half_bytes = half_bytes
 
     def gather(self, own: torch.Tensor, parts: torch.Tensor) -> list[Wait]:
         """Begin to copy the other ranks' contiguous tensors like `own` to `parts` (group_size, *own.shape), whose own
@@ -69,6 +70,8 @@ class PeerMemory:
             memory.of(rank, input.shape, input.dtype, offset).copy_(input)
             memory.barrier(group.timeout_s)
             self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            # Also if what is computed meanwhile fails, and nobody waits.
+            output.record_stream(self._copies)
             with torch.cuda.stream(self._copies):
                 for step in range(1, size):
                     source = (rank + step) % size
@@ -136,6 +139,7 @@ class PeerSum:
         place = self._memory.of(target, (size, *self._shape), self._dtype, self._offset)[rank]
         with torch.cuda.stream(self._copies):
             copy_blocks(place, term)
+        term.record_stream(self._copies)
         self._sent.append(term)
 
     def finish(self) -> torch.Tensor:

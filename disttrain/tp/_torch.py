@@ -28,3 +28,9 @@ def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
 def saved_tensors_hooks() -> object:
     """What stands over the tensors that autograd saves now, such as activation checkpointing; else None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def as_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: what an autograd function returns can be written to then."""
+    own: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+    return own

@@ -9,6 +9,9 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.styles import ParallelStyle
 
+_DIVIDED = "_disttrain_divided"
+"""Attributes of a module that are shares already."""
+
 
 class DivideAttributes(ParallelStyle):
     """Divide attributes of a module by the number of ranks.
@@ -21,17 +24,22 @@ class DivideAttributes(ParallelStyle):
         """`names` of attributes that are whole numbers."""
         self.names = names
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = Axis.of("parallelize_module", device_mesh)
+    def _cuts(self, module: nn.Module, axis: Axis) -> None:
         for name in self.names:
             number = getattr(module, name, None)
-            if not isinstance(number, int) or number % axis.size:
-                raise ShardingError(
-                    "DivideAttributes",
-                    f"{name} of {type(module).__name__} is {number!r}, among {axis.size} ranks.",
-                    "Name attributes that are whole numbers, multiples of the number of ranks.",
-                    rank=axis.world_rank,
-                )
+            if type(number) is not int or number % axis.size:
+                self._refuse(f"{name} of {type(module).__name__} is {number!r}, among {axis.size} ranks.", axis)
+            if name in module.__dict__.get(_DIVIDED, ()):
+                self._refuse(f"{name} of {type(module).__name__} is a rank's share already: {number}.", axis)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = Axis.of("parallelize_module", device_mesh)
+        self._cuts(module, axis)
         for name in self.names:
             setattr(module, name, getattr(module, name) // axis.size)
+        module.__dict__.setdefault(_DIVIDED, set()).update(self.names)
         return module
+
+    def _refuse(self, problem: str, axis: Axis) -> None:
+        remedy = "Name attributes that are whole numbers, multiples of the number of ranks, once each."
+        raise ShardingError("DivideAttributes", problem, remedy, rank=axis.world_rank)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from disttrain.dtensor import DTensor, Partial, Replicate, Spec
+from disttrain.tp._torch import as_own
 from disttrain.tp.axis import Axis
 from disttrain.tp.gathering import Cutting, gather_and_multiply, start_scatter
-from disttrain.tp.linears import Matrix, parameter_grads, refuse_second_derivative
+from disttrain.tp.linears import Matrix, local_of, parameter_grads, refuse_second_derivative, without_autocast
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import Finish, start_all_reduce
 from disttrain.weight_grads import current_keeper, now_or_later
@@ -69,23 +71,34 @@ class _Columns(torch.autograd.Function):
             results = [m.times(whole, w, b) for m, w, b in zip(matrices, weights, biases, strict=True)]
         else:
             whole, results = gather_and_multiply(part, plan.cutting, matrices, weights, biases)
+        results = [as_own(result) for result in results]
+        given_whole = None if plan.whole is None else DTensor(whole.clone() if whole is part else whole, plan.whole)
         ctx.plan = plan
         ctx.keeper, ctx.parameters = current_keeper(), parameters
-        ctx.save_for_backward(whole, *parameters)
+        # What is given out or came as a DTensor is kept as that: its version tells whether it was written to.
+        kept = x if whole is part else whole if given_whole is None else given_whole
+        ctx.save_for_backward(kept, *parameters)
         ctx.set_materialize_grads(False)
         given_out = [
             result if layer.output is None else DTensor(result, layer.output)
             for result, layer in zip(results, layers, strict=True)
         ]
-        if plan.whole is not None:
-            given_out.insert(0, DTensor(whole, plan.whole))
+        if given_whole is not None:
+            given_out.insert(0, given_whole)
         return tuple(given_out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         refuse_second_derivative("ColwiseParallel")
+        given = next((grad for grad in grads if grad is not None), None)
+        with nullcontext() if given is None else without_autocast(given.device):
+            return _Columns._grads(ctx, grads)
+
+    @staticmethod
+    def _grads(ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         plan: Columns = ctx.plan
         whole, *parameters = ctx.saved_tensors
+        whole = local_of(whole)
         needed = ctx.needs_input_grad
         whole_grad, result_grads = (None, grads) if plan.whole is None else (grads[0], grads[1:])
         flat = [

@@ -70,7 +70,7 @@ class _Columns(torch.autograd.Function):
         matrices = [Matrix(out_dim) for out_dim in ctx.out_dims]
         rows = whole.flatten(0, -2)
         flat = [
-            rows.new_zeros(len(rows), weight.shape[matrix.out_dim]) if grad is None else grad.flatten(0, -2)
+            rows.new_zeros(rows.shape[0], weight.shape[matrix.out_dim]) if grad is None else grad.flatten(0, -2)
             for grad, weight, matrix in zip(grads[1:], weights, matrices, strict=True)
         ]
         terms = [m.times_transposed(grad, weight) for m, grad, weight in zip(matrices, flat, weights, strict=True)]
@@ -120,7 +120,7 @@ def _handle() -> torch.Tensor:
 
 def _own(result: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """What an operator gives out must not be what it was given, as it is where one rank has all."""
-    return result.clone() if result is given else result
+    return result.clone(memory_format=torch.contiguous_format) if result is given else result.contiguous()
 
 
 def _gather_and_multiply(

@@ -199,7 +199,7 @@ class RowLayer:
             term = self.matrix.times(part, used, None)
             result = DTensor.from_local(term, self.axis.mesh, [Partial()]).redistribute(placements=[self.output])
         if bias is not None:
-            result = cast(DTensor, result + bias)
+            result = cast(DTensor, result + bias.to(result.dtype))
         return given_out(result, self.output, self.use_local_output)
 
 
@@ -211,7 +211,7 @@ def takes_the_long_way(x: torch.Tensor) -> bool:
 def form_of(x: torch.Tensor) -> Any:
     """What plans are kept by: inputs of one form take one way."""
     spec = getattr(x, "_spec", None)
-    return (x.shape, x.dtype) if spec is None else spec
+    return (x.shape, x.dtype, x.device) if spec is None else (spec, x.device)
 
 
 _Plan = TypeVar("_Plan")
@@ -248,7 +248,7 @@ def dim_in_graph(x: torch.Tensor, placement: Placement, axis: Axis, *, is_whole:
     """
     if not torch.compiler.is_compiling() or x.ndim < 2 or not isinstance(placement, Shard):
         return None
-    dim = placement.dim % x.ndim
+    dim = dim_of(placement, x.ndim)
     if dim == x.ndim - 1 or ((is_whole or isinstance(x, DTensor)) and x.shape[dim] % axis.size):
         return None
     return dim

@@ -6,7 +6,8 @@ nothing is sent between the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.dtensor import Replicate, Shard, StridedShard
+from disttrain.dtensor import DTensor, Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import REPLICATED, Cut, Piece
@@ -114,6 +115,22 @@ def row_cuts(matrix: Matrix) -> dict[str, Cut]:
     Where ranks have parts of the sum, each gathers the gradient of all of it, so that the bias's is whole on each.
     """
     return {"weight": Cut(Shard(matrix.in_dim)), "bias": REPLICATED}
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """A plain tensor itself, of a DTensor this rank's part."""
+    local: torch.Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """A backward computes in the dtypes of its forward, whatever is on around it."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
 
 
 def refuse_second_derivative(operation: str) -> None:

@@ -57,7 +57,14 @@ class Cut:
 
     def used(self, parameter: Any) -> torch.Tensor:
         """The plain tensor that this rank computes with; no gradient goes through."""
-        local: torch.Tensor = parameter._local_tensor
+        local: torch.Tensor | None = getattr(parameter, "_local_tensor", None)
+        if local is None or parameter._spec.mesh.ndim != 1:
+            lies = "is a plain tensor now" if local is None else f"lies as {parameter._spec.layout} now"
+            raise ShardingError(
+                "tensor parallel",
+                f"a parameter of shape {tuple(parameter.shape)}, cut as [{self.placement}], {lies}.",
+                "Leave it a DTensor on its axis, and call the module that fully_shard was given, which gathers it.",
+            )
         return local if self.piece is None else self.piece.of(local)
 
     def used_with_grad(self, parameter: Any) -> torch.Tensor:

@@ -176,7 +176,7 @@ class _Conversion:
         self.wanted = wanted or given
 
     def __call__(self, value: Any) -> Any:
-        if self.given is None or self.wanted is None:
+        if self.given is None or self.wanted is None or value is None:
             return value
         if not isinstance(value, torch.Tensor):
             raise LayoutError(

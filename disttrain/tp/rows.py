@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from disttrain.dtensor import DTensor, Spec
+from disttrain.tp._torch import as_own
 from disttrain.tp.axis import Axis
 from disttrain.tp.gathering import Cutting, gather_and_multiply, multiply_and_scatter
-from disttrain.tp.linears import Matrix, parameter_grads, refuse_second_derivative
+from disttrain.tp.linears import Matrix, local_of, parameter_grads, refuse_second_derivative, without_autocast
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import all_reduce
 from disttrain.weight_grads import current_keeper, now_or_later
@@ -45,18 +46,25 @@ class _Row(torch.autograd.Function):
             result = all_reduce(plan.matrix.times(part, used, None), plan.axis.group)
         else:
             result = multiply_and_scatter(part, used, plan.matrix, plan.cutting)
+        result = as_own(result)
         if bias is not None:
             result += plan.bias.used(bias)
         ctx.plan = plan
         ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
-        ctx.save_for_backward(part, weight, bias)
+        ctx.save_for_backward(x, weight, bias)
         return result if plan.output is None else DTensor(result, plan.output)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_second_derivative("RowwiseParallel")
+        with without_autocast(grad.device):
+            return _Row._grads(ctx, grad)
+
+    @staticmethod
+    def _grads(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: Row = ctx.plan
         part, weight, _ = ctx.saved_tensors
+        part = local_of(part)
         if plan.output is not None:
             assert isinstance(grad, DTensor)
             grad = grad.redistribute(placements=plan.output.placements)._local_tensor

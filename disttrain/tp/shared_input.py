@@ -110,11 +110,15 @@ class Sharing:
         return [DTensor.from_local(whole, self.axis.mesh, [Replicate()], grad_placements=[Partial()]), *results]
 
     def _find(self, module: nn.Module) -> list[ColumnLinear]:
-        named = module.children() if self.names is None else [module.get_submodule(name) for name in self.names]
+        named = module.children() if self.names is None else map(module.get_submodule, dict.fromkeys(self.names))
         layers = [
             layer
             for layer in named
-            if isinstance(layer, ColumnLinear) and layer._tp.axis == self.axis and layer._tp.input.is_replicate()
+            if isinstance(layer, ColumnLinear)
+            and layer._tp.axis == self.axis
+            and layer._tp.input.is_replicate()
+            # One input: of several that are gathered, the first.
+            and layer._tp_shared is None
         ]
         for place, layer in enumerate(layers):
             layer._tp_shared = (self, place)

@@ -17,9 +17,9 @@ Finish = Callable[[], torch.Tensor]
 def gather(part: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """All ranks' parts, of one shape, concatenated along `dim`; of one rank, what is given. Collective, as all that
     follow."""
+    part = part.contiguous()
     if group.group_size == 1:
         return part
-    part = part.contiguous()
     shape = part.shape
     whole_shape = (*shape[:dim], shape[dim] * group.group_size, *shape[dim + 1 :])
     if dim == 0 or math.prod(shape[:dim]) == 1:
@@ -28,7 +28,7 @@ def gather(part: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
         return whole
     stacked = part.new_empty((group.group_size, *shape))
     all_gather_into_tensor(stacked, part, group)
-    return stacked.movedim(0, dim).reshape(whole_shape)
+    return stacked.movedim(0, dim).reshape(whole_shape).contiguous()
 
 
 def reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
