@@ -25,6 +25,11 @@ def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
     return [module._parameters.get(name) for name in names]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `compile()` was called on this module itself."""
+    return module._compiled_call_impl is not None
+
+
 def saved_tensors_hooks() -> object:
     """What stands over the tensors that autograd saves now, such as activation checkpointing; else None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

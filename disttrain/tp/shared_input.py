@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Partial, Replicate, Shard
-from disttrain.tp._torch import own_parameters, saved_tensors_hooks
+from disttrain.tp._torch import is_compiled, own_parameters, saved_tensors_hooks
 from disttrain.tp.axis import Axis
 from disttrain.tp.columns import Columns, columns
 from disttrain.tp.layers import (
@@ -50,6 +50,10 @@ class Sharing:
         if self._layers is None:
             self._layers = self._find(module)
         layers = self._layers
+        if torch.compiler.is_compiling() and is_compiled(module):
+            # What a hook of the outermost compiled module makes is an output of the graph, whose gradient torch 2.13
+            # takes for a plain tensor where nobody uses it.
+            return None
         parameters = _parameters_of(layers)
         if not layers or parameters is None:
             return None

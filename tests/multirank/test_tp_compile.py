@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.dtensor import Replicate, Shard
 from disttrain.testing.pytest_plugin import on_ranks
-from disttrain.tp import parallelize_module
-from tests.tp_cases import Block, block_plan, check_gradients, gathered, scattered
+from disttrain.tp import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from tests.tp_cases import Block, GatedMLP, block_plan, check_gradients, gathered, scattered
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,26 @@ def test_a_compiled_block(backend: str, sequence: bool, overlap: bool | None) ->
         check_gradients(module, alone)
     # The second size makes torch take sizes for symbols; the third is nothing new.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, torch._dynamo.utils.counters["stats"]
+
+
+@on_ranks(2)
+def test_a_compiled_module_that_gathers_its_input() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = GatedMLP().double()
+    plan = {
+        "": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "gate": ColwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    torch._dynamo.reset()
+    module.compile(fullgraph=True, backend="aot_eager")
+    # One position on each rank.
+    x = torch.randn(2, 2, 6, dtype=torch.float64)
+    result = gathered(1)(module(scattered(1)(x, mesh)), mesh)
+    torch.testing.assert_close(result, alone(x))
+    result.sin().sum().backward()
+    alone(x).sin().sum().backward()
+    check_gradients(module, alone)
