@@ -52,5 +52,5 @@ def test_it_trains_as_one_rank_does(losses_alone: list[float], num_ranks: int, n
     assert counted == planned + of_loss
     # Two pairs in each of two blocks, embedding and head: each is a gather and a scatter of 64 numbers per token.
     assert planned == 10 * 64 * num_tokens * 4
-    assert f"a rank of 2 sends {planned / 1e6:.1f} MB in a step of {num_tokens} tokens" in output
+    assert f"a rank of 2 sends {planned / 1e3:.1f} KB in a step of {num_tokens} tokens" in output
     assert re.search(r"\] all_reduce +5 ", output)
