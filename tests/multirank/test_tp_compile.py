@@ -24,7 +24,9 @@ from tests.tp_cases import Block, GatedMLP, block_plan, check_gradients, gathere
         ("inductor", True, True),
     ],
 )
-@on_ranks(2)
+# Two graphs with a cold cache take 70 s where two tests share two cores.
+@pytest.mark.timeout(200)
+@on_ranks(2, timeout_s=180)
 def test_a_compiled_block(backend: str, sequence: bool, overlap: bool | None) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -50,7 +52,7 @@ def test_a_compiled_block(backend: str, sequence: bool, overlap: bool | None) ->
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, torch._dynamo.utils.counters["stats"]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=110)
 def test_a_compiled_module_that_gathers_its_input() -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
