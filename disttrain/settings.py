@@ -198,7 +198,16 @@ FLIGHT_DIR = Setting[Path | None](
     "DISTTRAIN_FLIGHT_DIR",
     Path,
     None,
-    "Folder for the flight recorder's dumps, made where it is missing; unset: no dumps.",
+    "Folder for the flight recorder's dumps, made where it is missing; unset: a private one for what hangs or dies.",
+)
+FLIGHT_SOFT_LIMIT_S = Setting[float | None](
+    "DISTTRAIN_FLIGHT_SOFT_LIMIT_S",
+    _positive,
+    None,
+    "Seconds that a rank may wait before all ranks dump; unset: a quarter of the default group's timeout, 60 at most.",
+)
+FLIGHT_ENDS_JOB = Setting[bool](
+    "DISTTRAIN_FLIGHT_ENDS_JOB", _switch, False, "1: a rank that has waited so long then ends itself, and so the job."
 )
 
 

@@ -21,6 +21,9 @@ Grads = Sequence["torch.Tensor | None"]
 class WeightGradKeeper(Protocol):
     """Whoever runs a backward pass in two parts."""
 
+    def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The sum of a parameter's earlier gradients, for a layer that adds its own to it; None: it hands that over."""
+
     def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
         """Keep `compute`, which returns one gradient per parameter, for later. False: compute them at once.
 
@@ -44,6 +47,11 @@ def kept_by(keeper: WeightGradKeeper) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def sum_of(keeper: WeightGradKeeper | None, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """What a layer may add this parameter's gradient, of this dtype, to: then nobody else gets it. None: nothing."""
+    return None if keeper is None else keeper.sum_for(parameter, dtype)
 
 
 def now_or_later(keeper: WeightGradKeeper | None, parameters: Grads, compute: Callable[[], Grads]) -> Grads:

@@ -68,7 +68,7 @@ class DeviceMesh:
         self._groups: tuple[ProcessGroup, ...] = ()
         if self._coordinate is not None:
             axes = range(len(layout.shape))
-            self._groups = tuple(world.shared_group(layout.along(world.rank, [axis]).ranks) for axis in axes)
+            self._groups = tuple(self._group_of(layout, [axis]) for axis in axes)
         self._hash = hash((device_type, layout))
 
     @property
@@ -104,7 +104,7 @@ class DeviceMesh:
         if len(axes) == 1:
             return self.get_group(axes[0])
         self._position("group_along")
-        return self.world.shared_group(self.layout.along(self.world.rank, axes).ranks)
+        return self._group_of(self.layout, axes)
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The process groups along all axes, through this rank."""
@@ -150,6 +150,12 @@ class DeviceMesh:
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
+
+    def _group_of(self, layout: MeshLayout, axes: Sequence[int]) -> ProcessGroup:
+        group = self.world.shared_group(layout.along(self.world.rank, axes).ranks)
+        if layout.axis_names is not None and not group.axis_name:
+            group.axis_name = "+".join(layout.axis_names[axis] for axis in axes)
+        return group
 
     def _position(self, operation: str) -> tuple[int, ...]:
         if self._coordinate is None:

@@ -265,7 +265,9 @@ def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
 
 def reduction_factor(op: Reduction) -> Any:
     """What `premul_sum` was given."""
-    return cast(Any, op).factor
+    found: Any = op
+    # Before torch 2.12 only what is to be pickled has it.
+    return found.factor if hasattr(found, "factor") else found.__getstate__()[1]
 
 
 def nccl_is_available() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttrain.errors import BackendError, ShapeError
+from disttrain.errors import BackendError, DisttrainError, ShapeError
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.fingerprint import compare_calls
 from disttrain.process_group.group import ProcessGroup
@@ -49,8 +49,12 @@ def issue(
     call = None
     # A Call costs as much as the rest of this function: with nobody to see it, it is made when an error needs it.
     if world.observers:
-        call = Call(operation, group, sequence, inputs, outputs, peer_rank, world.observers)
+        call = Call(operation, group, sequence, inputs, outputs, peer_rank, world.observers, world.action, world.module)
         call.enqueued()
+    recorder = world.recorder
+    number = -1
+    if recorder is not None:
+        number = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank)
     try:
         if world.compares_calls and sequence:
             group.waiting_in = sequence
@@ -60,18 +64,27 @@ def issue(
         if not async_op and group.coalesced is None:
             group.waiting_in = sequence
             started.wait()
+            if recorder is not None:
+                recorder.end(number, None)
             if call is not None:
                 call.completed(None)
             return None
     except Exception as error:
-        if call is None:
-            call = Call(operation, group, sequence, inputs, outputs, peer_rank)
-        if type(error) in REFUSALS and sequence:
-            group.world.refusals.add(group, operation, error, operation, was_counted=True)
-        answer = call.failure(error)
-        call.completed(answer)
-        raise answer from error
-    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call)
+        place = (operation, group, sequence, inputs, outputs, peer_rank)
+        raise _answer(error, call or Call(*place, (), world.action, world.module), number) from error
+    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, number)
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work if async_op else None
+
+
+def _answer(error: Exception, call: Call, number: int) -> DisttrainError:
+    """What `error` of a transport means, once whoever listens has been told."""
+    group, recorder = call.group, call.group.world.recorder
+    if type(error) in REFUSALS and call.sequence:
+        group.world.refusals.add(group, call.operation, error, call.operation, was_counted=True)
+    answer = call.failure(error)
+    if recorder is not None and number >= 0:
+        recorder.end(number, answer)
+    call.completed(answer)
+    return answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ class ProcessGroup:
     all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
     `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
     that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
-    called within `coalescing_manager`, None outside.
+    called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any.
     Transports are made by the first collective on a device type, which connects the members and nobody else.
     """
 
@@ -50,17 +51,21 @@ class ProcessGroup:
         self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
+        self.axis_name = ""
         self._options = options
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
         self._scope = GivableUp()
+        self._callbacks: list[Callable[[], None]] = []
         self._connecting = ""
         self._is_destroyed = False
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
         self._registration: TorchRegistration | None = None
+        self.mail: Any = None
+        """How pipelines over this group send messages, once there is one (`pipelining/mail.py`)."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peer_memory.py`)."""
 
@@ -209,8 +214,13 @@ class ProcessGroup:
             backend.shutdown()
         self._made.clear()
 
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        """Call this, in a thread of its own, when the group is given up: who waits apart from transports goes on."""
+        self._callbacks.append(callback)
+
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
+        self._call_back()
         for backend in self._taken_out():
             backend.abort()
 
@@ -221,15 +231,30 @@ class ProcessGroup:
         """
         self.world.refusals.add(self, operation, error, begins_with or operation, was_counted=False)
 
+    def give_up(self, operation: str, error: Exception) -> None:
+        """End the group on all ranks: this one has failed in `operation`, and cannot come to what the others wait for.
+
+        They learn the reason from their witnesses, if the transport has them; those that wait for this rank learn at
+        once that it is gone.
+        """
+        self.world.refusals.end(self, operation, error)
+        self.end(f"{operation} has failed on this rank")
+
     def end(self, reason: str) -> None:
         """As `abort`, and every call under way, or made later, raises an error with this `reason`."""
         self._scope.give_up(reason)
+        self._call_back()
         for backend in self._taken_out():
             # Gloo may take its time, and the witness, who calls this, has others to answer.
             threading.Thread(target=backend.abort, name="disttrain abort", daemon=True).start()
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.group_name}, ranks {self.ranks_text()}, {self.backend_name})"
+
+    def _call_back(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            threading.Thread(target=callback, name="disttrain ended", daemon=True).start()
 
     def _taken_out(self) -> list[Backend]:
         """The backends; nobody finds them any more, nor makes new ones."""

@@ -1,7 +1,7 @@
 """What observers of the one door see: each collective as a `Call`, when it is enqueued and when it is over.
 
-The flight recorder, byte counters and tests are observers. They are kept by the `World`; with none, a call
-costs nothing more.
+Byte counters and tests are observers. They are kept by the `World`; with none, a call costs nothing more. The flight
+recorder, which is there in every job, is a `Recorder`: it is told without a `Call`, which would cost more than it does.
 """
 
 from __future__ import annotations
@@ -37,12 +37,37 @@ class Observer(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Keeps every collective of a world. Its methods are on the hot path and must not raise."""
+
+    def begin(
+        self,
+        operation: str,
+        group: ProcessGroup,
+        sequence: int,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        peer_rank: int | None,
+    ) -> int:
+        """As `Observer.enqueued`, called by `issue` itself. Returns: a number for `end`."""
+        ...
+
+    def end(self, number: int, error: DisttrainError | None) -> None:
+        """As `Observer.completed`; once for each number."""
+        ...
+
+    def close(self) -> None:
+        """The world is being destroyed."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One collective or point-to-point operation, as this rank issues it.
 
     `sequence` counts the group's collectives from 1, alike on all its ranks; point-to-point operations, which only two
-    ranks see, have 0. `peer_rank` is the group rank of the root, destination or source.
+    ranks see, have 0. `peer_rank` is the group rank of the root, destination or source. `action` and `module` are the
+    world's at that moment: what it was called for.
     """
 
     operation: str
@@ -52,6 +77,8 @@ class Call:
     outputs: Sequence[torch.Tensor]
     peer_rank: int | None = None
     observers: tuple[Observer, ...] = ()
+    action: str = ""
+    module: str = ""
 
     def enqueued(self) -> None:
         for observer in self.observers:
@@ -70,6 +97,7 @@ class Call:
         group = self.group
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self.sequence}"
+        where += "".join(f", {label}" for label in (self.action, self.module) if label)
         reason = group.find_reason()
         if reason:
             return CollectiveMismatchError(

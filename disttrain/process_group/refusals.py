@@ -89,11 +89,8 @@ class Refusals:
         number = group.num_refused[sequence] = group.num_refused.get(sequence, 0) + 1
         if not group.asks_witnesses:
             return
-        reason = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
-        reason = reason[:_MAX_REASON_CHARS]
-        refusal = Refusal(
-            group.group_name, sequence, number, operation, begins_with, self._world.rank, reason, was_counted
-        )
+        rank = self._world.rank
+        refusal = Refusal(group.group_name, sequence, number, operation, begins_with, rank, _reason(error), was_counted)
         self._world.become_witness()
         with self._lock:
             self._own.append(_Own(group, refusal))
@@ -106,6 +103,16 @@ class Refusals:
         timer = threading.Timer(_MOMENT_S, self.tell)
         timer.daemon = True
         timer.start()
+
+    def end(self, group: ProcessGroup, operation: str, error: Exception) -> None:
+        """This rank cannot go on in `group`: wherever the others are in it, their witnesses end it."""
+        if not group.asks_witnesses and self._world.witness is None:
+            return
+        self._world.become_witness()
+        assert self._world.witness is not None
+        # Before the first collective of all, which everybody has come to.
+        refusal = Refusal(group.group_name, 0, 1, operation, ANY, self._world.rank, _reason(error), is_final=True)
+        self._world.witness.tell(json.dumps(refusal).encode(), refusal.name)
 
     def tell(self) -> None:
         """Tell the others what this rank has refused and not come to since."""
@@ -158,6 +165,11 @@ class Refusals:
         """Tell what is left to tell; the world ends."""
         atexit.unregister(self.tell)
         self.tell()
+
+
+def _reason(error: Exception) -> str:
+    reason = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
+    return reason[:_MAX_REASON_CHARS]
 
 
 def _waits(group: ProcessGroup, sequence: int, refusal: Refusal) -> bool:

@@ -63,12 +63,14 @@ class Work:
     returns at once, so that the host runs ahead.
     """
 
-    __slots__ = ("_call", "_error", "_place", "_started")
+    __slots__ = ("_call", "_error", "_number", "_place", "_started")
 
-    def __init__(self, started: TransportWork, place: Place, call: Call | None) -> None:
+    def __init__(self, started: TransportWork, place: Place, call: Call | None, number: int = -1) -> None:
+        """`number` is the recorder's; negative when nobody records."""
         self._started = started
         self._place = place
         self._call = call
+        self._number = number
         self._error: DisttrainError | None = None
 
     def wait(self, timeout: Duration | None = None) -> bool:
@@ -85,11 +87,21 @@ class Work:
         except Exception as error:
             call = Call(*self._place) if self._call is None else self._call
             self._error = call.failure(error)
+            if self._number >= 0:
+                self._tell_recorder(self._error)
             call.completed(self._error)
             raise self._error from error
+        if self._number >= 0:
+            self._tell_recorder(None)
         if self._call is not None:
             self._call.completed(None)
         return True
+
+    def _tell_recorder(self, error: DisttrainError | None) -> None:
+        number, self._number = self._number, -1
+        recorder = self._place[1].world.recorder
+        if recorder is not None:
+            recorder.end(number, error)
 
     def is_completed(self) -> bool:
         """True when the collective has ended, well or not; never waits."""

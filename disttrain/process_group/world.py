@@ -7,21 +7,32 @@ import itertools
 import json
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.observer import Observer
+from disttrain.process_group.observer import Observer, Recorder
 from disttrain.process_group.refusals import Refusals
 from disttrain.process_group.roll_call import Progress
 from disttrain.process_group.work import Work
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
 from disttrain.store.responder import Responder
+
+
+class Closable(Protocol):
+    """What lives as long as a world."""
+
+    def close(self) -> None:
+        """Let go of what it has; raises nothing."""
+        ...
+
+
+Companion = TypeVar("Companion", bound=Closable)
 
 
 class NonGroupMember:
@@ -38,7 +49,10 @@ class World:
     """This process's place in a job: `rank`, `world_size`, `store`, `device`, and the groups made so far.
 
     `device` is the one this rank computes on: what `init_process_group(device_id=...)` said, else the GPU of its local
-    rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`.
+    rank, else the CPU. `observers` see every collective; change it with `add_observer` and `remove_observer`. So does
+    the `recorder`, if there is one.
+    `action`, such as "stage 2 microbatch 5 F", and `module`, a module's path, say what calls are made for, to observers
+    and in errors; empty when nobody says. Whoever sets one sets it back. The autograd engine's threads see them, too.
     `refusals`: what ranks raise before a collective.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
@@ -63,6 +77,9 @@ class World:
         self.timeout_s = timeout_s
         self.device = device if device is not None else _own_device()
         self.observers: tuple[Observer, ...] = ()
+        self.recorder: Recorder | None = None
+        self.action = ""
+        self.module = ""
         self.compares_calls = DEBUG.read() == "detail"
         self.witness: Responder | None = None
         self.refusals = Refusals(self)
@@ -72,6 +89,7 @@ class World:
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
         self._num_alike: Counter[tuple[int, ...]] = Counter()
         self._owned_store = owned_store
+        self._companions: dict[type, Any] = {}
         self._named: weakref.WeakValueDictionary[str, ProcessGroup] = weakref.WeakValueDictionary()
         self._pending: dict[int, tuple[torch.Tensor, Work]] = {}
         self._handles = itertools.count(1)
@@ -167,6 +185,13 @@ class World:
     def remove_observer(self, observer: Observer) -> None:
         self.observers = tuple(other for other in self.observers if other is not observer)
 
+    def companion(self, kind: type[Companion], make: Callable[[], Companion]) -> Companion:
+        """This world's one object of a type, made when it is first asked for, and closed before the world ends."""
+        if kind not in self._companions:
+            self._companions[kind] = make()
+        found: Companion = self._companions[kind]
+        return found
+
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""
         if self.witness is None:
@@ -194,6 +219,10 @@ class World:
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""
+        if self.recorder is not None:
+            self.recorder.close()
+        while self._companions:
+            self._companions.popitem()[1].close()
         self.refusals.close()
         for group in reversed(self._groups):
             group.shutdown()

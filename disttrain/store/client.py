@@ -70,6 +70,7 @@ class TCPStore(StoreMethods):
             token = read_token(token_file)
         self._token = token
         certificates = certificates or certificates_from_settings()
+        self._certificates = certificates
         self._tls = None if certificates is None else _client_tls(certificates)
         self.host = host_name
         self.port = _checked_port(port, is_master)
@@ -89,6 +90,11 @@ class TCPStore(StoreMethods):
         other._server = None
         other._channel = self._connected()
         return other
+
+    def address(self) -> list[Any]:
+        """Host, port, timeout, token and certificates: what another process of the job needs for a store like this."""
+        certificates = None if self._certificates is None else list(self._certificates)
+        return [self.host, self.port, self._timeout_s, self._token, certificates]
 
     def close(self) -> None:
         """End the connection, and let go of the server if this object started it. Idempotent."""

@@ -64,3 +64,14 @@ def test_messages() -> None:
         disttrain.recv(received, rank - 1)
         disttrain.send(mine, rank - 1)
         assert received.eq(rank - 1).all()
+
+
+@on_ranks(NUM_GPUS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_factors_of_sums(dtype: str) -> None:
+    """NCCL by torch 2.11 sums up zeros in bfloat16."""
+    size = disttrain.get_world_size()
+    for factor in (0.5, 2.0, 0.25):
+        mine = torch.full((8,), 3.0, dtype=getattr(torch, dtype), device=own_device())
+        disttrain.all_reduce(mine, disttrain.premul_sum(factor))
+        assert mine.tolist() == [3.0 * factor * size] * 8
