@@ -94,18 +94,18 @@ def start_gather_in_place(
 class Averaging:
     """How sums of gradients become averages: before the sum they are divided by `before`, after it by `after`.
 
-    Both None: the transport averages.
+    `before` is None where the transport averages.
     """
 
     before: float | None = None
     after: float | None = None
 
     @classmethod
-    def over(cls, num_ranks: int, dtype: torch.dtype, factor: float | None) -> Averaging:
-        """Division by `factor`, or by the number of ranks."""
+    def over(cls, num_ranks: int, dtype: torch.dtype, factor: float | None, scale: float) -> Averaging:
+        """Division by `factor`, or by the number of ranks, and multiplication by `scale`."""
         if factor is None and dtype != torch.float16:
-            return cls()
-        whole = float(num_ranks if factor is None else factor)
+            return cls(None, None if scale == 1.0 else 1.0 / scale)
+        whole = (num_ranks if factor is None else factor) / scale
         if dtype != torch.float16:
             return cls(1.0, whole)
         # Sums of 16 bits overflow, quotients underflow: half of the division comes first.
@@ -171,7 +171,7 @@ class ReductionPlan:
         group = self.sharding.replicate_group
         if self.reduces_over_replicas and group is not None:
             all_reduce(output, self.op, group=group)
-        if self.averaging.after is not None and self.reduces_over_replicas:
+        if self.averaging.after is not None and (self.reduces_over_replicas or group is None):
             output.div_(self.averaging.after)
         if self.hook is not None:
             with streams.on(self.hook_stream, output):

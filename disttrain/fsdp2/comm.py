@@ -22,7 +22,8 @@ class Comm:
     def __init__(self, device: torch.device) -> None:
         self.streams = CommStreams(device)
         self.copied_out: tuple[torch.Tensor, torch.Event | None] | None = None
-        self.reducing: UnderWay | None = None
+        self.reducing: list[UnderWay] = []
+        """In the order in which they were started."""
         self.ready: torch.Event | None = None
         """What the next gather waits for, in place of everything on the current stream."""
         self.offloaded: torch.Event | None = None
@@ -37,11 +38,12 @@ class Comm:
                 self.streams.follow(self.copied_out[1])
             self.copied_out = None
 
-    def drop_reduction(self) -> None:
-        """Wait for the reduce-scatter under way, if any, and forget what it brings."""
-        if self.reducing is not None:
-            under_way, self.reducing = self.reducing, None
-            under_way.reduction.drop(self.streams)
+    def drop_reductions(self, group: ParamGroup | None = None) -> None:
+        """Wait for the reductions under way, of `group` or all, and forget what they bring."""
+        dropped = [one for one in self.reducing if group in (None, one.group)]
+        self.reducing = [one for one in self.reducing if one not in dropped]
+        for one in dropped:
+            one.reduction.drop(self.streams)
 
     def finish_offload(self) -> None:
         """Wait, on the host, until all gradients that go there have come."""
@@ -55,14 +57,31 @@ class Comm:
             self.uploaded.synchronize()
             self.uploaded = None
 
-    def finish_reduction(self) -> None:
-        """Hand the gradients of the reduce-scatter under way, if any, to their parameters."""
-        if self.reducing is not None:
-            under_way, self.reducing = self.reducing, None
-            under_way.group.take_reduced(under_way)
+    def finish_reductions(self) -> None:
+        """Hand the gradients of the reductions under way to their parameters."""
+        under_way, self.reducing = self.reducing, []
+        for one in under_way:
+            with Named(one.group):
+                one.group.take_reduced(one)
 
 
-@dataclass(frozen=True)
+class Named:
+    """While it lasts, collectives are said to be for the module of `group`."""
+
+    __slots__ = ("_outer", "_path", "_world")
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._world = group.sharding.mesh.world
+        self._path = group.module_path
+
+    def __enter__(self) -> None:
+        self._outer, self._world.module = self._world.module, self._path
+
+    def __exit__(self, *_: object) -> None:
+        self._world.module = self._outer
+
+
+@dataclass(frozen=True, eq=False)
 class UnderWay:
     """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient."""
 

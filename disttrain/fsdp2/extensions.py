@@ -24,6 +24,7 @@ from torch import nn
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
+from disttrain.fsdp2.checks import common_dtype, refuse_device
 from disttrain.fsdp2.collectives import start_gather
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
@@ -76,7 +77,7 @@ class ExtensionGroup(ParamGroup):
                 local = param.sharded._local_tensor  # type: ignore[attr-defined]
                 with torch.inference_mode(False), torch.no_grad():
                     param.lay_out(local.detach().clone().to(self._shard_device(local)))
-        self._orig_dtype = self._common_dtype()
+        self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
 
     def unshard(self) -> None:
         """As of any group. What shards give is made on the current stream."""
@@ -86,7 +87,7 @@ class ExtensionGroup(ParamGroup):
         for param in self.params:
             device = param.sharded.device
             if device.type == "meta" or device not in (self._device, self._shard_device(param.sharded)):
-                self._refuse_device(device)
+                refuse_device(self.params[0], device, self._device, self.sharding.mesh.get_rank())
         comm = self._comm()
         comm.release_gathered()
         with torch.inference_mode(False), torch.no_grad():

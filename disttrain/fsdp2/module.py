@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
+from disttrain.fsdp2.scheduled import finish_all, reduce_all, start_schedule, stop_schedule, unshard_all
 from disttrain.fsdp2.state import ShardState, share_comm, state_of
 
 
@@ -51,6 +52,51 @@ class FSDPModule:
         state = _state(self)
         state.reshard()
         state.is_kept_unsharded = False
+
+    def set_is_scheduled(self, is_scheduled: bool) -> None:
+        """True: leave to a schedule, such as a pipeline's, when this module and all sharded ones below are gathered and
+        freed, and gradients reduced. Forwards and backwards do none of it; inputs and outputs are cast as ever.
+
+        A forward or backward of a module that is sharded raises ShardingError. False: all is done around forwards and
+        backwards again. What is whole is freed either way; gradients that were collected stay. To be called on the
+        outermost sharded modules, as `unshard_all`, `reshard_all`, `reduce_grads` and `finish_grads` are.
+        """
+        (start_schedule if is_scheduled else stop_schedule)(_state(self).with_those_below())
+
+    def unshard_all(self) -> None:
+        """Start to gather this module and all below; each forward or backward waits for its own. Collective.
+
+        What is whole already is left as it is, also where an optimizer has written to the shards since.
+        """
+        unshard_all(_scheduled(self, "unshard_all"))
+
+    def reshard_all(self) -> None:
+        """Free what was gathered of this module and all below; gradients that were collected stay."""
+        for state in _scheduled(self, "reshard_all"):
+            state.reshard()
+
+    def reduce_grads(self, scale: float = 1.0) -> None:
+        """Start to reduce the gradients that all backwards have left, times `scale`, such as one over the number of
+        microbatches: a reduction for each group, in the order of the modules, last first. Nothing waits. Collective.
+
+        Each parameter that is trained receives a gradient, zeros where no rank has one: which ones ranks have used may
+        differ. Nothing is done where `set_requires_gradient_sync` is False: gradients are collected on.
+        """
+        states = _scheduled(self, "reduce_grads")
+        # Modules that were sharded together may each be called.
+        if states[0].module is cast(nn.Module, self):
+            reduce_all(states, scale)
+
+    def finish_grads(self) -> None:
+        """Have the gradients of the shards on the current stream; at the end of a step, also of one without backwards.
+
+        Those of other roots that share its streams (`share_comm_ctx`) are there then, too. Harmless the second time.
+        """
+        finish_all(_scheduled(self, "finish_grads"))
+
+    def share_comm_with(self, others: Sequence[FSDPModule]) -> None:
+        """`share_comm_ctx` of this root and others, as a method for those who do not know where modules come from."""
+        share_comm_ctx([self, *others])
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile the module's forward, in place, with these arguments; gathering and freeing stay outside."""
@@ -181,7 +227,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     share_comm([_state_for("share_comm_ctx", module) for module in modules])
 
 
-def _states(module: object, *, recurse: bool) -> Iterable[ShardState]:
+def _states(module: object, *, recurse: bool) -> list[ShardState]:
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
     return list(dict.fromkeys(state for state in map(state_of, modules) if state is not None))
 
@@ -190,6 +236,17 @@ def _state(module: object) -> ShardState:
     state = state_of(cast(nn.Module, module))
     assert state is not None, "fully_shard sets the state together with the class"
     return state
+
+
+def _scheduled(module: object, operation: str) -> list[ShardState]:
+    states = _state(module).scheduled
+    if states is None:
+        raise ShardingError(
+            operation,
+            f"no schedule decides about this {type(module).__name__}.",
+            "Call set_is_scheduled(True) first, or leave it to forwards and backwards.",
+        )
+    return states
 
 
 def _state_for(operation: str, module: object) -> ShardState:

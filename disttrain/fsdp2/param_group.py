@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import base_of
+from disttrain.fsdp2.checks import common_dtype, refuse_device
 from disttrain.fsdp2.collectives import (
     Averaging,
     Gather,
@@ -23,6 +23,7 @@ from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.wholes import Wholes
 
@@ -43,6 +44,7 @@ class ParamGroup:
     ) -> None:
         self.params = params
         self.comm: Comm | None = None
+        self.module_path = ""
         self.sharding = sharding
         self.reduces_over_replicas = True
         self.reduces_unused = False
@@ -66,6 +68,7 @@ class ParamGroup:
         self._unreduced: dict[ShardedParam, torch.Tensor] = {}
         """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
         self._early: EarlyParts | None = None
+        self.grad_sums: GradSums | None = None
         self._reduced: set[ShardedParam] = set()
         """Those that this backward pass has reduced already."""
         self._has_taken_part = False
@@ -96,7 +99,7 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early"))
+        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early", "grad_sums"))
         return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set(), "_asked_for": []}
 
     def lay_out(self) -> None:
@@ -105,7 +108,7 @@ class ParamGroup:
             return
         for param in self.params:
             param.adopt_registered()
-        self._orig_dtype = self._common_dtype()
+        self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
         # Parameters outlive an inference; what is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
@@ -129,27 +132,6 @@ class ParamGroup:
         )
         return torch.zeros(self._plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
-    def _common_dtype(self) -> torch.dtype:
-        dtypes = {param.orig_dtype: param.fqn for param in self.params}
-        if len(dtypes) > 1:
-            raise ShardingError(
-                "fully_shard",
-                f"parameters that are gathered together have become of different dtypes: {dtypes}.",
-                "Convert all of them alike, or before fully_shard.",
-                rank=self.sharding.mesh.get_rank(),
-            )
-        return next(iter(dtypes))
-
-    def _refuse_device(self, found: torch.device) -> None:
-        raise ShardingError(
-            "forward",
-            f"parameter {self.params[0].fqn} is on {found}, and this rank computes on {self._device}.",
-            f"Call model.to_empty(device={str(self._device)!r}) and initialise or load the parameters first."
-            if found.type == "meta"
-            else f"Move the model there: model.to({str(self._device)!r}).",
-            rank=self.sharding.mesh.get_rank(),
-        )
-
     def unshard(self) -> None:
         """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
 
@@ -160,7 +142,7 @@ class ParamGroup:
         self.lay_out()
         assert self._flat is not None
         if self._is_misplaced:
-            self._refuse_device(self._flat.device)
+            refuse_device(self.params[0], self._flat.device, self._device, self.sharding.mesh.get_rank())
         comm = self._comm()
         ready, comm.ready = comm.ready, None
         dtype, group = self.compute_dtype, self.sharding.shard_group
@@ -202,6 +184,8 @@ class ParamGroup:
                 whole.requires_grad_(param.sharded.requires_grad)
             param.show(whole)
         self._asked_for = [whole.requires_grad for whole in wholes.parameters]
+        if self.grad_sums is not None:
+            self.grad_sums.watch()
         self.is_unsharded = True
 
     def _allocated_wholes(self) -> Wholes:
@@ -260,8 +244,8 @@ class ParamGroup:
 
     def zero_grads(self, *, set_to_none: bool) -> None:
         """Clear whole gradients and those of the shards."""
-        if self.comm is not None and self.comm.reducing is not None and self.comm.reducing.group is self:
-            self.comm.drop_reduction()
+        if self.comm is not None:
+            self.comm.drop_reductions(self)
         self.drop_grads()
         for param in self.params:
             if set_to_none or param.sharded.grad is None:
@@ -297,10 +281,14 @@ class ParamGroup:
 
     def keep_grads(self) -> None:
         """Keep the gradients of this backward pass for one that reduces, in the dtype in which they will be reduced."""
-        dtype = self._chosen(self._policy.reduce_dtype)
-        if dtype not in (None, self.compute_dtype):
+        if self.reduce_dtype != self.compute_dtype:
             for param in self.params:
-                param.keep_grad(dtype)
+                param.keep_grad(self.reduce_dtype)
+
+    def sum_grads_as_they_come(self) -> None:
+        """Do so with each gradient, for a schedule that reduces the sum of many."""
+        if self.reduce_dtype != self.compute_dtype:
+            self.grad_sums = GradSums(self.params, self.reduce_dtype)
 
     def reduce_grads(self, *, at_end: bool) -> None:
         """Reduce the gradients of this backward pass, or what is there of them, that have not been. Collective."""
@@ -314,31 +302,39 @@ class ParamGroup:
         if is_owed or takes_part or any(param.has_grad for param in rest):
             self._reduce(rest)
 
-    def _reduce(self, params: Sequence[ShardedParam]) -> None:
+    def reduce_all(self, scale: float) -> None:
+        """Start to reduce, and multiply by `scale`, what backward passes have left of all trained parameters, and wait
+        for no reduction under way. All of them receive a gradient, also where this rank has none. Collective."""
+        if any(param.is_trained or param in self._unreduced for param in self.params):
+            self._reduce(self.params, scale)
+
+    def _reduce(self, params: Sequence[ShardedParam], scale: float | None = None) -> None:
         """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
 
         A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks; it gets none
-        unless `reduces_unused`.
+        unless `reduces_unused`, or a schedule reduces, which gives `scale`.
         """
         comm = self._comm()
         # What has no elements has nothing to reduce.
         trainable = [param for param in params if param.is_trained or param in self._unreduced]
         with torch.no_grad():
             grads = [param.whole_grad() for param in trainable]
+        all_receive = self.reduces_unused or scale is not None
         receivers = [
-            param if grad is not None or self.reduces_unused or param in self._unreduced else None
+            param if grad is not None or all_receive or param in self._unreduced else None
             for param, grad in zip(trainable, grads, strict=True)
         ]
         for param in trainable:
             param.drop_grad()
-        comm.finish_reduction()
+        if scale is None:
+            comm.finish_reductions()
         plan = self._plan
         if len(trainable) < len(self.params):
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
         dtype = self.reduce_dtype
         num_ranks = self.sharding.num_shards * self.sharding.num_replicas
         factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
-        averaging = Averaging.over(num_ranks, dtype, factor)
+        averaging = Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale)
         what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
         with torch.no_grad():
             unreduced = self._unreduced_of(trainable, plan)
@@ -350,7 +346,7 @@ class ParamGroup:
                 packed = [grad.to(dtype) for grad in packed]
             reduction = start_reduction(packed, plan, dtype, what, unreduced, comm.streams)
         is_complete = self.reduces_over_replicas or self.sharding.replicate_group is None
-        comm.reducing = UnderWay(self, reduction, plan, receivers, is_complete)
+        comm.reducing.append(UnderWay(self, reduction, plan, receivers, is_complete))
 
     def _unreduced_of(self, params: Sequence[ShardedParam], plan: FlatPlan) -> torch.Tensor | None:
         """What earlier backward passes have left to be reduced over the replicas, laid out by `plan`."""

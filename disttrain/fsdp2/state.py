@@ -7,7 +7,6 @@ autograd function on the inputs for post-backward, a callback at the end of the 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -16,100 +15,14 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import backward_is_running, when_backward_ends
-from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2._torch import backward_is_running
+from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
-from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.root import RootContext
+from disttrain.fsdp2.scheduled import check_whole
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
-
-
-class _BackwardEnd:
-    """What the autograd engine calls when a backward pass ends. It alone holds it: it is gone when the pass fails."""
-
-    def __init__(self, context: RootContext) -> None:
-        self._context = context
-
-    def __call__(self) -> None:
-        self._context.end_backward()
-
-
-class RootContext:
-    """What the modules of one model share during an iteration."""
-
-    def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
-        self.root = root
-        self.states = states
-        self.comm = comm
-        self.order: ExecutionOrder[ShardState] = ExecutionOrder()
-        self.is_in_forward = False
-        self._backward: weakref.ref[_BackwardEnd] | None = None
-        for state in states:
-            state.context = self
-            for group in state.groups:
-                group.comm = self.comm
-
-    @property
-    def is_in_backward(self) -> bool:
-        """True while a backward pass that has reached the model is under way."""
-        return self._backward is not None and self._backward() is not None
-
-    def begin_forward(self) -> None:
-        """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew."""
-        if self._backward is not None:
-            self._abandon_backward()
-        self.is_in_forward = True
-        self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
-        self.order.begin()
-        for state in self.states:
-            state.forget_forward()
-            if not state.is_kept_unsharded:
-                state.reshard()
-
-    def begin_backward(self) -> None:
-        """The first gradient of a backward pass reaches the model."""
-        if torch.is_grad_enabled():
-            raise ShardingError(
-                "backward",
-                "create_graph=True would need whole parameters again after they have been freed.",
-                "Leave the module that needs gradients of gradients out of fully_shard.",
-            )
-        if self.is_in_backward:
-            return
-        if self._backward is not None:
-            self._abandon_backward()
-        for group in self.root.groups:
-            group.begin_backward()
-        end = _BackwardEnd(self)
-        self._backward = weakref.ref(end)
-        when_backward_ends(end)
-
-    def end_backward(self) -> None:
-        """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
-        for state in reversed(self.states):
-            state.post_backward(at_end=True)
-            state.is_kept_unsharded = not state.reshard_after_backward
-        if self.root.is_last_backward:
-            self.comm.finish_reduction()
-            self.comm.finish_offload()
-            self.comm.release_gathered()
-        self._backward = None
-
-    def reset(self) -> None:
-        """Forget an iteration that has ended with an exception, whichever way."""
-        self.is_in_forward = False
-        self._abandon_backward()
-        for state in self.states:
-            state.reshard()
-            state.is_kept_unsharded = False
-
-    def _abandon_backward(self) -> None:
-        """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
-        self.comm.drop_reduction()
-        for state in self.states:
-            state.abandon_backward()
-        self._backward = None
 
 
 class ShardState:
@@ -141,6 +54,10 @@ class ShardState:
         """The one that other roots use as well, where the user wants it so."""
         self.is_kept_unsharded = False
         """True once the user has gathered the parameters, until their backward or until the user frees them."""
+        self.scheduled: list[ShardState] | None = None
+        """Where a schedule decides when to gather, free and reduce: this state and those below."""
+        self.is_silent = False
+        """True where no tensor was found in the outputs: nothing tells a schedule's module that its backward begins."""
         self._awaits_post_backward = False
         self._is_root = False
         self._to_run: set[nn.Module] = set()
@@ -160,6 +77,7 @@ class ShardState:
             "shared_comm": None,
             "post_optim_event": None,
             "is_kept_unsharded": False,
+            "scheduled": None,
             "_awaits_post_backward": False,
             "_is_root": False,
             "_to_run": set(),
@@ -168,7 +86,8 @@ class ShardState:
     def unshard(self) -> None:
         """Start gathering the module's own parameters. Collective."""
         for group in self.groups:
-            group.unshard()
+            with Named(group):
+                group.unshard()
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:
@@ -210,7 +129,8 @@ class ShardState:
             if self.reshard_after_backward:
                 group.reshard()
             if self.requires_gradient_sync:
-                group.reduce_grads(at_end=at_end)
+                with Named(group):
+                    group.reduce_grads(at_end=at_end)
             else:
                 group.keep_grads()
 
@@ -223,7 +143,10 @@ class ShardState:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        context = self.context or self._become_root()
+        if self.scheduled is not None:
+            check_whole(self, "forward")
+            return self._cast_inputs(args, kwargs)
+        context = self.context or self.become_root()
         # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
         is_recomputation = backward_is_running()
         if self._is_root and not is_recomputation:
@@ -237,12 +160,15 @@ class ShardState:
             following = context.order.visit(self)
             for state in self._next(self.forward_prefetch, following):
                 state.unshard()
-        if self._policy.cast_forward_inputs and self._policy.param_dtype is not None:
-            args, kwargs = cast_floats(args, self._policy.param_dtype), cast_floats(kwargs, self._policy.param_dtype)
+        args, kwargs = self._cast_inputs(args, kwargs)
         is_first = is_recomputation or self._begins_with(module)
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self._policy.param_dtype if self._policy.cast_forward_inputs else None
+        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
     def _begins_with(self, module: nn.Module) -> bool:
         """True for the first of the modules to run: with its inputs' gradients, the backward of all is over."""
@@ -275,6 +201,9 @@ class ShardState:
         if self._policy.output_dtype is not None:
             outputs = cast_floats(outputs, self._policy.output_dtype)
         outputs = for_each_tensor(outputs, hand_out)
+        if self.scheduled is not None:
+            self.is_silent = grad_will_come and num_outputs == 0
+            return outputs
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
         is_needed = is_needed or (bool(self._to_run) and not has_failed)
@@ -300,6 +229,10 @@ class ShardState:
         return tensor
 
     def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.scheduled is not None:
+            if self.unshards_in_backward:
+                check_whole(self, "backward")
+            return grad
         context = self.context
         assert context is not None
         context.begin_backward()
@@ -338,17 +271,39 @@ class ShardState:
         )
         return replaced
 
-    def _become_root(self) -> RootContext:
+    @property
+    def comm(self) -> Comm:
+        """What is shared with the rest of the model, once it has a root."""
+        assert self.context is not None
+        return self.context.comm
+
+    def with_those_below(self) -> list[ShardState]:
+        """This state and those of all sharded modules below, in the order of the modules."""
         below = chain.from_iterable(module.modules() for module in self.modules)
-        states = list(dict.fromkeys(state for state in map(state_of, below) if state is not None))
+        return list(dict.fromkeys(state for state in map(state_of, below) if state is not None))
+
+    def _name_groups(self) -> None:
+        """By the paths of their modules, for the flight recorder and for errors."""
+        named = set()
+        for path, module in chain.from_iterable(module.named_modules() for module in self.modules):
+            state = state_of(module)
+            if state is not None and state not in named:
+                named.add(state)
+                for group in state.groups:
+                    group.module_path = path or type(module).__name__
+
+    def become_root(self) -> RootContext:
+        """Nothing above has run: this is where iterations begin and end."""
+        states = self.with_those_below()
         self._is_root = True
         for state in states:
             if state is not self:
                 state._is_root = False
         for group in self.groups if len(self.modules) == 1 else ():
-            group.reduce_early(self.modules[0], lambda: self.requires_gradient_sync)
+            group.reduce_early(self.modules[0], lambda: self.requires_gradient_sync and self.scheduled is None)
         watch_stale_optimizers([group for state in states for group in state.groups])
         comm = self.shared_comm
+        self._name_groups()
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
 
@@ -369,7 +324,9 @@ class _PostBackward(torch.autograd.Function):
 def share_comm(states: list[ShardState]) -> None:
     """Let these roots communicate on the same streams."""
     for state in states:
-        state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)
+        comm = state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)
+        if state.context is not None and state.context.root is state:
+            state.context.use(comm)
 
 
 def state_of(module: nn.Module) -> ShardState | None:

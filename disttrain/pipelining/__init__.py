@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from disttrain.pipelining.balance import BlockCosts as BlockCosts
     from disttrain.pipelining.block_stages import split_blocks as split_blocks
     from disttrain.pipelining.catalogue import make_schedule as make_schedule
+    from disttrain.pipelining.clipping import clip_grad_norm_ as clip_grad_norm_
     from disttrain.pipelining.costs import Costs as Costs
     from disttrain.pipelining.costs import Link as Link
     from disttrain.pipelining.csv_form import from_csv as from_csv
@@ -28,9 +29,23 @@ if TYPE_CHECKING:
     from disttrain.pipelining.layers import split_layers as split_layers
     from disttrain.pipelining.liveness import Peak as Peak
     from disttrain.pipelining.liveness import peaks as peaks
+    from disttrain.pipelining.microbatch import Microbatches as Microbatches
     from disttrain.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
     from disttrain.pipelining.microbatch import merge_chunks as merge_chunks
     from disttrain.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from disttrain.pipelining.named_schedules import Schedule1F1B as Schedule1F1B
+    from disttrain.pipelining.named_schedules import ScheduleDualPipeV as ScheduleDualPipeV
+    from disttrain.pipelining.named_schedules import ScheduleForwardOnly as ScheduleForwardOnly
+    from disttrain.pipelining.named_schedules import ScheduleGPipe as ScheduleGPipe
+    from disttrain.pipelining.named_schedules import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from disttrain.pipelining.named_schedules import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from disttrain.pipelining.named_schedules import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from disttrain.pipelining.named_schedules import ScheduleVHalf as ScheduleVHalf
+    from disttrain.pipelining.named_schedules import ScheduleVMin as ScheduleVMin
+    from disttrain.pipelining.named_schedules import ScheduleZBH1 as ScheduleZBH1
+    from disttrain.pipelining.named_schedules import ScheduleZBH2 as ScheduleZBH2
+    from disttrain.pipelining.named_schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from disttrain.pipelining.named_schedules import get_schedule_class as get_schedule_class
     from disttrain.pipelining.parts import measure_costs as measure_costs
     from disttrain.pipelining.passes.lower import lower as lower
     from disttrain.pipelining.pictures.svg import draw_svg as draw_svg
@@ -41,11 +56,13 @@ if TYPE_CHECKING:
     from disttrain.pipelining.pipe import pipe_split as pipe_split
     from disttrain.pipelining.pipe import pipeline as pipeline
     from disttrain.pipelining.placement import Placement as Placement
+    from disttrain.pipelining.runtime import PipelineSchedule as PipelineSchedule
     from disttrain.pipelining.schedule import Schedule as Schedule
     from disttrain.pipelining.schedule import Wiring as Wiring
     from disttrain.pipelining.schedules.forward_only import forward_only as forward_only
     from disttrain.pipelining.searching.search import search as search
     from disttrain.pipelining.simulator import simulate as simulate
+    from disttrain.pipelining.stage import PipelineStage as PipelineStage
     from disttrain.pipelining.stages import SplitModel as SplitModel
     from disttrain.pipelining.stages import TiedWeight as TiedWeight
     from disttrain.pipelining.timeline import Timeline as Timeline
@@ -58,11 +75,26 @@ _MODULE_OF = {
     "BlockCosts": "balance",
     "Costs": "costs",
     "Link": "costs",
+    "Microbatches": "microbatch",
     "Op": "action",
     "Peak": "liveness",
     "Pipe": "pipe",
+    "PipelineSchedule": "runtime",
+    "PipelineStage": "stage",
     "Placement": "placement",
     "Schedule": "schedule",
+    "Schedule1F1B": "named_schedules",
+    "ScheduleDualPipeV": "named_schedules",
+    "ScheduleForwardOnly": "named_schedules",
+    "ScheduleGPipe": "named_schedules",
+    "ScheduleInterleaved1F1B": "named_schedules",
+    "ScheduleInterleavedZeroBubble": "named_schedules",
+    "ScheduleLoopedBFS": "named_schedules",
+    "ScheduleVHalf": "named_schedules",
+    "ScheduleVMin": "named_schedules",
+    "ScheduleZBH1": "named_schedules",
+    "ScheduleZBH2": "named_schedules",
+    "ScheduleZBVZeroBubble": "named_schedules",
     "SplitModel": "stages",
     "SplitPoint": "pipe",
     "TensorChunkSpec": "microbatch",
@@ -70,11 +102,13 @@ _MODULE_OF = {
     "Timeline": "timeline",
     "Wiring": "schedule",
     "chrome_trace": "pictures.trace",
+    "clip_grad_norm_": "clipping",
     "draw_svg": "pictures.svg",
     "draw_text": "pictures.text",
     "find_problems": "verifier",
     "forward_only": "schedules.forward_only",
     "from_csv": "csv_form",
+    "get_schedule_class": "named_schedules",
     "lower": "passes.lower",
     "make_schedule": "catalogue",
     "measure_costs": "parts",

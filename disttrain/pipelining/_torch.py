@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about hooks of tensors, and about nested values."""
+"""The one door to what torch keeps private about hooks and memory of tensors, and about nested values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_map_only,
     tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
 )
+
+Structure = TreeSpec
+"""How a nest of values hangs together."""
 
 
 @contextmanager
@@ -29,9 +35,19 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             tensor._backward_hooks = of_tensor
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """True where somebody is called with, or after, each of its gradients."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """The leaves of nested tuples, lists, dicts and registered classes, and what they hang on."""
     return tree_flatten(tree, is_leaf)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same nest with `function` applied to its tensors."""
+    return tree_map_only(torch.Tensor, function, tree)
 
 
 def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[tuple[str, Any]], TreeSpec]:
@@ -43,3 +59,21 @@ def flatten_with_paths(tree: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[
 def unflatten(leaves: Sequence[Any], structure: TreeSpec) -> Any:
     """The inverse of `flatten`."""
     return tree_unflatten(leaves, structure)
+
+
+def structure_text(structure: Structure) -> str:
+    """As JSON. Raises: NotImplementedError for a class that has not been registered by a name."""
+    return treespec_dumps(structure)
+
+
+def structure_from_text(text: str) -> Structure:
+    """The inverse: classes are looked up by registered names. Raises: ValueError for a text that names modules."""
+    if "__enum__" in text:
+        raise ValueError("a structure with enumerations would have modules imported by name")
+    return treespec_loads(text)
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many tensors, views and saved ones included, keep this one's memory."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -19,18 +19,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from disttrain.pipelining._torch import without_hooks
+from disttrain.pipelining._torch import has_hooks, without_hooks
 from disttrain.weight_grads import Grads, kept_by
+
+Root = torch.Tensor | GradientEdge
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Backward:
-    """The backward of one forward: either `backward`, or `backward_input` and later `backward_weight`."""
+    """The backward of one forward: either `backward`, or `backward_input` and later `backward_weight`.
 
-    def __init__(self) -> None:
+    Args: fuses_sums  products of layers that `split_layers` has changed add to the gradients that are there, in one
+          kernel: rounded once instead of twice, so not bit for bit what autograd makes. Not where hooks wait for them.
+    """
+
+    def __init__(self, *, fuses_sums: bool = False) -> None:
+        self._fuses_sums = fuses_sums
         self._is_split = False
         self._inputs: Sequence[Any] = ()
         self._kept: list[tuple[Grads, Callable[[], Grads]]] = []
@@ -46,6 +53,12 @@ class Backward:
         self._kept.append((parameters, compute))
         return True
 
+    def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The gradient that a product may add to; None where there is none yet, or somebody waits for each."""
+        total = parameter.grad if self._fuses_sums and parameter.is_leaf else None
+        may_add = type(total) is torch.Tensor and total.dtype == dtype and not has_hooks(parameter)
+        return total if may_add else None
+
     def backward(
         self, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None, inputs: Sequence[Any]
     ) -> tuple[torch.Tensor | None, ...]:
@@ -53,7 +66,7 @@ class Backward:
         roots, root_grads = _roots(outputs, grads)
         wanted = [given for given in inputs if _wants_grad(given)]
         if roots:
-            torch.autograd.backward(roots, root_grads)
+            torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]  # tensors or edges
         found = {id(given): given.grad for given in wanted}
         for given in wanted:
             given.grad = None
@@ -64,9 +77,10 @@ class Backward:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the inputs; nothing else receives one before `backward_weight`.
 
-        Args:    outputs  of the forward; what is no tensor, or has no gradient, is passed over, and so is what gets
-                          none;  grads  one for each output;  None: the outputs are losses;  inputs  as the forward was
-                          given them; tensors that want a gradient come from nothing themselves.
+        Args:    outputs  of the forward, or the edges of the graph that they come from (`edge_of`); what is neither,
+                          or has no gradient, is passed over, and so is what gets none;
+                 grads    one for each output;  None: the outputs are losses;
+                 inputs   as the forward was given them; tensors that want a gradient come from nothing themselves.
         Returns: one for each input, None where there is none. `outputs` hold no activations any more.
         """
         roots, root_grads = _roots(outputs, grads)
@@ -78,7 +92,12 @@ class Backward:
         try:
             # The leaves' own hooks are for their whole gradient, in W.
             with without_hooks(leaves):
-                found = torch.autograd.grad(roots, [*wanted, *leaves], root_grads, allow_unused=True)
+                found = torch.autograd.grad(
+                    roots,  # type: ignore[arg-type]  # tensors or edges
+                    [*wanted, *leaves],
+                    root_grads,
+                    allow_unused=True,
+                )
         finally:
             self._is_split, self._inputs = False, ()
         self._keep_found(leaves, found[len(wanted) :])
@@ -121,9 +140,14 @@ class _Later(torch.autograd.Function):
         return (None, *compute())
 
 
+def edge_of(output: torch.Tensor) -> GradientEdge | None:
+    """Where a backward of this output begins, which keeps less than the output does; None when it has no gradient."""
+    return get_gradient_edge(output) if output.requires_grad else None
+
+
 def _roots(
     outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+) -> tuple[list[Root], list[torch.Tensor | None]]:
     """The outputs that a backward begins at, and their gradients."""
     if grads is None:
         losses = [output for output in outputs if _wants_grad(output)]
@@ -135,14 +159,18 @@ def _roots(
 
 
 def _wants_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    return isinstance(value, GradientEdge) or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
-def _leaves(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _node(root: Root) -> Node:
+    return root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+
+
+def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
     # While `seen` holds them, torch gives the same Python objects for the same nodes.
     seen: set[Node | None] = {None, *(get_gradient_edge(given).node for given in inputs)}
-    waiting = [get_gradient_edge(root).node for root in roots]
+    waiting = [_node(root) for root in roots]
     leaves = []
     while waiting:
         node = waiting.pop()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from disttrain.weight_grads import Grads, current_keeper, now_or_later
+from disttrain.weight_grads import Grads, current_keeper, now_or_later, sum_of
 
 _aten = torch.ops.aten
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -87,13 +87,17 @@ class _Product(torch.autograd.Function):
         matrix = weight if ctx.is_in_out else weight.t()
         x_grad = _left_grad(grad_rows, rows, matrix).view(x.shape) if needs_x else None
         matrix_shape, matrix_stride = matrix.shape, matrix.stride()
-        is_in_out = ctx.is_in_out
+        is_in_out, keeper, parameter = ctx.is_in_out, ctx.keeper, ctx.parameters[0]
         # Where the rows are no view, torch adds the bias by itself, and to all dims.
         bias_grads = grad_rows if is_in_out or x.is_contiguous() else grad
 
         def weight_grads() -> Grads:
             found = None
-            if needs_weight:
+            total = sum_of(keeper, parameter, grad_rows.dtype) if needs_weight else None
+            if total is not None:
+                with torch.no_grad():
+                    (total if is_in_out else total.t()).addmm_(rows.t(), grad_rows)
+            elif needs_weight:
                 found = _right_grad(grad_rows, rows, matrix_shape, matrix_stride)
                 found = found if is_in_out else found.t()
             return found, bias_grads.sum_to_size(grad_rows.shape[-1:]) if needs_bias else None

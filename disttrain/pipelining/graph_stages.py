@@ -10,9 +10,7 @@ import torch
 from torch import fx, nn
 
 from disttrain.errors import ScheduleError
-
-Value = tuple[int, int]
-"""What a stage gives to others: the stage, and which of its outputs."""
+from disttrain.pipelining.routes import Value
 
 
 def cut_graph(

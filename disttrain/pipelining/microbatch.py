@@ -39,6 +39,14 @@ class TensorChunkSpec:
         return {name: _spec(dim) for name, dim in chunk_dims.items()}
 
 
+class Microbatches(list[Any]):
+    """An argument, or a part of one, that is cut already: one value for each microbatch, handed on as they are.
+
+    So microbatches may have several lengths; schedules need dynamic_shapes=True for that. With the class itself as
+    output_merge_spec, outputs come back as one of these, and are not joined.
+    """
+
+
 def split_args_kwargs_into_chunks(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
@@ -51,7 +59,8 @@ def split_args_kwargs_into_chunks(
     Arguments are nested as one likes. Without a spec, tensors are cut along dim 0, as views, and all else is given to
     each microbatch as it is, tensors of no dims included. A spec, one per argument, is a TensorChunkSpec or None for
     all that the argument holds, or nested as the argument is. Keyword arguments that the spec does not name go without.
-    Of a DTensor each rank cuts its own part. A BlockMask of one row for the whole batch is given to all.
+    Of a DTensor each rank cuts its own part. A BlockMask of one row for the whole batch is given to all. What stands in
+    `Microbatches` is not cut.
     Raises: ScheduleError when a size is no multiple of `chunks`; ShapeError when there is no such dim;
             ScheduleError when a spec is not nested as its argument is.
     """
@@ -84,11 +93,13 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
 
     Without a spec, tensors are joined along dim 0; those of no dims, such as losses, are stacked. A spec is one for all
     that an output holds, or nested as the output is; what it has None for must be the same in all microbatches, and
-    so must all that is no tensor.
+    so must all that is no tensor. With `Microbatches` as the spec nothing is joined.
     Raises: ScheduleError when outputs are not nested alike, or differ where they must not.
     """
     if not chunks:
         raise ScheduleError(_MERGE, "There is nothing to merge.", "Give the outputs of at least one microbatch.")
+    if chunk_spec is Microbatches:
+        return Microbatches(chunks)
     spec = _DEFAULT if chunk_spec is None else chunk_spec
     _, structure = flatten(chunks[0])
     flat = []
@@ -148,6 +159,12 @@ def _pieces(name: str, value: Any, spec: Any, num_pieces: int) -> list[Any]:
 
 
 def _cut(name: str, value: Any, spec: TensorChunkSpec | None, num_pieces: int, *, is_default: bool) -> Sequence[Any]:
+    if isinstance(value, Microbatches):
+        if len(value) != num_pieces:
+            raise ScheduleError(
+                _SPLIT, f"{name} holds {len(value)} microbatches, and there are {num_pieces}.", "Give one value each."
+            )
+        return value
     if spec is None or not isinstance(value, torch.Tensor | BlockMask):
         return [value] * num_pieces
     if isinstance(value, BlockMask):
@@ -220,12 +237,28 @@ def _merged(name: str, values: Sequence[Any], spec: TensorChunkSpec | None) -> A
                 _MERGE, f"{name} is not the same in all microbatches.", "Return it as a tensor, cut along a dim."
             )
         return first
+    _check_joinable(name, values, spec.split_dim)
     if first.ndim == 0:
         return torch.stack(list(values))
     if isinstance(first, DTensor):
         local = torch.cat([value.to_local() for value in values], spec.split_dim)
         return DTensor.from_local(local, first.device_mesh, first.placements, run_check=False)
     return torch.cat(list(values), spec.split_dim)
+
+
+def _check_joinable(name: str, values: Sequence[torch.Tensor], dim: int) -> None:
+    first = values[0].shape
+    for value in values:
+        others = value.shape
+        if len(others) != len(first) or any(
+            others[place] != first[place] for place in range(len(first)) if place != dim % len(first)
+        ):
+            raise ShapeError(
+                _MERGE,
+                f"{name} has shape {list(first)} in the first microbatch and {list(others)} in another.",
+                "Ask for no outputs (return_outputs=False), or for those of each microbatch "
+                "(output_merge_spec=Microbatches).",
+            )
 
 
 def _is_same(one: Any, other: Any) -> bool:

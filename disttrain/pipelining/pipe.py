@@ -16,8 +16,11 @@ from torch import fx, nn
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import flatten, unflatten
-from disttrain.pipelining.graph_stages import Value, cut_graph
+from disttrain.pipelining.graph_stages import cut_graph
+from disttrain.pipelining.routes import Value
+from disttrain.pipelining.stage import PipelineStage
 from disttrain.pipelining.stages import SplitModel, find_tied, wired
+from disttrain.process_group import ProcessGroup
 
 _OPERATION = "pipelining.pipeline"
 
@@ -51,6 +54,15 @@ class Pipe:
     def __init__(self, model: SplitModel, inputs: tuple[tuple[Value, ...], ...]) -> None:
         self.model = model
         self.inputs = inputs
+
+    def build_stage(
+        self, stage_index: int, device: torch.device | str, group: ProcessGroup | None = None
+    ) -> PipelineStage:
+        """One of the stages for the rank that runs it, with its inputs and tied weights (`SplitModel.build_stage`).
+
+        Keyword arguments are those of the whole model, on the rank of the first stage.
+        """
+        return self.model.build_stage(stage_index, device, group)
 
     @property
     def num_stages(self) -> int:
@@ -127,11 +139,17 @@ def pipeline(
     def nested_outputs(_stage: nn.Module, _inputs: Any, outputs: Any) -> Any:
         return unflatten(outputs, spec.out_spec)
 
+    def no_keywords(_stage: nn.Module, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        # Where a rank has the first stage and others, all are given its keywords.
+        return args, {}
+
     stages[0].register_forward_pre_hook(flat_arguments, with_kwargs=True)
+    for stage in stages[1:]:
+        stage.register_forward_pre_hook(no_keywords, with_kwargs=True)
     stages[-1].register_forward_hook(nested_outputs)
     tied = find_tied(stages)
     skips = [(source, place) for place, given in enumerate(inputs) for source, _ in given if place > source + 1]
-    return Pipe(SplitModel(stages, wired(skips, tied), tied), inputs)
+    return Pipe(SplitModel(stages, wired(skips, tied), tied, (None, *inputs[1:])), inputs)
 
 
 @contextlib.contextmanager

@@ -332,3 +332,30 @@ def test_activations_are_let_go_of_part_by_part() -> None:
     assert before_last() is not None  # the weight's gradient is made of it
     backward.backward_weight()
     assert before_last() is None
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_products_add_to_earlier_gradients_where_they_may(is_split: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, bias=False)).double()
+    plain = copy.deepcopy(module)
+    split_layers(module)
+    heard: list[int] = []
+    module[2].weight.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    for _ in range(3):
+        x = torch.randn(4, 8, dtype=torch.float64)
+        plain(x).sum().backward()
+        before = module[0].weight.grad
+        backward = Backward(fuses_sums=True)
+        with backward.forward():
+            outputs = [module(x)]
+        grads = [torch.ones_like(outputs[0])]
+        if is_split:
+            backward.backward_input(outputs, grads, [])
+            backward.backward_weight()
+        else:
+            backward.backward(outputs, grads, [])
+        assert before is None or module[0].weight.grad is before
+    assert len(heard) == 3
+    for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-13, atol=1e-13)

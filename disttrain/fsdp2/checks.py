@@ -1,0 +1,36 @@
+"""What must hold for parameters that are gathered together; errors that name the first one for which it doesn't."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from disttrain.errors import ShardingError
+from disttrain.fsdp2.param import ShardedParam
+
+
+def common_dtype(params: Sequence[ShardedParam], rank: int) -> torch.dtype:
+    """The dtype of all these shards. Raises ShardingError where they have several."""
+    dtypes = {param.orig_dtype: param.fqn for param in params}
+    if len(dtypes) > 1:
+        raise ShardingError(
+            "fully_shard",
+            f"parameters that are gathered together have become of different dtypes: {dtypes}.",
+            "Convert all of them alike, or before fully_shard.",
+            rank=rank,
+        )
+    return next(iter(dtypes))
+
+
+def refuse_device(param: ShardedParam, found: torch.device, wanted: torch.device, rank: int) -> NoReturn:
+    """Raise ShardingError for a shard that this rank cannot compute with."""
+    raise ShardingError(
+        "forward",
+        f"parameter {param.fqn} is on {found}, and this rank computes on {wanted}.",
+        f"Call model.to_empty(device={str(wanted)!r}) and initialise or load the parameters first."
+        if found.type == "meta"
+        else f"Move the model there: model.to({str(wanted)!r}).",
+        rank=rank,
+    )

@@ -1,0 +1,111 @@
+"""What the modules of one model share: where its iterations begin and end."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import when_backward_ends
+from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.order import ExecutionOrder
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.state import ShardState
+
+
+class _BackwardEnd:
+    """What the autograd engine calls when a backward pass ends. It alone holds it: it is gone when the pass fails."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        self._context.end_backward()
+
+
+class RootContext:
+    """What the modules of one model share during an iteration."""
+
+    def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
+        self.root = root
+        self.states = states
+        self.comm = comm
+        self.order: ExecutionOrder[ShardState] = ExecutionOrder()
+        self.is_in_forward = False
+        self._backward: weakref.ref[_BackwardEnd] | None = None
+        for state in states:
+            state.context = self
+        self.use(comm)
+
+    def use(self, comm: Comm) -> None:
+        """Communicate on these streams."""
+        if comm is not self.comm:
+            self.comm.finish_reductions()
+        self.comm = comm
+        for group in chain.from_iterable(state.groups for state in self.states):
+            group.comm = comm
+
+    @property
+    def is_in_backward(self) -> bool:
+        """True while a backward pass that has reached the model is under way."""
+        return self._backward is not None and self._backward() is not None
+
+    def begin_forward(self) -> None:
+        """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew."""
+        if self._backward is not None:
+            self._abandon_backward()
+        self.is_in_forward = True
+        self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
+        self.order.begin()
+        for state in self.states:
+            state.forget_forward()
+            if not state.is_kept_unsharded:
+                state.reshard()
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward pass reaches the model."""
+        if torch.is_grad_enabled():
+            raise ShardingError(
+                "backward",
+                "create_graph=True would need whole parameters again after they have been freed.",
+                "Leave the module that needs gradients of gradients out of fully_shard.",
+            )
+        if self.is_in_backward:
+            return
+        if self._backward is not None:
+            self._abandon_backward()
+        for group in self.root.groups:
+            group.begin_backward()
+        end = _BackwardEnd(self)
+        self._backward = weakref.ref(end)
+        when_backward_ends(end)
+
+    def end_backward(self) -> None:
+        """Reduce what no hook has reduced, wait for the last reduction, leave every parameter sharded."""
+        for state in reversed(self.states):
+            state.post_backward(at_end=True)
+            state.is_kept_unsharded = not state.reshard_after_backward
+        if self.root.is_last_backward:
+            self.comm.finish_reductions()
+            self.comm.finish_offload()
+            self.comm.release_gathered()
+        self._backward = None
+
+    def reset(self) -> None:
+        """Forget an iteration that has ended with an exception, whichever way."""
+        self.is_in_forward = False
+        self._abandon_backward()
+        for state in self.states:
+            state.reshard()
+            state.is_kept_unsharded = False
+
+    def _abandon_backward(self) -> None:
+        """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
+        self.comm.drop_reductions()
+        for state in self.states:
+            state.abandon_backward()
+        self._backward = None

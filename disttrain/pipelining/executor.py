@@ -1,0 +1,380 @@
+"""Runs the actions of one rank, in their order: one loop, and a method for each kind of action.
+
+Nothing waits but for what it needs. Receives are posted where the schedule says, sends go right after what they send,
+and both are in the order that the verifier has seen. In the first pass nobody knows yet how large messages are: each is
+then received when it is needed, together with those before it from the same rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from disttrain.errors import ScheduleError
+from disttrain.pipelining.action import Action, Op
+from disttrain.pipelining.backward import Backward, edge_of
+from disttrain.pipelining.flights import Batch, Flight, Given, Pass, label_of
+from disttrain.pipelining.forms import Form, TensorForm, form_of, gradient_part, part_of, received, sent_gradient
+from disttrain.pipelining.learning import Forms
+from disttrain.pipelining.losses import Losses
+from disttrain.pipelining.mail import Mail
+from disttrain.pipelining.routes import Routes
+from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.sharded import schedule_modules
+from disttrain.pipelining.stage import PipelineStage, as_arguments
+from disttrain.pipelining.streams import Streams
+from disttrain.pipelining.tied import TiedGradients
+
+_Step = tuple[Callable[[Action], None], Action, str]
+
+
+class Executor:
+    """One rank's stages, and its ways to the others'. All `run` the same schedules in the same order."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        routes: Routes,
+        mail: Mail,
+        device: torch.device,
+        *,
+        fuses_sums: bool,
+    ) -> None:
+        self._stages = stages
+        self._routes = routes
+        self._mail = mail
+        self._fuses_sums = fuses_sums
+        group = next(iter(stages.values())).group
+        self._rank, self._world = group.group_rank, group.world
+        self._steps: dict[bool, tuple[Schedule, list[_Step]]] = {}
+        self._streams = Streams(device)
+        self._tied = TiedGradients(stages, routes)
+        self._sharded = {stage: module.scheduled_modules() for stage, module in stages.items()}
+        schedule_modules([one for modules in self._sharded.values() for one in modules])
+        self._do = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.OVERLAP: self._overlap,
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.SEND_TIED: self._send_tied,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+            Op.RECV_TIED: self._receive,
+            Op.UNSHARD: self._unshard,
+            Op.RESHARD: self._reshard,
+            Op.REDUCE_GRAD: self._reduce_grad,
+        }
+
+    def run(self, schedule: Schedule, forms: Forms, batch: Batch, losses: Losses) -> None:
+        """This rank's actions of a lowered schedule. Collective: every rank of the pipeline runs its own."""
+        self._schedule, self._forms = schedule, forms
+        self._home = schedule.placement.ranks
+        self._now = Pass(batch, losses)
+        world = self._world
+        steps = self._steps_of(schedule)
+        self._streams.begin(self._stages if any(action.op is Op.OVERLAP for _, action, _ in steps) else ())
+        self._mail.may_wait = not forms.is_learning
+        self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
+        if schedule.has_backward:
+            self._tied.begin()
+        with torch.set_grad_enabled(schedule.has_backward):
+            for do, action, label in steps:
+                world.action = label
+                try:
+                    do(action)
+                except Exception as error:
+                    error.add_note(f"in {action}, which is an action of rank {self._rank} of the pipeline")
+                    raise
+        world.action = ""
+        self._streams.end()
+        for stage in self._stages:
+            self._finish_grads(stage)
+        if schedule.has_backward:
+            self._take_tied()
+        self._mail.finish()
+        forms.end_pass()
+        if forms.is_learning:
+            # The next pass may have none of these sizes.
+            self._streams.forget_buffers()
+        self.reset()
+
+    def _steps_of(self, schedule: Schedule) -> list[_Step]:
+        """What to call for each action of this rank, and how observers are told of it."""
+        known, steps = self._steps.get(schedule.has_backward, (None, []))
+        if known is not schedule:
+            steps = [(self._do[action.op], action, label_of(action)) for action in schedule.ranks[self._rank]]
+            self._steps[schedule.has_backward] = schedule, steps
+        return steps
+
+    def reset(self) -> None:
+        """Let go of what the last pass had under way."""
+        self._now = Pass(Batch((), ()), _NO_LOSSES)
+        self._world.action = ""
+        self._streams.end()
+
+    def forget_failed(self) -> None:
+        """The same after an error, also for sharded modules."""
+        self.reset()
+        self._tied.forget()
+        for modules in self._sharded.values():
+            for module in modules:
+                module.reset_iter_state()
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        module, now = self._stages[stage], self._now
+        with self._streams.of(stage):
+            backward = Backward(fuses_sums=self._fuses_now)
+            args, given = self._inputs(stage, microbatch)
+            with backward.forward():
+                output = module.submod(*args, **now.batch.kwargs[microbatch])
+            del args
+            if module.output_form is not None:
+                _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
+            flight = Flight(backward, given)
+            if module.is_last:
+                loss = now.losses.take(microbatch, output)
+                if loss is not None:
+                    flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
+            else:
+                self._hand_on(stage, microbatch, output, flight)
+            if self._schedule.has_backward:
+                now.flights[stage, microbatch] = flight
+
+    def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Given]]:
+        """The arguments of a forward; and the tensors among them that come from other stages."""
+        module = self._stages[stage]
+        given: list[Given] = []
+        if module.is_first:
+            args = self._now.batch.args[microbatch]
+        else:
+            args = ()
+            for source in self._schedule.sources[stage]:
+                form, tensors = self._take(Action(Op.RECV_F, stage, microbatch, source))
+                kept = self._routes.taken(source, stage)
+                numbers = range(len(form.tensors)) if kept is None else kept
+                own = [
+                    Given(source, which, form.tensors[which], tensor)
+                    for which, tensor in zip(numbers, tensors, strict=True)
+                ]
+                given += own
+                if kept is None:
+                    args = as_arguments(form.build([one.tensor for one in own]))
+            if module.inputs is not None:
+                by_place = {(one.source, one.which): one.tensor for one in given}
+                args = tuple(by_place[place] for place in module.inputs)
+        if module.input_form is not None:
+            _check_example(module.input_form, f"what stage {stage} is given", args, "input_args")
+        return args, given
+
+    def _take(self, receive: Action) -> tuple[Form, list[torch.Tensor]]:
+        """What another stage has returned, as leaves."""
+        module, source, microbatch = self._stages[receive.stage], receive.peer, receive.microbatch
+        assert source is not None
+        assert microbatch is not None
+        handed = self._now.handed.pop(receive, None)
+        if handed is not None:
+            form, tensors = handed
+            self._streams.follow(receive.stage, source, tensors)
+            kept = self._kept(form, source, receive.stage)
+            return form, [
+                tensor.detach().requires_grad_(one.wants_grad) for one, tensor in zip(kept, tensors, strict=True)
+            ]
+        form = self._forms.hear(source, receive.stage, microbatch)
+        parts = self._arrived(receive)
+        kept = self._kept(form, source, receive.stage)
+        return form, [received(one, part, module.find_mesh) for one, part in zip(kept, parts, strict=True)]
+
+    def _kept(self, form: Form, source: int, target: int) -> Sequence[TensorForm]:
+        """Those tensors of what `source` returns that `target` takes."""
+        numbers = self._routes.taken(source, target)
+        return form.tensors if numbers is None else [form.tensors[which] for which in numbers]
+
+    def _hand_on(self, stage: int, microbatch: int, output: Any, flight: Flight) -> None:
+        """To all stages that take something of it."""
+        form, tensors = form_of(output)
+        if self._schedule.has_backward:
+            flight.roots = [edge_of(tensor) for tensor in tensors]
+            flight.outputs = form.tensors
+            flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+        for target in self._schedule.targets[stage]:
+            numbers = self._routes.taken(stage, target)
+            if numbers and numbers[-1] >= len(tensors):
+                raise ScheduleError(
+                    "pipelining.step",
+                    f"stage {target} takes value {numbers[-1]} of stage {stage}, which returns {len(tensors)} tensors.",
+                    "Count them from 0.",
+                )
+            chosen = tensors if numbers is None else [tensors[which] for which in numbers]
+            send = Action(Op.SEND_F, stage, microbatch, target)
+            if self._home[target] == self._home[stage]:
+                self._now.handed[send.other_end] = form, [tensor.detach() for tensor in chosen]
+            else:
+                self._forms.tell(stage, target, microbatch, form)
+                self._now.outbox[send] = [part_of(tensor) for tensor in chosen]
+
+    def _backward(self, action: Action) -> None:
+        with self._streams.of(action.stage):
+            flight, grads = self._landing(action)
+            tensors = [one.tensor for one in flight.given]
+            self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
+            del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
+
+    def _backward_input(self, action: Action) -> None:
+        with self._streams.of(action.stage):
+            flight, grads = self._landing(action)
+            tensors = [one.tensor for one in flight.given]
+            self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
+            # Only what its weights' gradients are made of is kept.
+            flight.given, flight.roots, flight.root_grads = (), (), None
+
+    def _backward_weight(self, action: Action) -> None:
+        flight = self._now.flights.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
+        with self._streams.of(action.stage):
+            flight.backward.backward_weight()
+
+    def _landing(self, action: Action) -> tuple[Flight, Sequence[torch.Tensor | None]]:
+        """A flight, and the gradients of what its stage returned: the sum of those that come back."""
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        flight = self._now.flights[stage, microbatch]
+        if flight.root_grads is not None:
+            return flight, flight.root_grads
+        totals: list[torch.Tensor | None] = [None] * len(flight.roots)
+        for target in self._schedule.targets[stage]:
+            numbers = self._routes.taken(stage, target)
+            taken = range(len(totals)) if numbers is None else numbers
+            wanted = [which for which in taken if flight.outputs[which].wants_grad]
+            receive = Action(Op.RECV_B, stage, microbatch, target)
+            handed = self._now.handed.pop(receive, None)
+            if handed is None:
+                parts = self._arrived(receive)
+                grads = [
+                    sent_gradient(flight.outputs[which], part, flight.meshes[which])
+                    for which, part in zip(wanted, parts, strict=True)
+                ]
+            else:
+                grads = list(handed[1])
+                self._streams.follow(stage, target, grads)
+            for which, grad in zip(wanted, grads, strict=True):
+                total = totals[which]
+                totals[which] = grad if total is None else total + grad
+        return flight, totals
+
+    def _hand_back(self, action: Action, flight: Flight, grads: Sequence[torch.Tensor | None]) -> None:
+        """Each stage that gave something gets the gradients of it."""
+        for source in self._schedule.sources[action.stage]:
+            wanted = [
+                (one, grad)
+                for one, grad in zip(flight.given, grads, strict=True)
+                if one.source == source and one.form.wants_grad
+            ]
+            send = Action(Op.SEND_B, action.stage, action.microbatch, source)
+            if self._home[source] == self._home[action.stage]:
+                whole = [torch.zeros_like(one.tensor) if grad is None else grad for one, grad in wanted]
+                self._now.handed[send.other_end] = _NO_FORM, whole
+            else:
+                self._now.outbox[send] = [gradient_part(one.form, grad, one.tensor) for one, grad in wanted]
+
+    def _overlap(self, action: Action) -> None:
+        for part in action.parts:
+            self._do[part.op](part)
+
+    def _send(self, action: Action) -> None:
+        assert action.peer is not None
+        with self._streams.of(action.stage):
+            self._mail.send(self._now.outbox.pop(action), self._home[action.peer])
+
+    def _receive(self, action: Action) -> None:
+        assert action.peer is not None
+        if self._forms.is_learning:
+            self._now.due.setdefault(self._home[action.peer], deque()).append(action)
+        else:
+            self._post(action)
+
+    def _post(self, action: Action) -> None:
+        """Start receiving."""
+        stage, peer = action.stage, action.peer
+        assert peer is not None
+        with self._streams.of(stage):
+            buffers = self._buffers(action)
+            self._now.inbox[action] = self._mail.receive(buffers, self._home[peer]), buffers
+
+    def _buffers(self, action: Action) -> list[torch.Tensor]:
+        stage, peer, microbatch = action.stage, action.peer, action.microbatch
+        assert peer is not None
+        if action.op is Op.RECV_TIED:
+            return self._tied.buffers(peer, stage)
+        assert microbatch is not None
+        if action.op is Op.RECV_F:
+            forms = self._kept(self._forms.hear(peer, stage, microbatch), peer, stage)
+        else:
+            forms = self._sent_forms(stage, microbatch, peer)
+        pool = self._streams.buffers(stage)
+        return [pool.take(form.shape, form.dtype) for form in forms]
+
+    def _sent_forms(self, stage: int, microbatch: int, target: int) -> list[TensorForm]:
+        """The tensors whose gradients come back from `target`."""
+        form = self._forms.told(stage, target, microbatch)
+        return [one for one in self._kept(form, stage, target) if one.wants_grad]
+
+    def _arrived(self, receive: Action) -> Sequence[torch.Tensor]:
+        """What has been received."""
+        now = self._now
+        if receive not in now.inbox:
+            assert receive.peer is not None
+            due = now.due[self._home[receive.peer]]
+            while receive not in now.inbox:
+                self._post(due.popleft())
+        works, parts = now.inbox.pop(receive)
+        for work in works:
+            work.wait()
+        return parts
+
+    def _send_tied(self, action: Action) -> None:
+        assert action.peer is not None
+        with self._streams.of(action.stage):
+            self._finish_grads(action.stage)
+            parts = self._tied.parts(action.stage, action.peer)
+            self._mail.send(parts, self._home[action.peer], is_regular=False)
+
+    def _take_tied(self) -> None:
+        waiting = [action for due in self._now.due.values() for action in due]
+        for action in [*self._now.inbox, *waiting]:
+            assert action.peer is not None
+            self._tied.take(action.peer, action.stage, self._arrived(action))
+        self._tied.finish()
+
+    def _unshard(self, action: Action) -> None:
+        with self._streams.of(action.stage):
+            for module in self._sharded[action.stage]:
+                module.unshard_all()
+
+    def _reshard(self, action: Action) -> None:
+        with self._streams.of(action.stage):
+            for module in self._sharded[action.stage]:
+                module.reshard_all()
+
+    def _reduce_grad(self, action: Action) -> None:
+        with self._streams.of(action.stage):
+            for module in self._sharded[action.stage]:
+                module.reduce_grads()
+
+    def _finish_grads(self, stage: int) -> None:
+        for module in self._sharded[stage]:
+            module.finish_grads()
+
+
+def _check_example(example: Form, what: str, value: Any, name: str) -> None:
+    example.check(what, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
+
+
+_NO_FORM = form_of(())[0]
+_NO_LOSSES = Losses(None, None, {}, 1.0, keeps_outputs=False, has_backward=False)

@@ -1,0 +1,76 @@
+"""What is under way between the actions of one rank: microbatches between forward and backward, and messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disttrain.pipelining.action import Action
+from disttrain.pipelining.backward import Backward, Root
+from disttrain.pipelining.forms import Form, TensorForm
+from disttrain.pipelining.losses import Losses
+from disttrain.process_group import Work
+
+Microbatch = tuple[int, int]
+"""A stage, and which microbatch."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank is given: of each microbatch, arguments for the first stage and keywords for all of its stages."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a stage was given: number `which` of those that `source` returned."""
+
+    source: int
+    which: int
+    form: TensorForm
+    tensor: torch.Tensor
+
+
+@dataclass
+class Flight:
+    """A microbatch on one stage between its forward and its last backward.
+
+    `roots`: where its backward begins, one per tensor that it returned; `outputs`: the forms of these; `meshes`: of
+    those that are DTensors.
+    """
+
+    backward: Backward
+    given: Sequence[Given]
+    roots: Sequence[Root | None] = ()
+    outputs: Sequence[TensorForm] = ()
+    meshes: Sequence[Any] = ()
+    root_grads: list[torch.Tensor | None] | None = None
+
+
+@dataclass
+class Pass:
+    """All that one pass over the schedule has under way."""
+
+    batch: Batch
+    losses: Losses
+    flights: dict[Microbatch, Flight] = field(default_factory=dict)
+    outbox: dict[Action, Sequence[torch.Tensor]] = field(default_factory=dict)
+    inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    handed: dict[Action, tuple[Form, Sequence[torch.Tensor]]] = field(default_factory=dict)
+    """What stays on this rank, by the receive that it makes needless; of gradients without a form."""
+    due: dict[int, deque[Action]] = field(default_factory=dict)
+    """Receives that are not posted yet, by peer."""
+
+
+def label_of(action: Action) -> str:
+    """How observers are told of what is done for it."""
+    if action.children:
+        return ", ".join(map(label_of, action.children))
+    microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
+    return f"stage {action.stage}{microbatch} {action.op.value}"

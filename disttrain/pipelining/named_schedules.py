@@ -1,0 +1,151 @@
+"""The schedules as classes, under torch.distributed.pipelining's names where it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from disttrain.errors import ScheduleError
+from disttrain.pipelining.catalogue import find_recipe, make_schedule
+from disttrain.pipelining.refusing import refusing
+from disttrain.pipelining.runtime import PipelineSchedule
+from disttrain.pipelining.stage import PipelineStage
+
+
+class NamedSchedule(PipelineSchedule):
+    """A schedule made by its name for as many ranks as the stages' group has. Arguments: as PipelineSchedule."""
+
+    recipe: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: Sequence[Any] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        stage = stages if isinstance(stages, PipelineStage) else next(iter(stages), None)
+        if stage is None:
+            raise ScheduleError(type(self).__name__, "this rank has no stage.", "Give each rank at least one.")
+        num_ranks, num_stages = stage.group_size, stage.num_stages
+        with refusing(stage.group, type(self).__name__):
+            if num_stages % num_ranks:
+                raise ScheduleError(
+                    type(self).__name__,
+                    f"{num_stages} stages cannot be shared equally by {num_ranks} ranks.",
+                    f"Cut the model into a multiple of {num_ranks}.",
+                    rank=stage.group.world.rank,
+                )
+            schedule = make_schedule(self.recipe, num_ranks, n_microbatches, num_stages // num_ranks)
+        super().__init__(
+            stages, schedule, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, **options
+        )
+
+
+class OneStageSchedule(NamedSchedule):
+    """The same with one stage per rank, which torch calls `stage`."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: Sequence[Any] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
+
+
+class ScheduleGPipe(OneStageSchedule):
+    """All forwards, then all backwards (arXiv 1811.06965)."""
+
+    recipe = "GPipe"
+
+
+class Schedule1F1B(OneStageSchedule):
+    """One forward, one backward, in turns (PipeDream-Flush, arXiv 2006.09503)."""
+
+    recipe = "1F1B"
+
+
+class ScheduleInterleaved1F1B(NamedSchedule):
+    """1F1B with several stages per rank (arXiv 2104.04473)."""
+
+    recipe = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(NamedSchedule):
+    """Several stages per rank, all microbatches through each before the next (arXiv 2211.05953)."""
+
+    recipe = "LoopedBFS"
+
+
+class ScheduleZBH1(OneStageSchedule):
+    """1F1B that fills its bubble with gradients of weights, at no more memory (arXiv 2401.10241)."""
+
+    recipe = "ZB-H1"
+
+
+class ScheduleZBH2(OneStageSchedule):
+    """The same without a bubble, at twice the memory (arXiv 2401.10241)."""
+
+    recipe = "ZB-H2"
+
+
+class ScheduleInterleavedZeroBubble(NamedSchedule):
+    """Interleaved 1F1B whose gradients of weights wait (arXiv 2401.10241)."""
+
+    recipe = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(NamedSchedule):
+    """No bubble at 1F1B's memory: two stages per rank, placed there and back (arXiv 2401.10241)."""
+
+    recipe = "ZBVZeroBubble"
+
+
+class ScheduleVHalf(NamedSchedule):
+    """Half of 1F1B's memory (arXiv 2405.15362)."""
+
+    recipe = "V-Half"
+
+
+class ScheduleVMin(NamedSchedule):
+    """A third of 1F1B's memory (arXiv 2405.15362)."""
+
+    recipe = "V-Min"
+
+
+class ScheduleDualPipeV(NamedSchedule):
+    """Forwards and backwards side by side (DeepSeek-V3, arXiv 2412.19437, cut to a V)."""
+
+    recipe = "DualPipeV"
+
+
+class ScheduleForwardOnly(NamedSchedule):
+    """For inference: `step` and `eval` are the same."""
+
+    recipe = "ForwardOnly"
+
+
+_CLASSES: dict[str, type[NamedSchedule]] = {
+    cls.recipe: cls for kind in (NamedSchedule, OneStageSchedule) for cls in kind.__subclasses__() if cls.recipe
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[NamedSchedule]:
+    """The class of a schedule by its name, in any case, such as "1F1B", "ZBVZeroBubble" or "zb-h1".
+
+    Raises: ScheduleError with the names there are.
+    """
+    return _CLASSES[find_recipe(schedule_name).name]

@@ -1,0 +1,21 @@
+"""What a rank gets wrong before the first step is told to the others, which wait for it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from disttrain.process_group import ProcessGroup
+
+AGREES_BY = "all_gather_into_tensor"
+"""What the first step begins with."""
+
+
+@contextmanager
+def refusing(group: ProcessGroup, operation: str) -> Iterator[None]:
+    """An error raised within ends the other ranks' first step, unless this rank comes there after all."""
+    try:
+        yield
+    except Exception as error:
+        group.refuse(operation, error, AGREES_BY)
+        raise

@@ -1,0 +1,70 @@
+"""CUDA streams of a rank's stages: one for all, or one for each where forwards and backwards are to run side by side.
+
+The two children of an OVERLAP belong to two stages. On streams of their own the host hands both to the device, which
+fills with one what the other leaves idle: while a collective of the backward is on its way, say. On the CPU they run
+one after the other: threads would let the collectives of two stages race each other, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from disttrain.pipelining.buffers import Buffers
+
+
+class Streams:
+    """Streams, and buffers for what is received, of one rank's stages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, torch.cuda.Stream] = {}
+        self._own: dict[int, torch.cuda.Stream] = {}
+        self._buffers: dict[int | None, Buffers] = {}
+
+    def begin(self, stages: Iterable[int]) -> None:
+        """From now on `stages` run side by side. They follow what is on the current stream."""
+        if self._device.type != "cuda":
+            return
+        for stage in stages:
+            stream = self._made.get(stage) or self._made.setdefault(stage, torch.cuda.Stream(self._device))
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._own[stage] = stream
+
+    def end(self) -> None:
+        """The current stream follows all of them."""
+        for stream in self._own.values():
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._own = {}
+
+    def of(self, stage: int) -> AbstractContextManager[object]:
+        """Within, what is computed is on the stage's stream."""
+        return torch.cuda.stream(self._own[stage]) if self._own else _SAME
+
+    @property
+    def run_side_by_side(self) -> bool:
+        """True while stages have streams of their own."""
+        return bool(self._own)
+
+    def forget_buffers(self) -> None:
+        """Let go of all that are free."""
+        self._buffers.clear()
+
+    def buffers(self, stage: int) -> Buffers:
+        """What this stage receives into: free as of its own stream."""
+        key = stage if self._own else None
+        return self._buffers.get(key) or self._buffers.setdefault(key, Buffers(self._device))
+
+    def follow(self, stage: int, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        """`stage` goes on with what `source`, on this rank, has made."""
+        if not self._own:
+            return
+        self._own[stage].wait_stream(self._own[source])
+        for tensor in tensors:
+            # Its memory must not be handed out again on the stream that it was made on while it is read here.
+            tensor.record_stream(self._own[stage])
+
+
+_SAME: AbstractContextManager[object] = nullcontext()
