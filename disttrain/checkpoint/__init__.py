@@ -1,7 +1,7 @@
 """Checkpoints: a state saved by any number of ranks, whole or not at all, and loaded by any other number.
 
 A state is a dict, to any depth, of tensors, DTensors, modules, plain values and objects with a state of their own
-(`Stateful`). `docs/checkpoint_format.md` says what lies on the disk.
+(`Stateful`). `docs/checkpoints.md` says how to use it, `docs/checkpoint_format.md` what lies on the disk.
 
     checkpointer = Checkpointer("runs/lm")
     state = {**get_state_dict(model, optimizer), "rng": RngState(), "step": step}
@@ -10,31 +10,67 @@ A state is a dict, to any depth, of tensors, DTensors, modules, plain values and
     state = {**get_state_dict(model, optimizer), "rng": RngState(), "step": 0}
     checkpointer.load(state)
     set_state_dict(model, optimizer, state)
+
+The command `python -m disttrain.checkpoint` does without torch where it can: each name below is fetched from its module
+when it is first used.
 """
 
 from __future__ import annotations
 
-from disttrain.checkpoint.checkpointer import Checkpointer
-from disttrain.checkpoint.loading import load
-from disttrain.checkpoint.rng import RngState, rng_state, set_rng_state
-from disttrain.checkpoint.saving import save
-from disttrain.checkpoint.state import get_state_dict, set_state_dict
-from disttrain.checkpoint.stateful import PerRank, Stateful, Unfilled, Value
-from disttrain.checkpoint.storage import LocalStorage, Storage
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Checkpointer",
-    "LocalStorage",
-    "PerRank",
-    "RngState",
-    "Stateful",
-    "Storage",
-    "Unfilled",
-    "Value",
-    "get_state_dict",
-    "load",
-    "rng_state",
-    "save",
-    "set_rng_state",
-    "set_state_dict",
-]
+if TYPE_CHECKING:
+    from disttrain.checkpoint.async_saving import async_save as async_save
+    from disttrain.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from disttrain.checkpoint.fits import LoadReport as LoadReport
+    from disttrain.checkpoint.loading import load as load
+    from disttrain.checkpoint.pending import PendingSave as PendingSave
+    from disttrain.checkpoint.rng import RngState as RngState
+    from disttrain.checkpoint.rng import rng_state as rng_state
+    from disttrain.checkpoint.rng import set_rng_state as set_rng_state
+    from disttrain.checkpoint.saving import save as save
+    from disttrain.checkpoint.state import get_state_dict as get_state_dict
+    from disttrain.checkpoint.state import set_state_dict as set_state_dict
+    from disttrain.checkpoint.stateful import PerRank as PerRank
+    from disttrain.checkpoint.stateful import Stateful as Stateful
+    from disttrain.checkpoint.stateful import Unfilled as Unfilled
+    from disttrain.checkpoint.stateful import Value as Value
+    from disttrain.checkpoint.storage import LocalStorage as LocalStorage
+    from disttrain.checkpoint.storage import Storage as Storage
+    from disttrain.checkpoint.whole import load_full as load_full
+
+_MODULE_OF = {
+    "Checkpointer": "checkpointer",
+    "LoadReport": "fits",
+    "LocalStorage": "storage",
+    "PendingSave": "pending",
+    "PerRank": "stateful",
+    "RngState": "rng",
+    "Stateful": "stateful",
+    "Storage": "storage",
+    "Unfilled": "stateful",
+    "Value": "stateful",
+    "async_save": "async_saving",
+    "get_state_dict": "state",
+    "load": "loading",
+    "load_full": "whole",
+    "rng_state": "rng",
+    "save": "saving",
+    "set_rng_state": "rng",
+    "set_state_dict": "state",
+}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'disttrain.checkpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"disttrain.checkpoint.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

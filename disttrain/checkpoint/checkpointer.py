@@ -2,33 +2,93 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
+from disttrain.checkpoint.commit import remove_old
+from disttrain.checkpoint.folders import steps
 from disttrain.checkpoint.loading import load_folder
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.saving import remove_save, save_folder
-from disttrain.checkpoint.storage import LocalStorage, Storage
+from disttrain.checkpoint.pending import PendingSave
+from disttrain.checkpoint.saving import save_folder
+from disttrain.checkpoint.storage import Storage, locate
 from disttrain.errors import CheckpointError
-
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 class Checkpointer:
     """Saves in `directory`, as folders `step-00000042`.
 
-    Args: directory  made by the first save;  keep  how many saves stay, the newest ones; None: all of them.
-    All methods are collective: every rank of the default world, or one process without a world.
+    Args: directory  made by the first save;  keep  how many saves stay, the newest ones; None: all of them;
+          every  how often `is_due` says so;  when_busy  what `async_save` does while two saves are under way.
+    Close it after the last `async_save`, or use it as a context manager.
+    All methods but `is_due` are collective: every rank of the default world, or one process without a world.
     """
 
-    def __init__(self, directory: str | Path, keep: int | None = 2, *, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int | None = 2,
+        *,
+        every: int = 1,
+        when_busy: WhenBusy = "wait",
+        storage: Storage | None = None,
+    ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError("Checkpointer", f"keep is {keep}.", "Keep at least 1 save; None keeps all.")
-        self.directory = Path(directory)
+        if every < 1:
+            raise CheckpointError(
+                "Checkpointer", f"every is {every}.", "Save every step (1), every second one (2), ..."
+            )
+        if when_busy not in get_args(WhenBusy):
+            raise CheckpointError("Checkpointer", f"when_busy is {when_busy!r}.", f"It is one of {get_args(WhenBusy)}.")
+        self._storage, self.directory = locate(directory, storage)
         self.keep = keep
-        self._storage = storage or LocalStorage()
+        self.every = every
+        self.when_busy = when_busy
+        self._saver: AsyncSaver | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is one of those to be saved: each `every`-th, but not 0."""
+        return step > 0 and step % self.every == 0
+
+    def async_save(
+        self, step: int, state: dict[str, Any], optimizers: Optimizer | Iterable[Optimizer] = ()
+    ) -> PendingSave:
+        """`save`, but return as soon as the values are safe from what comes next. See the function `async_save`.
+
+        Two saves may be under way. A third one waits for the first ("wait"), is left out ("skip"), or takes the place
+        of the second, unless that is being written already ("newest"): all ranks do the same.
+        Raises CheckpointError, on every rank: for the last save, if it has failed. The save after that starts anew.
+        """
+        self._check_step("Checkpointer.async_save", step)
+        if self._saver is None:
+            self._saver = AsyncSaver(self._storage, self.when_busy)
+        listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        return self._saver.save(state, self._folder(step), listed, is_step=True, keep=self.keep)
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The process that writes this rank's saves; None before the first `async_save`."""
+        return None if self._saver is None else self._saver.writer_pid
+
+    def close(self) -> None:
+        """Finish all saves. Raises CheckpointError for one that has failed and was not told yet. Idempotent."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state as that of `step`, then remove the oldest saves. See `save` for what a state is.
@@ -36,11 +96,10 @@ class Checkpointer:
         Raises CheckpointError, on every rank: when it could not be saved, or when there is a save of `step`, with all
         saves as they were; when an old save could not be removed, with `step` saved.
         """
-        if step < 0:
-            raise CheckpointError("Checkpointer.save", f"step is {step}.", "Count steps from 0.")
+        self._check_step("Checkpointer.save", step)
         council = Council("Checkpointer.save")
-        save_folder(council, state, self._folder(step), self._storage, lambda name: bool(_STEP.fullmatch(name)))
-        council.agree(lambda: None, lambda _: self._remove_old(step))
+        save_folder(council, state, self._folder(step), self._storage, is_step=True)
+        council.agree(lambda: None, lambda _: remove_old(self._storage, self.directory, step, self.keep))
 
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
@@ -59,11 +118,14 @@ class Checkpointer:
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
+    @staticmethod
+    def _check_step(operation: str, step: int) -> None:
+        if step < 0:
+            raise CheckpointError(operation, f"step is {step}.", "Count steps from 0.")
+
     def _steps(self) -> list[int]:
         """The steps that were saved whole, ascending."""
-        found = [_STEP.fullmatch(name) for name in self._storage.names(self.directory)]
-        steps = [int(match[1]) for match in found if match is not None]
-        return sorted(step for step in steps if MANIFEST in self._storage.names(self._folder(step)))
+        return list(steps(self._storage, self.directory))
 
     def _found(self, step: int | None) -> int:
         steps = self._steps()
@@ -72,15 +134,3 @@ class Checkpointer:
         if step is not None and step not in steps:
             raise CheckpointError("load", f"{self.directory} has no save of step {step}.", f"It has steps {steps}.")
         return steps[-1] if step is None else step
-
-    def _remove_old(self, step: int) -> None:
-        """Remove all but the newest saves; never the one just made, whatever its step."""
-        others = [other for other in self._steps() if other != step]
-        num_kept = len(others) if self.keep is None else self.keep - 1
-        for old in others[: len(others) - num_kept]:
-            try:
-                remove_save(self._storage, self._folder(old))
-            except OSError as error:
-                raise CheckpointError(
-                    "save", f"step {step} is saved, but step {old} could not be removed: {error}.", "Remove it by hand."
-                ) from error

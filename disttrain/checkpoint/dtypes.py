@@ -43,3 +43,16 @@ def safetensors_entry(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tup
     """Dtype and shape in a data file's header. What safetensors has no name for is there as bytes."""
     name = _SAFETENSORS.get(dtype)
     return ("U8", (num_bytes,)) if name is None else (name, shape)
+
+
+def dtype_of_safetensors(name: str) -> str:
+    """torch's name for a dtype of safetensors. Raises ValueError where torch has none."""
+    for dtype, other in _SAFETENSORS.items():
+        if other == name:
+            return dtype
+    raise ValueError(f"dtype {name!r}")
+
+
+def is_safetensors_dtype(dtype: str) -> bool:
+    """Whether safetensors has a name for it."""
+    return dtype in _SAFETENSORS

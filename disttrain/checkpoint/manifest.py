@@ -10,11 +10,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from disttrain.checkpoint.layout import Box
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.storage import Storage
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = "disttrain-checkpoint"
@@ -42,6 +44,11 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
+
+    @property
+    def boxes(self) -> list[Box]:
+        """Where the chunks lie in the tensor."""
+        return [chunk.box for chunk in self.chunks]
 
 
 @dataclass(frozen=True)
@@ -129,11 +136,28 @@ def decode(data: bytes, path: str) -> Manifest:
         manifest = _from_plain(content)
         _check_chunks(manifest)
         return manifest
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError("load", f"{path} lacks or misspells {error}.", _FOREIGN) from error
 
 
 _FOREIGN = "Give a folder that disttrain.checkpoint wrote."
+
+
+def read_manifest(storage: Storage, folder: Path) -> Manifest:
+    """The manifest of the save in `folder`. Raises CheckpointError when there is none."""
+    names = storage.names(folder)
+    if MANIFEST not in names:
+        what = f"has no {MANIFEST}" if names else "is not there, or is empty"
+        raise CheckpointError("load", f"{folder} {what}: no save was finished there.", "Give the folder of a save.")
+    return decode(read_small(storage, folder / MANIFEST), str(folder / MANIFEST))
+
+
+def read_small(storage: Storage, path: Path) -> bytes:
+    """All of a file."""
+    with storage.open_file(path) as file:
+        data = bytearray(file.num_bytes)
+        num_read = file.read_at(0, memoryview(data))
+    return bytes(data[:num_read])
 
 
 def _verified(data: bytes, path: str) -> dict[str, Any]:
@@ -151,15 +175,19 @@ def _verified(data: bytes, path: str) -> dict[str, Any]:
 def _from_plain(content: dict[str, Any]) -> Manifest:
     return Manifest(
         save_id=str(content["save_id"]),
-        world_size=int(content["world_size"]),
+        world_size=_count(content["world_size"]),
         made_by=str(content["made_by"]),
-        block_bytes=int(content["block_bytes"]),
+        block_bytes=_count(content["block_bytes"]),
         files={
-            _plain_name(name): SavedFile(file["bytes"], file["header_bytes"], bytes.fromhex(file["checksums"]))
+            plain_name(name): SavedFile(
+                _count(file["bytes"]), _count(file["header_bytes"]), bytes.fromhex(file["checksums"])
+            )
             for name, file in content["files"].items()
         },
         tensors={
-            name: SavedTensor(tuple(tensor["shape"]), tensor["dtype"], tuple(map(_chunk_from_plain, tensor["chunks"])))
+            name: SavedTensor(
+                _counts(tensor["shape"]), str(tensor["dtype"]), tuple(map(_chunk_from_plain, tensor["chunks"]))
+            )
             for name, tensor in content["tensors"].items()
         },
         values={name: _chunk_from_plain(chunk) for name, chunk in content["values"].items()},
@@ -172,6 +200,14 @@ def _from_plain(content: dict[str, Any]) -> Manifest:
 
 
 def _check_chunks(manifest: Manifest) -> None:
+    if not manifest.block_bytes:
+        raise ValueError("blocks of no bytes")
+    for name, first in manifest.same_as.items():
+        if first not in manifest.tensors:
+            raise ValueError(f"{name!r}, which is {first!r}")
+    for name, tensor in manifest.tensors.items():
+        if any(len(box.origin) != len(tensor.shape) or len(box.shape) != len(tensor.shape) for box in tensor.boxes):
+            raise ValueError(f"the dims of {name!r}")
     chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     chunks += manifest.values.values()
     chunks += [chunk for by_rank in manifest.per_rank.values() for chunk in by_rank.values()]
@@ -182,7 +218,8 @@ def _check_chunks(manifest: Manifest) -> None:
             raise ValueError(f"a chunk at {chunk.offset} of {chunk.file}")
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A file's name; ValueError for one that leads out of its folder."""
     if "/" in name or "\\" in name or name in {"", ".", ".."}:
         raise ValueError(f"file name {name!r}")
     return name
@@ -200,8 +237,19 @@ def _chunk_to_plain(chunk: Chunk) -> dict[str, Any]:
 
 
 def _chunk_from_plain(plain: dict[str, Any]) -> Chunk:
-    box = Box(tuple(plain["origin"]), tuple(plain["shape"]))
-    return Chunk(plain["file"], plain["offset"], plain["bytes"], box, bytes.fromhex(plain["checksums"]))
+    box = Box(_counts(plain["origin"]), _counts(plain["shape"]))
+    checksums = bytes.fromhex(plain["checksums"])
+    return Chunk(plain["file"], _count(plain["offset"]), _count(plain["bytes"]), box, checksums)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"the count {value!r}")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(map(_count, values))
 
 
 def _compact(content: Any) -> bytes:

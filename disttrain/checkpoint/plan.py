@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.layout import Box, Sharding
+from disttrain.checkpoint.layout import Sharding
 from disttrain.checkpoint.manifest import Chunk, Manifest
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -171,13 +172,3 @@ def plan_load(manifest: Manifest, wanted: Mapping[str, Iterable[Box]]) -> list[R
             )
         reads += mine
     return sorted(reads, key=lambda read: (read.chunk.file, read.chunk.offset, read.box))
-
-
-def mismatches(manifest: Manifest, shardings: Mapping[str, Sharding]) -> list[str]:
-    """A sentence for each tensor that was saved with another shape or dtype than it has now."""
-    return [
-        f"{name} is {tensor.dtype}{list(tensor.shape)} there, {sharding.dtype}{list(sharding.shape)} here"
-        for name, sharding in shardings.items()
-        if (tensor := manifest.tensor_named(name)) is not None
-        and (tensor.shape, tensor.dtype) != (sharding.shape, sharding.dtype)
-    ]

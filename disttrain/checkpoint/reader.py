@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from disttrain.checkpoint.box import Box, spans
 from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.layout import Box, spans
 from disttrain.checkpoint.manifest import Chunk, Manifest, block_checksums
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.storage import ReadableFile, Storage
@@ -27,56 +27,58 @@ class Reader:
     """Reads from one save; CheckpointCorruptError, naming file, tensor and offset, for bytes that were not saved."""
 
     def __init__(self, storage: Storage, folder: Path, manifest: Manifest) -> None:
-        self._storage = storage
-        self._folder = folder
+        self.storage = storage
+        self.folder = folder
         self._manifest = manifest
 
     def read_tensors(self, reads: Sequence[Read], targets: Mapping[str, Mapping[Box, torch.Tensor]]) -> None:
         """Fill the targets, local tensors by where in the whole they lie, from `reads` in the order of files."""
         for file_name, of_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
-            with self._opened(file_name) as file:
+            with self.opened(file_name) as file:
                 for read in of_file:
-                    self._read(file, read, targets[read.name][read.wanted])
+                    self.read(file, read, targets[read.name][read.wanted])
 
     def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
         """The values in these chunks, by the same names."""
         values = {}
         in_order = sorted(chunks.items(), key=lambda item: (item[1].file, item[1].offset))
         for file_name, of_file in itertools.groupby(in_order, key=lambda item: item[1].file):
-            with self._opened(file_name) as file:
+            with self.opened(file_name) as file:
                 for name, chunk in of_file:
                     data = np.empty(chunk.num_bytes, np.uint8)
                     self._read_blocks(file, name, chunk, 0, data.data)
-                    values[name] = self._unpacked(file_name, name, data.tobytes())
+                    values[name] = self.unpacked(file_name, name, data.tobytes())
         return values
 
-    def _unpacked(self, file_name: str, name: str, data: bytes) -> Any:
+    def unpacked(self, file_name: str, name: str, data: bytes) -> Any:
+        """The value that was packed."""
         try:
             return unpack(data)
         except (ValueError, TypeError) as error:
             raise CheckpointError(
                 "load",
-                f"the value {name!r} of {self._folder / file_name} cannot be unpacked: {type(error).__name__} {error}.",
+                f"the value {name!r} of {self.folder / file_name} cannot be unpacked: {type(error).__name__} {error}.",
                 f"Use what wrote it: {self._manifest.made_by}.",
             ) from error
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[ReadableFile]:
+    def opened(self, name: str) -> Iterator[ReadableFile]:
         saved = self._manifest.files[name]
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(self._storage.open_file(self._folder / name))
+                file = stack.enter_context(self.storage.open_file(self.folder / name))
             except FileNotFoundError:
-                raise CheckpointCorruptError("load", f"{self._folder / name} is missing.", _REMEDY) from None
+                raise CheckpointCorruptError("load", f"{self.folder / name} is missing.", _REMEDY) from None
             if file.num_bytes != saved.num_bytes:
                 raise CheckpointCorruptError(
-                    "load", f"{self._folder / name} has {file.num_bytes} bytes, {saved.num_bytes} were saved.", _REMEDY
+                    "load", f"{self.folder / name} has {file.num_bytes} bytes, {saved.num_bytes} were saved.", _REMEDY
                 )
             header = Chunk(name, 0, saved.header_bytes, Box((), ()), saved.header_checksums)
             self._read_blocks(file, "the header", header, 0, memoryview(bytearray(saved.header_bytes)))
             yield file
 
-    def _read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
+    def read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
+        """Fill `local`, this rank's memory of the box `read.wanted`, with what `read` brings."""
         chunk, dtype = read.chunk, dtype_named(read.dtype)
         for part in read.box.split(_BUFFER_BYTES // dtype.itemsize):
             values = self._read_part(file, read.name, chunk, part.seen_from(chunk.box.origin), dtype)
@@ -104,6 +106,8 @@ class Reader:
         """Fill `buffer` with whole blocks of the chunk from byte `start` on."""
         block_bytes = self._manifest.block_bytes
         num_read = file.read_at(chunk.offset + start, buffer)
+        if not chunk.checksums and num_read == len(buffer):  # of a format that has none
+            return
         found = block_checksums(buffer, block_bytes)
         first = start // block_bytes * 8
         saved = chunk.checksums[first : first + len(found)]
@@ -113,7 +117,7 @@ class Reader:
         offset = chunk.offset + start + wrong // 8 * block_bytes
         raise CheckpointCorruptError(
             "load",
-            f"{self._folder / chunk.file} does not have the bytes of {name!r} that were saved, "
+            f"{self.folder / chunk.file} does not have the bytes of {name!r} that were saved, "
             f"in the {block_bytes} bytes from offset {offset} on.",
             _REMEDY,
         )

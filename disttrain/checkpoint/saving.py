@@ -1,12 +1,8 @@
-"""Saving, collectively: agree on the plan, write, agree on the outcome, commit by one rename.
-
-Until the rename there is only a folder `NAME.tmp-<save id>`; whatever dies before leaves that, and the saves before.
-"""
+"""Saving, collectively: agree on the plan, write, agree on the outcome, commit by one rename."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,36 +13,49 @@ import xxhash
 
 from disttrain import __version__
 from disttrain.checkpoint.agreement import Council
-from disttrain.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.call_forms import meet
+from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
+from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
-from disttrain.checkpoint.storage import HOLD_SUFFIX, LocalStorage, Storage
+from disttrain.checkpoint.storage import Storage, locate
 from disttrain.checkpoint.tree import Tree, local_parts, take_apart
-from disttrain.checkpoint.writer import Item, Written, file_name, value_item, write_items
-from disttrain.errors import CheckpointError
+from disttrain.checkpoint.writer import Item, value_item, write_items
+from disttrain.process_group import ProcessGroup
 from disttrain.process_group.packing import pack
 
-_TEMPORARY = re.compile(rf"(.+)\.tmp-[0-9a-f]{{32}}(?:{re.escape(HOLD_SUFFIX)})?")
 
-
-def save(state_dict: dict[str, Any], path: str | Path, *, storage: Storage | None = None) -> None:
+def save(
+    state_dict: dict[str, Any],
+    path: str | Path | None = None,
+    *,
+    storage: Storage | None = None,
+    checkpoint_id: str | Path | None = None,
+    storage_writer: None = None,
+    planner: None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
     """Save a state into the new folder `path`.
 
     Args:    state_dict  dicts, to any depth, of tensors, DTensors, modules, Statefuls, PerRank and plain values. A
                          plain tensor or value is taken to be equal on all ranks: one of them writes it.
-             storage     where `path` is; default: the local or a shared file system.
+             storage     where `path` is; default: what a URL such as `s3://bucket/x` means to fsspec, else files.
+             checkpoint_id, process_group, no_dist  as in torch.distributed.checkpoint: another word for path; the
+                         default group; this process alone. storage_writer and planner are refused.
     Returns: once all is on the disk, and `path` is a whole save.
     Raises:  CheckpointError, on every rank, when it could not be saved on some; then `path` is not there.
     Collective: every rank of the default world, or one process without a world.
     """
-    target = Path(path)
-    save_folder(Council("save"), state_dict, target, storage or LocalStorage(), lambda name: name == target.name)
+    council, where = meet(
+        "save", path, checkpoint_id, process_group, no_dist, storage_writer=storage_writer, planner=planner
+    )
+    storage, target = locate(where, storage)
+    save_folder(council, state_dict, target, storage, is_step=False)
 
 
-def save_folder(
-    council: Council, state: dict[str, Any], target: Path, storage: Storage, is_ours: Callable[[str], bool]
-) -> None:
-    """`save`, that first removes what dead saves to folders beside `target` that are ours have left."""
+def save_folder(council: Council, state: dict[str, Any], path: Path, storage: Storage, *, is_step: bool) -> None:
+    """`save`, by ranks that have met already; `is_step`: as one of a Checkpointer's saves."""
     tree = Tree(council.operation)
     outline = Outline()
     with ExitStack() as held:
@@ -55,71 +64,38 @@ def save_folder(
             nonlocal tree, outline
             tree = take_apart(council.operation, state)
             outline = tree.outline()
-            return xxhash.xxh3_128_digest(pack(outline.to_plain())), target.name
+            return digest_of(outline), path.name
 
         def begin(described: list[tuple[bytes, str]]) -> tuple[str, bool]:
             digests, names = zip(*described, strict=True)
-            if len(set(names)) > 1:
-                raise CheckpointError("save", f"ranks save to {sorted(set(names))}.", "Save one step at a time.")
-            save_id = uuid4().hex
-            _begin(storage, target, save_id, is_ours, held)
-            return save_id, len(set(digests)) == 1
+            check_names(names)
+            target = Target(path, uuid4().hex, is_step)
+            held.enter_context(temporary_folder(storage, target))
+            return target.save_id, len(set(digests)) == 1
 
         save_id, are_alike = council.agree(describe, begin)
-        outlines = [outline] * council.size if are_alike else _all_outlines(council, outline)
-        folder = _temporary(target, save_id)
+        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+        target = Target(path, save_id, is_step)
 
         def write() -> list[Any]:
             plan = plan_save(outlines)[council.rank]
-            metadata = {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
-            return write_items(storage, folder, council.rank, _items(tree, plan), metadata).to_plain()
+            items = items_of(tree, plan)
+            return write_items(storage, target.folder, council.rank, items, metadata_of(save_id)).to_plain()
 
-        def commit(rows: list[list[Any]]) -> None:
-            written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
-            _commit(storage, folder, target, make_manifest(save_id, outlines, written))
-
-        council.agree(write, commit)
+        council.agree(write, lambda rows: commit(storage, target, contents_of(outlines), rows))
 
 
-def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bool]) -> None:
-    """Remove the folders of saves that died; those of other living jobs stay."""
-    found = [_TEMPORARY.fullmatch(name) for name in storage.names(parent)]
-    folders = {match[0].removesuffix(HOLD_SUFFIX) for match in found if match is not None and is_ours(match[1])}
-    for name in sorted(folders):
-        storage.remove_unless_held(parent / name)
+def digest_of(outline: Outline) -> bytes:
+    """Equal for equal outlines."""
+    return xxhash.xxh3_128_digest(pack(outline.to_plain()))
 
 
-def remove_save(storage: Storage, folder: Path) -> None:
-    """Remove a save so that, wherever this process dies, it is there as a whole or not at all."""
-    dying = _temporary(folder, uuid4().hex)
-    storage.move(folder, dying)
-    storage.remove_folder(dying)
+def metadata_of(save_id: str) -> dict[str, str]:
+    """What each data file says of itself."""
+    return {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
 
 
-def _temporary(target: Path, save_id: str) -> Path:
-    return target.with_name(f"{target.name}.tmp-{save_id}")
-
-
-def _begin(storage: Storage, target: Path, save_id: str, is_ours: Callable[[str], bool], held: ExitStack) -> None:
-    """On rank 0: make the temporary folder, to be removed when `held` closes unless it has been moved."""
-    remove_leftovers(storage, target.parent, is_ours)
-    if target.name in storage.names(target.parent):
-        raise CheckpointError("save", f"{target} is there already.", "Save to a new place, or remove it first.")
-    folder = _temporary(target, save_id)
-    held.enter_context(storage.hold(folder))
-    held.callback(_remove_if_there, storage, folder)
-    storage.make_folder(folder)
-
-
-def _remove_if_there(storage: Storage, folder: Path) -> None:
-    try:
-        if folder.name in storage.names(folder.parent):
-            storage.remove_folder(folder)
-    except OSError:  # the error that brought us here says more; the next save removes the folder
-        pass
-
-
-def _all_outlines(council: Council, outline: Outline) -> list[Outline]:
+def all_outlines(council: Council, outline: Outline) -> list[Outline]:
     """Everybody's outline, where they differ (ranks with different parts of a model)."""
     unique: list[Any]
     unique, places = council.agree(outline.to_plain, _shared)
@@ -140,52 +116,35 @@ def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:
     return unique, of_rank
 
 
-def _items(tree: Tree, plan: RankPlan) -> list[Item]:
+def items_of(tree: Tree, plan: RankPlan) -> list[Item]:
+    """What this rank writes, sharing memory with the state's tensors."""
     values = {name: tree.leaves[name] for name in plan.values}
     items = [
         value_item(name, leaf.value if isinstance(leaf, PerRank | Value) else leaf) for name, leaf in values.items()
     ]
+    parts_of: dict[str, Any] = {}
     for name, box in plan.parts:
-        held = local_parts(tree.leaves[name])
-        around = next(part for part in held if part.intersection(box) == box)
-        items.append(Item(name, box, held[around][box.seen_from(around.origin).slices()]))
+        held = parts_of.get(name) or parts_of.setdefault(name, local_parts(tree.leaves[name]))
+        if box in held:
+            items.append(Item(name, box, held[box]))
+        else:
+            around = next(part for part in held if part.intersection(box) == box)
+            items.append(Item(name, box, held[around][box.seen_from(around.origin).slices()]))
     return items
 
 
-def make_manifest(save_id: str, outlines: Sequence[Outline], written: Sequence[Written]) -> Manifest:
-    """What rank 0 writes down, from what each rank had and has written. Pure."""
-    chunks: dict[str, list[Chunk]] = {}
-    values: dict[str, Chunk] = {}
-    per_rank: dict[str, dict[int, Chunk]] = {}
-    own_values = {name for outline in outlines for name in outline.per_rank}
-    for rank, by_rank in enumerate(written):
-        for name, chunk in by_rank.parts:
-            chunks.setdefault(name, []).append(chunk)
-        for name, chunk in by_rank.values:
-            if name in own_values:
-                per_rank.setdefault(name, {})[rank] = chunk
-            else:
-                values[name] = chunk
-    shardings = {name: sharding for outline in outlines for name, sharding in outline.tensors.items()}
-    return Manifest(
-        save_id=save_id,
-        world_size=len(outlines),
-        made_by=f"disttrain {__version__}, torch {torch.__version__}",
-        files={file_name(rank): part.file for rank, part in enumerate(written) if part.file is not None},
-        tensors={
-            name: SavedTensor(
-                sharding.shape, sharding.dtype, tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.box))
-            )
-            for name, sharding in shardings.items()
-        },
-        values=values,
-        per_rank=per_rank,
-        same_as={name: first for outline in outlines for name, first in outline.same_as.items()},
+def made_by() -> str:
+    """Which versions, for people."""
+    return f"disttrain {__version__}, torch {torch.__version__}"
+
+
+def contents_of(outlines: Sequence[Outline]) -> Contents:
+    """What rank 0 needs to know for the manifest."""
+    unique = {id(outline): outline for outline in outlines}.values()
+    shardings = {name: sharding for outline in unique for name, sharding in outline.tensors.items()}
+    return Contents(
+        made_by(),
+        {name: (sharding.shape, sharding.dtype) for name, sharding in shardings.items()},
+        sorted({name for outline in unique for name in outline.per_rank}),
+        {name: first for outline in unique for name, first in outline.same_as.items()},
     )
-
-
-def _commit(storage: Storage, folder: Path, target: Path, manifest: Manifest) -> None:
-    storage.write_file(folder / MANIFEST, [memoryview(encode(manifest))])
-    storage.sync_folder(folder)
-    storage.move(folder, target)
-    storage.sync_folder(target.parent)

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name
-from disttrain.checkpoint.layout import Box, Sharding, parts_at
+from disttrain.checkpoint.layout import Sharding, parts_at
 from disttrain.checkpoint.plan import Outline
 from disttrain.checkpoint.state import load_model_state, model_state
 from disttrain.checkpoint.stateful import PerRank, Stateful, Unfilled, Value, make_plain
@@ -80,10 +81,10 @@ class Tree:
         opening = self._opening_of(name)
         assert opening is not None
         parent = self.openings[opening].root()
-        *inner, last = name.removeprefix(f"{opening}/").split("/")
+        *inner, last = parts_of(name.removeprefix(f"{opening}/"))
         for key in inner:
-            parent = parent.setdefault(_unescaped(key), {})
-        parent[_unescaped(last)] = value
+            parent = parent.setdefault(key, {})
+        parent[last] = value
 
     def _opening_of(self, name: str) -> str | None:
         above = name.rpartition("/")[0]
@@ -105,7 +106,7 @@ def take_apart(operation: str, state: Mapping[str, Any]) -> Tree:
 
 def _descend(tree: Tree, prefix: str, node: dict[str, Any]) -> None:
     for key, child in list(node.items()):
-        name = prefix + key.replace("~", "~0").replace("/", "~1")
+        name = prefix + name_of([key])
         if isinstance(child, nn.Module):
             state = model_state(child)
             tree.listeners.append(partial(load_model_state, child, state))
@@ -116,7 +117,7 @@ def _descend(tree: Tree, prefix: str, node: dict[str, Any]) -> None:
                 f"{name!r} is an optimizer, whose own state names parameters by number.",
                 "Give get_state_dict(model, optimizers), which names them as the model does.",
             )
-        elif isinstance(child, Stateful) and not isinstance(child, dict):
+        elif not isinstance(child, dict | torch.Tensor) and isinstance(child, Stateful):
             state = child.state_dict()
             tree.listeners.append(partial(child.load_state_dict, state))
             tree.openings[name] = Opening(partial(_itself, state), make_plain)
@@ -142,8 +143,14 @@ def _slot_root(node: dict[str, Any], key: str) -> dict[str, Any]:
     return cast(dict[str, Any], node[key])
 
 
-def _unescaped(key: str) -> str:
-    return key.replace("~1", "/").replace("~0", "~")
+def parts_of(name: str) -> list[str]:
+    """The keys that a name joins."""
+    return [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
+
+
+def name_of(keys: Iterable[str]) -> str:
+    """The name of the leaf under these keys."""
+    return "/".join(key.replace("~", "~0").replace("/", "~1") for key in keys)
 
 
 def _check_leaf(operation: str, name: str, leaf: Any) -> None:

@@ -16,3 +16,13 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
     assert outcomes["old"] > 20
     assert outcomes["new"] > 3
     assert outcomes["lived"] >= 2
+
+
+def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=110, check=False, cwd=root)
+    assert (run.returncode, run.stderr) == (0, "")
+    outcomes = json.loads(run.stdout)
+    assert sum(outcomes.values()) == 16
+    assert sum(number for outcome, number in outcomes.items() if "lived" not in outcome) > 4

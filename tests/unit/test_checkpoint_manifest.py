@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.layout import Box
+from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, decode, encode
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -21,9 +21,9 @@ FILE = "rank-00000.safetensors"
 def manifests(draw: st.DrawFn) -> Manifest:
     block_bytes = 1 << draw(st.integers(3, 20))
 
-    def chunk() -> Chunk:
+    def chunk(num_dims: int = 1) -> Chunk:
         num_blocks = draw(st.integers(0, 3))
-        origin = tuple(draw(st.lists(SIZES, max_size=3)))
+        origin = tuple(draw(st.lists(SIZES, min_size=num_dims, max_size=num_dims)))
         return Chunk(
             FILE,
             64,
@@ -39,8 +39,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
         made_by="a test",
         files={FILE: SavedFile(1 << 40, 64, b"12345678")},
         tensors={
-            name: SavedTensor(tuple(draw(st.lists(SIZES, max_size=3))), "bfloat16", (chunk(), chunk()))
-            for name in draw(st.sets(names, max_size=3))
+            name: SavedTensor(shape, "bfloat16", (chunk(len(shape)), chunk(len(shape))))
+            for name in {"w", *draw(st.sets(names, max_size=3))}
+            for shape in [tuple(draw(st.lists(SIZES, max_size=3)))]
         },
         values={name: chunk() for name in draw(st.sets(names, max_size=2))},
         per_rank={name: {0: chunk(), 11: chunk()} for name in draw(st.sets(names, max_size=2))},

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.layout import Box, Sharding, parts_at, spans
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.layout import Sharding, parts_at
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, mismatches, plan_load, plan_save
+from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -219,43 +219,3 @@ def test_a_tensor_is_on_all_ranks_of_its_mesh() -> None:
 def test_a_name_is_a_tensor_everywhere_or_nowhere() -> None:
     with pytest.raises(CheckpointError, match="'w' is a tensor, a value or a PerRank"):
         plan_save([Outline({"w": Sharding((4,), "int16")}), Outline({}, ["w"])])
-
-
-def test_mismatches_name_shape_and_dtype() -> None:
-    sharding = Sharding((4, 2), "float32")
-    manifest = manifest_of([RankPlan()], {"w": sharding, "v": sharding})
-    wrong = mismatches(manifest, {"w": replace(sharding, dtype="float64"), "v": sharding, "new": sharding})
-    assert wrong == ["w is float32[4, 2] there, float64[4, 2] here"]
-
-
-@settings(max_examples=30)
-@given(worlds())
-def test_outlines_travel(world: tuple[int, dict[str, Sharding]]) -> None:
-    outline = Outline(world[1], ["v"], ["r"], {"tied": "t0"})
-    assert Outline.from_plain(outline.to_plain()) == outline
-
-
-@given(SHAPES.filter(lambda shape: 0 not in shape), st.integers(1, 30), st.data())
-def test_spans_hold_the_elements_of_a_box(shape: tuple[int, ...], max_gap: int, data: st.DataObject) -> None:
-    box = data.draw(boxes_in(shape))
-    places = np.arange(math.prod(shape)).reshape(shape)[box.slices()].ravel()
-    found = list(spans(shape, box, max_gap))
-    inside = np.concatenate([np.arange(start, end) for start, end in found])
-    assert np.isin(places, inside).all()
-    assert (np.diff(inside) > 0).all()
-    gaps = np.setdiff1d(inside, places)
-    assert all(start in places and end - 1 in places for start, end in found)
-    assert len(gaps) == 0 or max_gap > 1
-    if max_gap == 1:
-        assert inside.tolist() == places.tolist()
-
-
-@given(SHAPES.filter(lambda shape: 0 not in shape), st.integers(1, 50), st.data())
-def test_a_split_box_is_the_box(shape: tuple[int, ...], max_elements: int, data: st.DataObject) -> None:
-    box = data.draw(boxes_in(shape))
-    times = np.zeros(shape, int)
-    for part in box.split(max_elements):
-        assert part.num_elements <= max_elements
-        times[part.slices()] += 1
-    assert (times[box.slices()] == 1).all()
-    assert times.sum() == box.num_elements

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint import LocalStorage, reader, writer
-from disttrain.checkpoint.layout import Box
+from disttrain.checkpoint import LocalStorage, image, reader, writer
+from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.manifest import Manifest, SavedTensor
 from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.storage import ReadableFile
@@ -50,7 +50,7 @@ class MemoryStorage(LocalStorage):
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "BLOCK_BYTES", BLOCK_BYTES)
+        patch.setattr(image, "BLOCK_BYTES", BLOCK_BYTES)
         patch.setattr(reader, "_BUFFER_BYTES", 5 * BLOCK_BYTES)
         yield
 
@@ -99,7 +99,7 @@ def saved(tensors: dict[str, torch.Tensor]) -> tuple[MemoryStorage, Manifest]:
         save_id="id",
         world_size=1,
         made_by="a test",
-        files={writer.file_name(0): written.file},
+        files={image.file_name(0): written.file},
         tensors={
             name: SavedTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), (chunk,))
             for (name, chunk), tensor in zip(written.parts, tensors.values(), strict=True)

@@ -171,7 +171,8 @@ def test_one_error_names_all_that_does_not_fit(tmp_path: Path) -> None:
     assert str(raised.value) == (
         f"load: {tmp_path / 'save'} does not fit: the save lacks new; the state lacks b/c; "
         "a is float32[3] there, float32[4] here; b/d is float32[2] there, int64[2] here; "
-        "e is a value there, a tensor here. Build the state as it was when it was saved."
+        "e is a value there, a tensor here. Build the state as it was when it was saved, or say what may differ: "
+        "allow=, rename=, convert=."
     )
     assert state["a"].tolist() == [0, 0, 0, 0]
 

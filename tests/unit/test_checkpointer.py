@@ -105,12 +105,20 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     [
         (lambda folder: Checkpointer(folder).load({}), "there is no save in .*; Save first|there is no save in"),
         (lambda folder: Checkpointer(folder, keep=0), r"keep is 0\. Keep at least 1"),
+        (lambda folder: Checkpointer(folder, every=0), r"every is 0\. Save every step"),
+        (lambda folder: Checkpointer(folder, when_busy="never"), r"when_busy is 'never'\. It is one of"),
+        (lambda folder: Checkpointer(folder).async_save(-1, {}), r"step is -1\. Count steps from 0"),
         (lambda folder: Checkpointer(folder).save(-1, {}), r"step is -1\. Count steps from 0"),
     ],
 )
 def test_wrong_use(tmp_path: Path, act: Any, sentence: str) -> None:
     with pytest.raises(CheckpointError, match=sentence):
         act(tmp_path)
+
+
+def test_every_so_manieth_step_is_due(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, every=3)
+    assert [step for step in range(8) if checkpointer.is_due(step)] == [3, 6]
 
 
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:

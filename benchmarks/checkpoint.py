@@ -1,0 +1,263 @@
+"""Checkpoints of one process against what the disk takes, and against torch.distributed.checkpoint; in turns, medians.
+
+    python benchmarks/checkpoint.py [--mib 2048] [--rounds 5] [--directory DIR]
+
+"plain" writes the same bytes with four threads to four files through the page cache and syncs them, "plain direct" does
+so with O_DIRECT: what the machine itself takes. Before each read the files are dropped from the page cache. "stall" is
+the time until an asynchronous save gives the caller its tensors back, when it has been used before. Bytes read: three
+ranks load what four have saved. Writes benchmarks/results/checkpoint.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import io
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+
+from disttrain import get_rank, get_world_size, init_device_mesh
+from disttrain.checkpoint import Checkpointer, LocalStorage, load, save
+from disttrain.dtensor import Shard, distribute_tensor
+from disttrain.testing import run_threads
+
+NUM_FILES = 4
+NUM_SMALL = 10_000
+PIECE_BYTES = 16 << 20
+RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
+State = dict[str, torch.Tensor]
+
+
+def large_state(mib: int) -> State:
+    return {f"layer{number}": torch.rand(mib * (1 << 18) // 16) for number in range(16)}
+
+
+def small_state() -> State:
+    return {f"small{number}": torch.rand(64) for number in range(NUM_SMALL)}
+
+
+def write_plainly(folder: Path, data: memoryview, flags: int) -> None:
+    """The same number of bytes, by as many threads as files."""
+    folder.mkdir()
+    size = len(data) // NUM_FILES
+
+    def write(number: int) -> None:
+        descriptor = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | flags)
+        for start in range(number * size, (number + 1) * size, PIECE_BYTES):
+            os.write(descriptor, data[start : min(start + PIECE_BYTES, (number + 1) * size)])
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    with ThreadPoolExecutor(NUM_FILES) as pool:
+        list(pool.map(write, range(NUM_FILES)))
+
+
+def read_plainly(folder: Path, data: memoryview) -> None:
+    size = len(data) // NUM_FILES
+
+    def read(number: int) -> None:
+        with (folder / str(number)).open("rb", buffering=0) as file:
+            for start in range(number * size, (number + 1) * size, PIECE_BYTES):
+                file.readinto(data[start : min(start + PIECE_BYTES, (number + 1) * size)])
+
+    with ThreadPoolExecutor(NUM_FILES) as pool:
+        list(pool.map(read, range(NUM_FILES)))
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache drop these files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def quietly(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        call(*args, **kwargs)
+
+
+def torch_save(state: State, folder: Path) -> None:
+    writer = torch_checkpoint.FileSystemWriter(folder, thread_count=NUM_FILES)
+    quietly(torch_checkpoint.save, state, storage_writer=writer, no_dist=True)
+
+
+def torch_load(state: State, folder: Path) -> None:
+    quietly(torch_checkpoint.load, state, checkpoint_id=folder, no_dist=True)
+
+
+def seconds(call: Callable[..., Any], *args: Any) -> float:
+    start_s = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - start_s
+
+
+def one_round(directory: Path, state: State, memory: memoryview, small: State) -> dict[str, float]:
+    taken = {}
+    writes: dict[str, Callable[[Path], Any]] = {
+        "write: plain": lambda folder: write_plainly(folder, memory, 0),
+        "write: plain direct": lambda folder: write_plainly(folder, memory, os.O_DIRECT),
+        "write: disttrain": lambda folder: save(state, folder),
+        "write: torch": lambda folder: torch_save(state, folder),
+    }
+    reads: dict[str, Callable[[Path], Any]] = {
+        "plain direct": lambda folder: read_plainly(folder, memory),
+        "disttrain": lambda folder: load(state, folder),
+        "torch": lambda folder: torch_load(state, folder),
+    }
+    for name, write in writes.items():
+        side, folder = name.removeprefix("write: "), directory / "save"
+        taken[name] = seconds(write, folder)
+        forget(folder)
+        if side in reads:
+            taken[f"read: {side.removesuffix(' direct')}"] = seconds(reads[side], folder)
+        shutil.rmtree(folder)
+    for side, write, read in (("disttrain", save, load), ("torch", torch_save, torch_load)):
+        folder = directory / "small"
+        taken[f"{NUM_SMALL} small tensors, write: {side}"] = seconds(write, small, folder)
+        taken[f"{NUM_SMALL} small tensors, read: {side}"] = seconds(read, small, folder)
+        shutil.rmtree(folder)
+    return taken
+
+
+def stalls(directory: Path, state: State, rounds: int) -> dict[str, list[float]]:
+    """The first asynchronous save's and the others', when nothing else is under way; and a copy of the same bytes."""
+    copies = {name: tensor.clone() for name, tensor in state.items()}
+    taken: dict[str, list[float]] = {"stall: first": [], "stall: warm": [], "stall: a copy in memory": []}
+    with Checkpointer(directory / "async", keep=1) as checkpointer:
+        for step in range(rounds + 2):
+            start_s = time.perf_counter()
+            pending = checkpointer.async_save(step, state)
+            stall_s = time.perf_counter() - start_s
+            pending.result()
+            # Two places take turns, and each is made when it is first needed.
+            taken["stall: first" if step < 1 else "stall: warm"].append(stall_s)
+            taken["stall: a copy in memory"].append(
+                seconds(lambda: [copies[name].copy_(tensor) for name, tensor in state.items()])
+            )
+    shutil.rmtree(directory / "async")
+    return taken
+
+
+class Counting(LocalStorage):
+    """Counts the bytes of tensors that are read."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[Any]:
+        with super().open_file(path) as file:
+            yield _Counted(file, self) if path.suffix == ".safetensors" else file
+
+
+class _Counted:
+    def __init__(self, file: Any, counter: Counting) -> None:
+        self._file, self._counter, self.num_bytes = file, counter, file.num_bytes
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        self._counter.num_bytes += len(buffer)
+        return self._file.read_at(offset, buffer)
+
+
+def read_ratio(directory: Path) -> float:
+    """Bytes read by the rank that reads most, over those that it needs."""
+    rows = 6 * 4096
+
+    def body(is_saving: bool) -> float:
+        mesh = init_device_mesh("cpu", (get_world_size(),))
+        weight = distribute_tensor(torch.zeros(rows, 1024), mesh, [Shard(0)], src_data_rank=None)
+        if is_saving:
+            save({"w": weight}, directory / "resharded")
+            return get_rank()
+        counting = Counting()
+        load({"w": weight}, directory / "resharded", storage=counting)
+        return counting.num_bytes / weight.to_local().nbytes
+
+    run_threads(4, body, True)
+    return max(run_threads(3, body, False))
+
+
+def commit() -> str | None:
+    """The commit that is measured, if this is a repository that has one."""
+    answer = subprocess.run(
+        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, help="on the disk that is measured; default: the temporary one")
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(dir=arguments.directory))
+    state, small = large_state(arguments.mib), small_state()
+    memory = memoryview(mmap.mmap(-1, arguments.mib << 20))
+    for start in range(0, len(memory), PIECE_BYTES):
+        memory[start : start + PIECE_BYTES] = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
+    taken: dict[str, list[float]] = {}
+    try:
+        for _ in range(arguments.rounds):
+            for name, time_s in one_round(directory, state, memory, small).items():
+                taken.setdefault(name, []).append(time_s)
+        taken |= stalls(directory, state, arguments.rounds)
+        ratio = read_ratio(directory)
+    finally:
+        shutil.rmtree(directory)
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    for name, median in medians.items():
+        print(f"{name:<42}{median:10.3f} s   ({min(taken[name]):.3f} to {max(taken[name]):.3f})")
+    ratios = {
+        "write / plain": medians["write: disttrain"] / medians["write: plain"],
+        "write / plain direct": medians["write: disttrain"] / medians["write: plain direct"],
+        "write / torch": medians["write: disttrain"] / medians["write: torch"],
+        "read / plain": medians["read: disttrain"] / medians["read: plain"],
+        "read / torch": medians["read: disttrain"] / medians["read: torch"],
+        "bytes read / bytes needed": ratio,
+    }
+    for kind in ("write", "read"):
+        case = f"{NUM_SMALL} small tensors, {kind}"
+        ratios[f"{case} / torch"] = medians[f"{case}: disttrain"] / medians[f"{case}: torch"]
+    for name, value in ratios.items():
+        print(f"{name:<42}{value:10.2f}")
+    packages = ["disttrain", "torch", "numpy", "xxhash"]
+    result = {
+        "commit": commit(),
+        "command": " ".join(["python", *sys.argv]),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release()},
+        "mib": arguments.mib,
+        "ratios": ratios,
+        "median_s": medians,
+        "rounds_s": taken,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

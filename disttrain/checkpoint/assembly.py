@@ -1,0 +1,178 @@
+"""How ranks come to one outcome: each does its part, rank 0 decides, all return the same or raise the same.
+
+Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
+gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests. Torch-free: the
+processes that write saves meet like this too.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgpack
+
+from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError, StoreTimeoutError
+from disttrain.settings import CHECKPOINT_TIMEOUT_S
+from disttrain.store import Store
+
+Part = TypeVar("Part")
+
+
+class Codec(NamedTuple):
+    """How ballots and answers travel."""
+
+    pack: Callable[[Any], bytes]
+    unpack: Callable[[bytes], Any]
+
+
+def _unpack_plain(data: bytes) -> Any:
+    return msgpack.unpackb(data, strict_map_key=False)
+
+
+PLAIN = Codec(msgpack.packb, _unpack_plain)
+"""Without tensors; tuples become lists."""
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space, or save elsewhere; what was there before is as it was.",
+    errno.EDQUOT: "Free some of the quota, or save elsewhere; what was there before is as it was.",
+    errno.EACCES: "Check the owner and the mode of the folder.",
+    errno.EPERM: "Check the owner and the mode of the folder.",
+    errno.ENOENT: "All nodes must see the same folder, and nobody may remove it meanwhile.",
+    errno.EROFS: "Save to a file system that may be written to.",
+}
+
+
+class Assembly:
+    """Ranks that meet at a store, or one process alone without any."""
+
+    def __init__(self, operation: str, rank: int, size: int, store: Store | None, codec: Codec = PLAIN) -> None:
+        self.operation = operation
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._codec = codec
+        self._timeout_s = CHECKPOINT_TIMEOUT_S.read()
+
+    def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
+        """Do `work` on every rank, then `decide` on rank 0 from the parts by rank; all ranks return the decision.
+
+        Parts and decision are values that the codec knows. Raises: CheckpointError, the same on all ranks, when either
+        failed anywhere; on the failing rank its cause is chained.
+        """
+        ballot, error = _attempt(work)
+        if self._store is None:
+            answer, error = _answer(1, [ballot], error, decide)
+        else:
+            answer, error = self._meet(self._store, ballot, error, decide)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if "problem" in answer:
+            raise self._failure(answer) from error
+        return answer["value"]
+
+    def _meet(
+        self,
+        store: Store,
+        ballot: dict[str, Any],
+        error: BaseException | None,
+        decide: Callable[[list[Any]], Any] | None,
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        meeting = store.add(counter(self.rank), 1)
+        ballots = [ballot_key(meeting, rank) for rank in range(self.size)]
+        store.set(ballots[self.rank], self._codec.pack(ballot))
+        if self.rank == 0:
+            try:
+                store.wait(ballots, self._timeout_s)
+                read = [self._codec.unpack(store.get(key)) for key in ballots]
+            except StoreTimeoutError as timeout:
+                absent = [rank for rank, key in enumerate(ballots) if not store.check([key])]
+                problem = f"ranks {absent} did not come within {self._timeout_s:g} s."
+                read, error = [{"problem": problem, "remedy": _LATE, "kind": ""}], timeout
+            answer, error = _answer(self.size, read, error, decide)
+            # Whoever came to this meeting has read the last one's answer.
+            store.delete_key(answer_key(meeting - 1))
+            store.set(answer_key(meeting), self._codec.pack(answer))
+        else:
+            try:
+                # Rank 0 may come as late as this rank may wait, and then wait itself.
+                store.wait([answer_key(meeting)], 2 * self._timeout_s)
+                answer = self._codec.unpack(store.get(answer_key(meeting)))
+            except StoreTimeoutError as timeout:
+                problem = f"rank 0 did not answer within {2 * self._timeout_s:g} s."
+                answer, error = {"problem": problem, "remedy": _LATE, "kind": ""}, timeout
+        store.delete_key(ballots[self.rank])
+        return answer, error
+
+    def _failure(self, answer: dict[str, Any]) -> CheckpointError:
+        kind = CheckpointCorruptError if answer["kind"] == CheckpointCorruptError.__name__ else CheckpointError
+        own_rank = None if self._store is None else self.rank
+        return kind(self.operation, answer["problem"], answer["remedy"], rank=own_rank)
+
+
+def counter(rank: int) -> str:
+    """The key that counts the meetings that `rank` has come to."""
+    return f"meetings/{rank}"
+
+
+def ballot_key(meeting: int, rank: int) -> str:
+    return f"{meeting}/{rank}"
+
+
+def answer_key(meeting: int) -> str:
+    return f"{meeting}/answer"
+
+
+DEAD = "dead"
+"""The key that is there once a rank will come to no more meetings."""
+
+
+def speak_for(rank: int, store: Store, problem: str, remedy: str) -> None:
+    """Take the part of a rank that has died at the meeting where it was, or the next: a failure, for all."""
+    store.set(DEAD, b"")
+    where = f"on rank {rank}: "
+    last = store.add(counter(rank), 0)
+    for meeting in (last, last + 1):
+        # As a ballot it comes to rank 0, who says where it is from.
+        key = ballot_key(meeting, rank) if rank else answer_key(meeting)
+        failure = {"problem": problem if rank else where + problem, "remedy": remedy, "kind": ""}
+        store.compare_set(key, b"", PLAIN.pack(failure))
+
+
+_LATE = f"Look for its error in its log; a slow disk may need a larger {CHECKPOINT_TIMEOUT_S.name}."
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[dict[str, Any], BaseException | None]:
+    """A ballot: the value, or what went wrong, with the error itself."""
+    try:
+        return {"value": work()}, None
+    except BaseException as error:  # noqa: BLE001  others wait: this rank tells them before it raises
+        return describe(error), error
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """A ballot that says what went wrong."""
+    if isinstance(error, DisttrainError):
+        return {"problem": error.problem, "remedy": error.remedy, "kind": type(error).__name__}
+    remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return {"problem": f"{type(error).__name__}: {error}.", "remedy": remedy, "kind": ""}
+
+
+def _answer(
+    num_ranks: int,
+    ballots: Sequence[dict[str, Any]],
+    error: BaseException | None,
+    decide: Callable[[list[Any]], Any] | None,
+) -> tuple[dict[str, Any], BaseException | None]:
+    """What all ranks are told: the first failure and who else failed, or the decision."""
+    failed = [rank for rank, ballot in enumerate(ballots) if "problem" in ballot]
+    if not failed:
+        if decide is None:
+            return {"value": None}, error
+        return _attempt(lambda: decide([ballot["value"] for ballot in ballots]))
+    first = ballots[failed[0]]
+    if num_ranks < 2 or len(ballots) < num_ranks or len(failed) == num_ranks:
+        return first, error
+    others = f" Ranks {failed[1:]} failed too." if failed[1:] else ""
+    return {**first, "problem": f"on rank {failed[0]}: {first['problem']}{others}"}, error

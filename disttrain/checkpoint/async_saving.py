@@ -1,0 +1,313 @@
+"""Saving while training goes on: the values are staged at once; a process of its own writes them, and meets the others.
+
+In steady state a save takes one request to the store and no waiting: the plan of the last save holds as long as this
+rank's state has the same names, shapes and placements. That all ranks went by the same plan, the writers see to.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import xxhash
+from torch.optim import Optimizer
+
+from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.job import Job
+from disttrain.checkpoint.pending import PendingSave
+from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
+from disttrain.checkpoint.saving import all_outlines, contents_of, digest_of, items_of, metadata_of
+from disttrain.checkpoint.session import Session, Turn
+from disttrain.checkpoint.staging import Stager
+from disttrain.checkpoint.storage import LocalStorage, Portable, Storage
+from disttrain.checkpoint.submission import Slot, Submission, as_ours
+from disttrain.checkpoint.tree import Tree, take_apart
+from disttrain.checkpoint.writer import image_of, in_file_order
+from disttrain.errors import CheckpointError
+from disttrain.process_group import World
+from disttrain.store.handover import store_to_plain
+
+WhenBusy = Literal["wait", "skip", "newest"]
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    path: str | Path,
+    *,
+    storage: Storage | None = None,
+    optimizers: Iterable[Optimizer] = (),
+) -> PendingSave:
+    """`save`, but return as soon as the values are safe from what comes next; a process of its own writes them.
+
+    Args:    optimizers  those whose next step is the next to write the parameters and their own state, on GPUs: their
+                         step waits, on the GPU, for the copies. What they don't own, the current stream waits for at
+                         once; nothing waits on the host.
+    Returns: PendingSave; `.result()` waits for the commit.
+    Raises:  CheckpointError, on every rank, when an earlier save of this world has failed.
+    Collective: every rank of the default world, or one process without a world; the first call waits for all ranks.
+    Two saves may be under way; a third waits for the first. `Checkpointer` has other ways.
+    """
+    council = Council("async_save")
+    if council.world is None:
+        saver = AsyncSaver(storage or LocalStorage(), "wait")
+        pending = saver.save(state_dict, Path(path), optimizers)
+        saver.let_go()
+        return pending
+    savers = council.world.companion(_WorldSavers, _WorldSavers)
+    return savers.of(storage or LocalStorage()).save(state_dict, Path(path), optimizers)
+
+
+class _WorldSavers:
+    """A world's savers, by storage."""
+
+    def __init__(self) -> None:
+        self._savers: list[tuple[Storage, AsyncSaver]] = []
+
+    def of(self, storage: Storage) -> AsyncSaver:
+        for other, saver in self._savers:
+            if _is_same(other, storage):
+                return saver
+        saver = AsyncSaver(storage, "wait")
+        self._savers.append((storage, saver))
+        return saver
+
+    def close(self) -> None:
+        """Finish all saves; those that have failed without anybody asking are told as warnings."""
+        for _, saver in self._savers:
+            try:
+                saver.close()
+            except CheckpointError as error:
+                warnings.warn(f"{error}", RuntimeWarning, stacklevel=2)
+
+
+def _is_same(one: Storage, other: Storage) -> bool:
+    if isinstance(one, Portable) and isinstance(other, Portable):
+        return one.recipe() == other.recipe()
+    return one is other
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank writes as long as its outline has the digest `own`; `digest` is equal on all ranks."""
+
+    own: bytes
+    digest: bytes
+    part: RankPlan
+    contents: Contents | None
+
+
+class AsyncSaver:
+    """Makes asynchronous saves one after the other, two at most at a time; what happens at a third: `when_busy`."""
+
+    def __init__(self, storage: Storage, when_busy: WhenBusy) -> None:
+        self._storage = storage
+        self._when_busy = when_busy
+        self._stager = Stager()
+        self._slots = [Slot(), Slot()]
+        self._finisher = ThreadPoolExecutor(1, "disttrain-stage")
+        self._world: World | None = None
+        self._session: Session | None = None
+        self._plan: _Plan | None = None
+        self._number = 0
+        self._under_way: list[PendingSave] = []
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The process that writes, once there is one."""
+        return None if self._session is None else self._session.writer_pid
+
+    def save(
+        self,
+        state: dict[str, Any],
+        path: Path,
+        optimizers: Iterable[Optimizer] = (),
+        *,
+        is_step: bool = False,
+        keep: int | None = None,
+    ) -> PendingSave:
+        """See `async_save`; `is_step`, `keep`: of a Checkpointer's saves."""
+        council = Council("async_save")
+        if self._session is not None and self._world is not council.world:
+            self.close()
+        self._world = council.world
+        pending = PendingSave(path.absolute(), self._number)
+        self._number += 1
+        described = _Described(council, state)
+        turn = self._turn(pending.number, described)
+        if turn.failure is not None:
+            self._give_up(turn.failure)
+        if turn.skips:
+            pending.drop()
+            return pending
+        if turn.drops is not None:
+            self._drop(turn.drops)
+        if turn.plans:
+            self._make_plan(council, described)
+        session, plan = self._session, self._plan
+        assert session is not None
+        assert plan is not None
+        slot = self._taken(pending)
+        session.add(pending)
+        try:
+            if described.digest != plan.own:
+                raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
+            target = Target(pending.path, session.save_id(pending.number), is_step)
+            self._stage(session, plan, pending, slot, target, keep, described.tree, list(optimizers))
+        except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
+            self._finisher.submit(session.refuse, pending.number, as_ours(error))
+        return pending
+
+    def close(self) -> None:
+        """Finish all saves and let go of the writer. Raises CheckpointError for the first one that has failed and was
+        not told yet. Idempotent."""
+        for pending in self._under_way:
+            pending.wait()
+        failures = self._failures()
+        self._reset(joins=True)
+        if failures:
+            raise _told(failures)
+
+    def let_go(self) -> None:
+        """Take no more saves; what is under way goes on."""
+        session = self._session
+        if session is not None:
+            self._finisher.submit(session.end)
+        self._finisher.shutdown(wait=False)
+
+    def _turn(self, number: int, described: _Described) -> Turn:
+        if self._session is None:
+            return Turn(plans=True)
+        self._under_way = [save for save in self._under_way if not save.done() or save.failure() is not None]
+        failures, is_busy = self._failures(), not any(slot.is_free for slot in self._slots)
+        if failures:
+            own = Turn(
+                failure=[f"the save to {failures[0][0].path} failed: {failures[0][1].problem}", failures[0][1].remedy]
+            )
+        elif is_busy and self._when_busy == "skip":
+            own = Turn(skips=True)
+        else:
+            newest = max(save.number for save in self._under_way) if is_busy else None
+            drops = newest if self._when_busy == "newest" else None
+            own = Turn(drops=drops, plans=self._plan is None or described.digest != self._plan.own)
+        return self._session.agreed(number, own)
+
+    def _failures(self) -> list[tuple[PendingSave, CheckpointError]]:
+        return [(save, error) for save in self._under_way if (error := save.failure()) is not None]
+
+    def _give_up(self, failure: Sequence[str]) -> None:
+        """Raise, on all ranks, for a save that has failed; the next save starts anew."""
+        for pending in self._under_way:
+            pending.wait()
+        rank = None if self._world is None else self._world.rank
+        error = CheckpointError("async_save", *failure, rank=rank)
+        for pending, other in self._failures()[1:]:
+            error.add_note(f"The save to {pending.path} failed too: {other.problem}")
+        self._reset(joins=False)
+        raise error
+
+    def _reset(self, *, joins: bool) -> None:
+        session, self._session, self._plan = self._session, None, None
+        self._under_way.clear()
+        if session is not None:
+            self._finisher.submit(session.end).result()
+            if joins:
+                session.join()
+
+    def _drop(self, number: int) -> None:
+        """Give up a save that has not begun, if that is still so."""
+        assert self._session is not None
+        dropped = next((save for save in self._under_way if save.number == number), None)
+        if self._session.gives_up(number) and dropped is not None:
+            dropped.staged.result()  # its memory is taken next
+            dropped.drop()
+
+    def _make_plan(self, council: Council, described: _Described) -> None:
+        """Plan together with all ranks. Raises CheckpointError, on all of them."""
+
+        def work() -> bytes:
+            if described.error is not None:
+                raise described.error
+            if not isinstance(self._storage, Portable):
+                kind = type(self._storage).__name__
+                raise CheckpointError("async_save", f"a {kind} has no recipe.", "Use `save`, or give it one.")
+            if council.world is not None:
+                store_to_plain(council.world.store)
+            return described.digest
+
+        def decide(digests: list[bytes]) -> list[Any]:
+            return [uuid4().hex, len(set(digests)) == 1, xxhash.xxh3_128_digest(b"".join(digests))]
+
+        token, are_alike, digest = council.agree(work, decide)
+        outline = described.outline
+        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+        contents = contents_of(outlines) if council.rank == 0 else None
+        self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents)
+        if self._session is None:
+            self._session = Session(council.world, token)
+
+    def _taken(self, pending: PendingSave) -> Slot:
+        """A slot for this save, as soon as there is one."""
+        while not any(slot.is_free for slot in self._slots):
+            busy = [slot.pending.committed for slot in self._slots if slot.pending is not None]
+            wait(busy, return_when=FIRST_COMPLETED)
+        slot = next(slot for slot in self._slots if slot.is_free)
+        slot.pending = pending
+        self._under_way.append(pending)
+        return slot
+
+    def _stage(
+        self,
+        session: Session,
+        plan: _Plan,
+        pending: PendingSave,
+        slot: Slot,
+        target: Target,
+        keep: int | None,
+        tree: Tree,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        items = in_file_order(items_of(tree, plan.part))
+        image = image_of(items, metadata_of(target.save_id)) if items else None
+        assert isinstance(self._storage, Portable)
+        recipe, number = self._storage.recipe(), self._slots.index(slot)
+        job = Job(pending.number, target, keep, plan.digest, number, image, plan.contents, recipe)
+        submission = Submission(self._stager, session, pending, slot, items, image, job)
+        if image is not None:
+            pending.total_bytes = image.num_bytes
+            submission.begin(optimizers)
+        self._finisher.submit(submission.finish)
+
+
+class _Described:
+    """A state taken apart, or the error that this ended with."""
+
+    def __init__(self, council: Council, state: dict[str, Any]) -> None:
+        self.tree, self.outline, self.digest = Tree(council.operation), Outline(), b""
+        self.error: Exception | None = None
+        try:
+            self.tree = take_apart(council.operation, state)
+            self.outline = self.tree.outline()
+            self.digest = digest_of(self.outline)
+        except Exception as error:  # noqa: BLE001  raised where all ranks are together
+            self.error = error
+
+
+def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> CheckpointError:
+    """One error for all saves that have failed."""
+    (first, error), *others = failures
+    told = CheckpointError(
+        "async_save", f"the save to {first.path} failed: {error.problem}", error.remedy, rank=error.rank
+    )
+    for pending, other in others:
+        told.add_note(f"The save to {pending.path} failed too: {other.problem}")
+    return told
+
+
+_CHANGED = "what there is to save has changed since the last save, and not so on the rank that came first."
+_PLAN_ANEW = "Save once more: the next save makes a new plan."

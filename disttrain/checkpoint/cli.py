@@ -1,0 +1,179 @@
+"""`python -m disttrain.checkpoint`: lists, verifies, compares, converts and removes saves. Starts without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.folders import TEMPORARY, remove_leftovers, remove_save, steps
+from disttrain.checkpoint.listings import described_folder, described_save, folder_text, save_text
+from disttrain.checkpoint.manifest import MANIFEST, read_manifest
+from disttrain.checkpoint.progress import progress, speed_text
+from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, locate
+from disttrain.checkpoint.verifying import find_damage, total_bytes
+from disttrain.errors import CheckpointCorruptError, CheckpointError
+
+WRONG = 1
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1 for damage or a difference, 2 when it was called wrongly."""
+    options = _parser().parse_args(argv)
+    commands = {"ls": _ls, "verify": _verify, "diff": _diff, "convert": _convert, "gc": _gc}
+    try:
+        return commands[options.command](options)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return WRONG if isinstance(error, CheckpointCorruptError) else USAGE
+    except OSError as error:
+        print(f"disttrain.checkpoint: {error}.", file=sys.stderr)  # noqa: T201
+    except KeyboardInterrupt:
+        return 130
+    return USAGE
+
+
+def _ls(options: argparse.Namespace) -> int:
+    storage, path = locate(options.path)
+    if MANIFEST in storage.names(path):
+        described = described_save(read_manifest(storage, path))
+        text = save_text(options.path, described)
+    elif (described := described_folder(storage, path))["saves"] or described["unfinished"]:
+        text = folder_text(options.path, described)
+    else:
+        # Other formats need torch to be read.
+        from disttrain.checkpoint.interop.calls import open_any
+
+        described = described_save(open_any(options.path).manifest)
+        text = save_text(options.path, described)
+    _write(json.dumps(described, indent=2) if options.json else text)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    storage, path = locate(options.path)
+    folders = [path] if MANIFEST in storage.names(path) else list(steps(storage, path).values()) or [path]
+    num_wrong = 0
+    for folder in folders:
+        manifest = read_manifest(storage, folder)
+        start_s, num_bytes = time.monotonic(), total_bytes(manifest)
+        with progress(f"verifying {folder.name}", num_bytes) as advance:
+            damage = find_damage(storage, folder, manifest, advance, options.threads)
+        for sentence in damage:
+            _write(f"{folder}: {sentence}")
+        outcome = "damaged" if damage else "whole"
+        _write(f"{folder}: {outcome}; {speed_text(num_bytes, time.monotonic() - start_s)}")
+        num_wrong += len(damage) > 0
+    return WRONG if num_wrong else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from disttrain.checkpoint.comparing import compared_bytes, find_differences  # needs torch
+    from disttrain.checkpoint.interop.calls import open_any  # needs torch
+
+    first, second = open_any(options.first), open_any(options.second)
+    num_differences = 0
+    with progress("comparing", compared_bytes(first)) as advance:
+        for difference in find_differences(first, second, advance if options.values else None):
+            _write(difference)
+            num_differences += 1
+    if not num_differences:
+        _write("the same" if options.values else "the same names, shapes and dtypes; --values compares more")
+    return WRONG if num_differences else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from disttrain.checkpoint.comparing import compared_bytes  # needs torch
+    from disttrain.checkpoint.interop.calls import convert, open_any  # needs torch
+
+    start_s, num_bytes = time.monotonic(), compared_bytes(open_any(options.source))
+    with progress(f"converting to {options.to}", num_bytes) as advance:
+        convert(options.source, options.target, options.to, max_file_bytes=options.max_file_bytes, advance=advance)
+    _write(f"{options.target}: {options.to}; {speed_text(num_bytes, time.monotonic() - start_s)}")
+    return 0
+
+
+def _gc(options: argparse.Namespace) -> int:
+    storage, directory = locate(options.path)
+    before = _unfinished(storage, directory)
+    remove_leftovers(storage, directory, lambda _: True)
+    left = _unfinished(storage, directory)
+    for name in sorted(left) if options.unfinished else ():
+        storage.remove_folder(directory / name)
+        left.discard(name)
+    for name in sorted(before - left):
+        _write(f"removed {directory / name}")
+    if options.keep is not None:
+        saves = list(steps(storage, directory).values())
+        for folder in saves[: max(0, len(saves) - options.keep)]:
+            remove_save(storage, folder)
+            _write(f"removed {folder}")
+    for name in sorted(left):
+        _write(f"left {directory / name}: a living process holds it, or nobody can know")
+    return 0
+
+
+def _unfinished(storage: Storage, directory: Path) -> set[str]:
+    found = {name for name in storage.names(directory) if TEMPORARY.fullmatch(name)}
+    return {name for name in found if not name.endswith(HOLD_SUFFIX)}
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return count
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m disttrain.checkpoint",
+        description="List, verify, compare and remove saves. Paths may be URLs that fsspec knows.",
+        epilog="exit codes: 0; 1 for damage or a difference; 2 for wrong usage or no such save",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, explained: str, *paths: str) -> Any:
+        added = commands.add_parser(name, help=explained, description=explained[0].upper() + explained[1:] + ".")
+        for path in paths:
+            added.add_argument(path)
+        return added
+
+    listing = command("ls", "what is in a save, or which saves are in a folder", "path")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    verifying = command("verify", "compare every byte with its checksum, of one save or of all in a folder", "path")
+    verifying.add_argument(
+        "--threads", type=_count, help="how many read at once (default: twice the processors, <= 16)"
+    )
+    comparing = command("diff", "what differs between two saves, of any formats", "first", "second")
+    comparing.add_argument("--values", action="store_true", help="compare values too: which differ, and by how much")
+    converting = command("convert", "write a save of any format in another: ours, torch's, or safetensors", "source")
+    converting.add_argument("target", help="a new folder")
+    converting.add_argument("--to", required=True, choices=("disttrain", "dcp", "safetensors"))
+    converting.add_argument(
+        "--max-file-bytes", type=_count, default=5_000_000_000, metavar="N", help="how large a safetensors file gets"
+    )
+    removing = command("gc", "remove what dead saves left in a folder", "path")
+    removing.add_argument("--keep", type=_count, metavar="N", help="remove all but the N newest steps, too")
+    removing.add_argument(
+        "--unfinished", action="store_true",
+        help="also what may be under way, where there are no locks; be sure that nobody saves there",
+    )  # fmt: skip
+    return parser
+
+
+def _write(text: str) -> None:
+    """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,135 @@
+"""How a save becomes valid: a temporary folder, a manifest of what all ranks have written, one rename. Torch-free.
+
+Until the rename there is only a folder `NAME.tmp-<save id>`; whatever dies before leaves that, and the saves before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.folders import STEP, remove_leftovers, remove_save, steps, temporary
+from disttrain.checkpoint.image import Written, file_name
+from disttrain.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.storage import Storage
+from disttrain.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a save has, but for where it lies: global shape and dtype of each tensor, and so on."""
+
+    made_by: str
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    per_rank: Sequence[str]
+    same_as: Mapping[str, str]
+
+    def to_plain(self) -> list[Any]:
+        tensors = {name: [list(shape), dtype] for name, (shape, dtype) in self.tensors.items()}
+        return [self.made_by, tensors, list(self.per_rank), dict(self.same_as)]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Contents:
+        made_by, tensors, per_rank, same_as = plain
+        return cls(made_by, {name: (tuple(row[0]), row[1]) for name, row in tensors.items()}, per_rank, same_as)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes. `is_step`: one of a Checkpointer's, whose dead saves are all ours to remove."""
+
+    path: Path
+    save_id: str
+    is_step: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where it is while it is under way."""
+        return temporary(self.path, self.save_id)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """All ranks must save to one place."""
+    if len(set(names)) > 1:
+        raise CheckpointError("save", f"ranks save to {sorted(set(names))}.", "Save one step at a time.")
+
+
+@contextmanager
+def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
+    """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
+    remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
+    if target.path.name in storage.names(target.path.parent):
+        raise CheckpointError("save", f"{target.path} is there already.", "Save to a new place, or remove it first.")
+    with storage.hold(target.folder):
+        try:
+            storage.make_folder(target.folder)
+            yield
+        finally:
+            _remove_if_there(storage, target.folder)
+
+
+def _is_ours(target: Target, name: str) -> bool:
+    return bool(STEP.fullmatch(name)) if target.is_step else name == target.path.name
+
+
+def _remove_if_there(storage: Storage, folder: Path) -> None:
+    try:
+        if folder.name in storage.names(folder.parent):
+            storage.remove_folder(folder)
+    except OSError:  # the error that brought us here says more; the next save removes the folder
+        pass
+
+
+def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> None:
+    """On rank 0, from what each rank has written: make the save valid, durably."""
+    written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
+    manifest = make_manifest(target.save_id, contents, written)
+    storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
+    storage.sync_folder(target.folder)
+    storage.move(target.folder, target.path)
+    storage.sync_folder(target.path.parent)
+
+
+def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) -> Manifest:
+    """What rank 0 writes down, from what each rank had and has written. Pure."""
+    chunks: dict[str, list[Chunk]] = {}
+    values: dict[str, Chunk] = {}
+    per_rank: dict[str, dict[int, Chunk]] = {}
+    own_values = set(contents.per_rank)
+    for rank, by_rank in enumerate(written):
+        for name, chunk in by_rank.parts:
+            chunks.setdefault(name, []).append(chunk)
+        for name, chunk in by_rank.values:
+            if name in own_values:
+                per_rank.setdefault(name, {})[rank] = chunk
+            else:
+                values[name] = chunk
+    return Manifest(
+        save_id=save_id,
+        world_size=len(written),
+        made_by=contents.made_by,
+        files={file_name(rank): part.file for rank, part in enumerate(written) if part.file is not None},
+        tensors={
+            name: SavedTensor(shape, dtype, tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.box)))
+            for name, (shape, dtype) in contents.tensors.items()
+        },
+        values=values,
+        per_rank=per_rank,
+        same_as=contents.same_as,
+    )
+
+
+def remove_old(storage: Storage, directory: Path, step: int, keep: int | None) -> None:
+    """Remove all but the `keep` newest saves; never that of `step`, which was just made. Raises CheckpointError."""
+    others = [(other, folder) for other, folder in steps(storage, directory).items() if other != step]
+    num_kept = len(others) if keep is None else keep - 1
+    for old, folder in others[: len(others) - num_kept]:
+        try:
+            remove_save(storage, folder)
+        except OSError as error:
+            raise CheckpointError(
+                "save", f"step {step} is saved, but step {old} could not be removed: {error}.", "Remove it by hand."
+            ) from error

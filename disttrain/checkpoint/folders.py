@@ -1,0 +1,40 @@
+"""Folders of saves: how those of steps and those under way are named, and how they go. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+from disttrain.checkpoint.manifest import MANIFEST
+from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
+
+STEP = re.compile(r"step-(\d{8,})")
+TEMPORARY = re.compile(rf"(.+)\.tmp-[0-9a-f]{{32}}(?:{re.escape(HOLD_SUFFIX)})?")
+
+
+def steps(storage: Storage, directory: Path) -> dict[int, Path]:
+    """The folders of the steps that were saved whole, ascending."""
+    found = [(match, directory / name) for name in storage.names(directory) if (match := STEP.fullmatch(name))]
+    whole = {int(match[1]): folder for match, folder in found if MANIFEST in storage.names(folder)}
+    return dict(sorted(whole.items()))
+
+
+def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bool]) -> None:
+    """Remove the folders of saves that died; those of other living jobs stay."""
+    found = [TEMPORARY.fullmatch(name) for name in storage.names(parent)]
+    folders = {match[0].removesuffix(HOLD_SUFFIX) for match in found if match is not None and is_ours(match[1])}
+    for name in sorted(folders):
+        storage.remove_unless_held(parent / name)
+
+
+def remove_save(storage: Storage, folder: Path) -> None:
+    """Remove a save so that, wherever this process dies, it is there as a whole or not at all."""
+    dying = temporary(folder, uuid4().hex)
+    storage.move(folder, dying)
+    storage.remove_folder(dying)
+
+
+def temporary(target: Path, save_id: str) -> Path:
+    return target.with_name(f"{target.name}.tmp-{save_id}")

@@ -1,0 +1,136 @@
+"""Writing other formats, from a save of any format: in parts that ranks share, committed by one rename.
+
+A state that lies in a process is saved in our own format first, beside its place, and exported from there: so every
+mesh, pipeline and placement is written by the one way that is proven, and no rank holds more than a part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+
+from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.folders import remove_leftovers, temporary
+from disttrain.checkpoint.loading import Source, open_save
+from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.plan import plan_load
+from disttrain.checkpoint.saving import save_folder
+from disttrain.checkpoint.storage import Storage
+from disttrain.errors import CheckpointError
+
+Job = Any
+"""A file that is to be written: what it is, the format knows."""
+Advance = Callable[[int], None]
+
+
+class Format(Protocol):
+    """How a save is written in one format."""
+
+    def jobs(self, manifest: Manifest) -> list[Job]:
+        """The data files, the same on every rank. Raises CheckpointError for what has no place in the format."""
+        ...
+
+    def write(self, storage: Storage, folder: Path, source: Source, job: Job, advance: Advance) -> Any:
+        """Write one file; returns plain values for `finish`."""
+        ...
+
+    def finish(self, storage: Storage, folder: Path, manifest: Manifest, rows: list[Any]) -> None:
+        """Write what makes the folder whole, given what each job returned."""
+        ...
+
+
+def export(
+    council: Council,
+    open_source: Callable[[], Source],
+    target: Path,
+    storage: Storage,
+    form: Format,
+    advance: Advance = lambda num_bytes: None,
+) -> None:
+    """Write a save to the new folder `target`, in another format. Collective.
+
+    `advance` hears how many more bytes have been written.
+    """
+    with ExitStack() as held:
+
+        def begin(_: list[None]) -> str:
+            remove_leftovers(storage, target.parent, lambda name: name == target.name)
+            if target.name in storage.names(target.parent):
+                raise CheckpointError("save", f"{target} is there already.", "Save to a new place, or remove it first.")
+            export_id = uuid4().hex
+            folder = temporary(target, export_id)
+            held.enter_context(storage.hold(folder))
+            held.callback(_remove_if_there, storage, folder)
+            storage.make_folder(folder)
+            return export_id
+
+        folder = temporary(target, council.agree(lambda: None, begin))
+
+        def write() -> list[Any]:
+            source = open_source()
+            rows = []
+            for number, job in list(enumerate(form.jobs(source.manifest)))[council.rank :: council.size]:
+                rows.append([number, form.write(storage, folder, source, job, advance)])
+            return rows
+
+        def finish(rows: list[list[Any]]) -> None:
+            by_number = sorted(row for of_rank in rows for row in of_rank)
+            form.finish(storage, folder, open_source().manifest, [row for _, row in by_number])
+            storage.sync_folder(folder)
+            storage.move(folder, target)
+            storage.sync_folder(target.parent)
+
+        council.agree(write, finish)
+
+
+def save_as(council: Council, state: dict[str, Any], target: Path, storage: Storage, form: Format) -> None:
+    """Save a state in another format. Collective."""
+    with ExitStack() as held:
+
+        def begin(_: list[None]) -> str:
+            remove_leftovers(storage, target.parent, lambda name: name == target.name)
+            if target.name in storage.names(target.parent):
+                raise CheckpointError("save", f"{target} is there already.", "Save to a new place, or remove it first.")
+            own_id = uuid4().hex
+            held.enter_context(storage.hold(temporary(target, own_id)))
+            return own_id
+
+        own = temporary(target, council.agree(lambda: None, begin))
+        if council.rank == 0:
+            held.callback(_remove_if_there, storage, own)
+        save_folder(council, state, own, storage, is_step=False)
+        export(council, lambda: open_save(storage, own), target, storage, form)
+
+
+def _remove_if_there(storage: Storage, folder: Path) -> None:
+    try:
+        if folder.name in storage.names(folder.parent):
+            storage.remove_folder(folder)
+    except OSError:  # the error that brought us here says more; `gc` removes the folder
+        pass
+
+
+def read_box(source: Source, name: str, box: Box) -> torch.Tensor:
+    """A part of a saved tensor, on the CPU."""
+    saved = source.manifest.tensors[name]
+    part = torch.empty(box.shape, dtype=dtype_named(saved.dtype))
+    if box.num_elements:
+        targets = {name: {box: part}}
+        source.reader.read_tensors(plan_load(source.manifest, targets), targets)
+    return part
+
+
+def refuse_values_per_rank(operation: str, manifest: Manifest) -> None:
+    """Raise CheckpointError where there are values that each rank has its own of."""
+    if manifest.per_rank:
+        name = next(iter(manifest.per_rank))
+        raise CheckpointError(
+            operation, f"{name!r} is a value per rank, which that format does not know.", "Leave it out."
+        )

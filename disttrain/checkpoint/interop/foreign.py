@@ -1,0 +1,73 @@
+"""What reading other formats has in common: a manifest and a reader without checksums, and chunks with strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.interop.torch_zip import StoredTensor, strided
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.plan import Read
+from disttrain.checkpoint.reader import Reader
+from disttrain.checkpoint.storage import ReadableFile
+from disttrain.errors import CheckpointError
+
+_BLOCK_BYTES = 1 << 16
+"""What is read lies between multiples of it: as fine as is worth a request."""
+
+
+@dataclass(frozen=True)
+class StridedChunk(Chunk):
+    """A chunk that is not row-major: its elements lie as `strides` say, in elements."""
+
+    strides: tuple[int, ...]
+
+
+def chunk_of(file: str, stored: StoredTensor) -> Chunk:
+    """The chunk that is all of a tensor."""
+    box, span = Box.whole(stored.shape), stored.span_bytes
+    if stored.is_contiguous:
+        return Chunk(file, stored.offset, span, box, b"")
+    return StridedChunk(file, stored.offset, span, box, b"", stored.strides)
+
+
+def manifest_of(
+    made_by: str,
+    save_id: str,
+    tensors: dict[str, SavedTensor],
+    values: dict[str, Chunk] | None = None,
+    same_as: dict[str, str] | None = None,
+) -> Manifest:
+    """A manifest of chunks in files whose sizes nothing says."""
+    return Manifest(save_id, 1, made_by, {}, tensors, values or {}, {}, same_as or {}, block_bytes=_BLOCK_BYTES)
+
+
+class ForeignReader(Reader):
+    """Reads chunks that have no checksums, from files of any size."""
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadableFile]:
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(self.storage.open_file(self.folder / name))
+            except FileNotFoundError:
+                raise CheckpointError("load", f"{self.folder / name} is missing.", "Load another save.") from None
+            yield file
+
+    def read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
+        chunk = read.chunk
+        if not isinstance(chunk, StridedChunk):
+            super().read(file, read, local)
+            return
+        data = np.empty(chunk.num_bytes, np.uint8)
+        if file.read_at(chunk.offset, data.data) < len(data):
+            raise CheckpointError("load", f"{read.name!r} in {self.folder / chunk.file} ends early.", "Load another.")
+        whole = strided(data, StoredTensor(chunk.offset, dtype_named(read.dtype), chunk.box.shape, chunk.strides))
+        part = whole[read.box.seen_from(chunk.box.origin).slices()]
+        local[read.box.seen_from(read.wanted.origin).slices()].copy_(part)

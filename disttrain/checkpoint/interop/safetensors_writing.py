@@ -1,0 +1,102 @@
+"""Writing safetensors folders as Hugging Face's libraries read them: files up to a size, and an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.dtypes import dtype_named, is_safetensors_dtype, safetensors_entry
+from disttrain.checkpoint.interop.exporting import Advance, read_box
+from disttrain.checkpoint.interop.names import dotted, dotted_names
+from disttrain.checkpoint.interop.safetensors_files import INDEX
+from disttrain.checkpoint.loading import Source
+from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.storage import Storage
+from disttrain.errors import CheckpointError
+
+_PART_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SafetensorsFormat:
+    """Satisfies `Format`. A job is a file's name and the tensors in it; no file but that of one tensor is larger than
+    `max_file_bytes`."""
+
+    max_file_bytes: int
+
+    def jobs(self, manifest: Manifest) -> list[tuple[str, list[str]]]:
+        _check(manifest)
+        files: list[list[str]] = [[]]
+        num_bytes = 0
+        for name in sorted(manifest.tensors, key=lambda name: -dtype_named(manifest.tensors[name].dtype).itemsize):
+            size = _num_bytes(manifest, name)
+            if num_bytes + size > self.max_file_bytes and files[-1]:
+                files.append([])
+                num_bytes = 0
+            files[-1].append(name)
+            num_bytes += size
+        if len(files) == 1:
+            return [("model.safetensors", files[0])]
+        return [(f"model-{at:05d}-of-{len(files):05d}.safetensors", names) for at, names in enumerate(files, 1)]
+
+    def write(
+        self, storage: Storage, folder: Path, source: Source, job: tuple[str, list[str]], advance: Advance
+    ) -> None:
+        file, names = job
+        storage.write_file(folder / file, _stream(source, names, advance))
+
+    def finish(self, storage: Storage, folder: Path, manifest: Manifest, rows: list[Any]) -> None:
+        jobs = self.jobs(manifest)
+        if len(jobs) == 1:
+            return
+        index = {
+            "metadata": {"total_size": sum(_num_bytes(manifest, name) for name in manifest.tensors)},
+            "weight_map": {dotted(name): file for file, names in jobs for name in sorted(names)},
+        }
+        storage.write_file(folder / INDEX, [memoryview(json.dumps(index, indent=2).encode())])
+
+
+def _check(manifest: Manifest) -> None:
+    dotted_names(manifest.tensors)
+    others = [*manifest.values, *manifest.per_rank]
+    if others:
+        raise CheckpointError(
+            "save_safetensors", f"{others[0]!r} is no tensor, which is all that safetensors hold.", "Leave it out."
+        )
+    for name, tensor in manifest.tensors.items():
+        if not is_safetensors_dtype(tensor.dtype):
+            raise CheckpointError(
+                "save_safetensors", f"{name!r} is {tensor.dtype}, which safetensors does not know.", "Convert it."
+            )
+
+
+def _num_bytes(manifest: Manifest, name: str) -> int:
+    tensor = manifest.tensors[name]
+    return Box.whole(tensor.shape).num_elements * dtype_named(tensor.dtype).itemsize
+
+
+def _stream(source: Source, names: list[str], advance: Advance) -> Iterator[memoryview]:
+    """A file's parts: the header, padded to a multiple of 8, then each tensor."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        tensor, size = source.manifest.tensors[name], _num_bytes(source.manifest, name)
+        dtype, shape = safetensors_entry(tensor.dtype, tensor.shape, size)
+        entries[dotted(name)] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        tensor = source.manifest.tensors[name]
+        for box in Box.whole(tensor.shape).split(_PART_BYTES // dtype_named(tensor.dtype).itemsize):
+            if box.num_elements:
+                data = read_box(source, name, box).view(-1).view(torch.uint8).numpy().data
+                yield data
+                advance(len(data))

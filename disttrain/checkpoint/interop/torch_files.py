@@ -1,0 +1,85 @@
+"""Reading files of torch.save: of the tensors only the bytes that are needed, and nothing that the pickle would run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
+from disttrain.checkpoint.interop.names import OwnNames
+from disttrain.checkpoint.interop.pickles import Made, Map, Name
+from disttrain.checkpoint.interop.torch_zip import Archive, StoredTensor
+from disttrain.checkpoint.loading import Source
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.tree import name_of
+from disttrain.errors import CheckpointError
+
+
+@dataclass
+class _Found:
+    """The leaves of the file's state: where each tensor is, and the values."""
+
+    tensors: dict[str, StoredTensor]
+    values: dict[str, Any]
+
+
+def open_torch(storage: Storage, path: Path) -> Source:
+    """A file of torch.save that holds a dict. Raises CheckpointError when it is none, or has more than plain values."""
+    try:
+        with storage.open_file(path) as file:
+            archive = Archive(file, 0, file.num_bytes, str(path))
+            found = _Found({}, {})
+            root = _pairs(archive.root)
+            if root is None:
+                raise CheckpointError("load_torch", f"{path} holds no dict.", "Save a state dict.")
+            _descend(archive, (), root, found)
+    except FileNotFoundError:
+        raise CheckpointError("load_torch", f"{path} is not there.", "Give a file of torch.save.") from None
+    firsts: dict[StoredTensor, str] = {}
+    same_as = {name: first for name, at in found.tensors.items() if (first := firsts.setdefault(at, name)) != name}
+    tensors = {
+        name: SavedTensor(
+            stored.shape, dtype_name(stored.dtype), (chunk_of(path.name, stored),) * (0 not in stored.shape)
+        )
+        for stored, name in firsts.items()
+    }
+    values = {name: Chunk(path.name, number, 0, Box((), ()), b"") for number, name in enumerate(found.values)}
+    manifest = manifest_of("torch.save", "", tensors, values, same_as)
+    reader = _TorchReader(storage, path.parent, manifest, list(found.values.values()))
+    return Source(str(path), manifest, reader, OwnNames())
+
+
+class _TorchReader(ForeignReader):
+    """Has the values already: they are in the pickle. A value's chunk has its number for an offset."""
+
+    def __init__(self, storage: Storage, folder: Path, manifest: Manifest, values: list[Any]) -> None:
+        super().__init__(storage, folder, manifest)
+        self._values = values
+
+    def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
+        return {name: self._values[chunk.offset] for name, chunk in chunks.items()}
+
+
+def _descend(archive: Archive, path: tuple[str, ...], pairs: Map, found: _Found) -> None:
+    for key, node in pairs:
+        here = (*path, str(key))
+        inner, stored = _pairs(node), archive.tensor(node)
+        if stored is not None:
+            found.tensors[name_of(here)] = stored
+        elif inner is not None and all(isinstance(key, str) for key, _ in inner):
+            _descend(archive, here, inner, found)
+        else:
+            found.values[name_of(here)] = archive.plain(node, archive.tensor_in_memory)
+
+
+def _pairs(node: Any) -> Map | None:
+    """A dict's pairs; None for what is no dict."""
+    if isinstance(node, Map):
+        return node
+    is_ordered = isinstance(node, Made) and node.what == Name("collections", "OrderedDict")
+    return Map(node.items or []) if is_ordered else None

@@ -1,0 +1,56 @@
+"""What a training process asks of its writer: one save, whose data lie ready in shared memory. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.image import Image
+
+ARENA, SAVE, FAIL, END = "arena", "save", "fail", "end"
+"""What a training process says: here is memory; save what is there; the save of this number cannot be; that was all."""
+
+BYTES, COMMITTED, DROPPED, FAILED = "bytes", "committed", "dropped", "failed"
+"""What a writer says: how far it is; how a save has ended."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    `digest` is equal on ranks that go by the same plan; `contents` is there on rank 0; `image` is None on a rank that
+    has nothing to write; `keep`: how many of a Checkpointer's saves stay; `storage`: how to make it, see
+    `Portable.recipe`.
+    """
+
+    number: int
+    target: Target
+    keep: int | None
+    digest: bytes
+    arena: int
+    image: Image | None
+    contents: Contents | None
+    storage: tuple[str, dict[str, Any]]
+
+    def to_plain(self) -> list[Any]:
+        return [
+            self.number, str(self.target.path), self.target.save_id, self.target.is_step, self.keep, self.digest,
+            self.arena, None if self.image is None else self.image.to_plain(),
+            None if self.contents is None else self.contents.to_plain(), list(self.storage),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Job:
+        number, path, save_id, is_step, keep, digest, arena, image, contents, (name, arguments) = plain
+        return cls(
+            number,
+            Target(Path(path), save_id, is_step),
+            keep,
+            digest,
+            arena,
+            None if image is None else Image.from_plain(image),
+            None if contents is None else Contents.from_plain(contents),
+            (name, arguments),
+        )

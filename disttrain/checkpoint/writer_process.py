@@ -1,0 +1,213 @@
+"""The process that writes a rank's saves while training goes on: `python -m disttrain.checkpoint.writer_process`.
+
+It has the data in memory that it shares with its training process, meets the other ranks' writers at the store, and
+loads no torch. When its training process ends, it finishes what it has been given, as far as the others do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
+from disttrain.checkpoint.commit import check_names, commit, remove_old, temporary_folder
+from disttrain.checkpoint.image import Image, Written, file_name
+from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, Job
+from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.wire import Wire
+from disttrain.errors import CheckpointError, DisttrainError
+from disttrain.store import PrefixStore, Store
+from disttrain.store.handover import store_from_plain
+
+BEGUN, NOT_BEGUN = b"begun", b"dropped"
+"""Whether a save was begun, or given up for a newer one before: who says so first decides."""
+
+_TRAINER_DIED = "the training process ended before it had closed its Checkpointer."
+_REPORT_EVERY_BYTES = 32 << 20
+_NICE = 10
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_OF_PROCESS = 1
+_LOWEST_BEST_EFFORT = 2 << 13 | 7
+
+
+def fate_key(number: int) -> str:
+    return f"fate/{number}"
+
+
+class Writer:
+    """Serves one training process, until that says no more."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._jobs: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self._arenas: dict[int, mmap.mmap] = {}
+        self._storages: dict[str, Storage] = {}
+        self._broken: DisttrainError | None = None
+        first = wire.receive()
+        if first is None:
+            raise SystemExit(1)
+        (rank, size, name, store), _ = first
+        self._rank = rank
+        self._store: Store = PrefixStore(name, store_from_plain(store))
+        self._assembly = Assembly("async_save", rank, size, self._store if size > 1 else None)
+
+    def run(self) -> None:
+        threading.Thread(target=self._receive, daemon=True).start()
+        while (message := self._jobs.get()) is not None:
+            if message[0] == END:
+                return
+            number = message[1] if message[0] == FAIL else message[1][0]
+            try:
+                if self._broken is not None:
+                    raise self._broken
+                self._save(message)
+            except DisttrainError as error:
+                self._say(FAILED, number, error.problem, error.remedy)
+                self._broken = self._broken or self._checked(error)
+
+        # The training process died. Others may have more to save, and wait for us.
+        if self._assembly.size > 1:
+            try:
+                speak_for(self._rank, self._store, _TRAINER_DIED, "See why in its log.")
+            except DisttrainError:  # the store has gone, and with it the job
+                pass
+
+    def _checked(self, error: DisttrainError) -> DisttrainError | None:
+        """The error, if there is no use in meeting the other writers any more: one of them is dead."""
+        try:
+            return error if self._store.check([DEAD]) else None
+        except DisttrainError as gone:
+            return gone
+
+    def _receive(self) -> None:
+        while (received := self._wire.receive()) is not None:
+            message, descriptors = received
+            if message[0] == ARENA:
+                _, key, num_bytes = message
+                self._arenas[key] = mmap.mmap(descriptors[0], num_bytes)
+                os.close(descriptors[0])
+            else:
+                self._jobs.put(message)
+        self._jobs.put(None)
+
+    def _say(self, *message: Any) -> None:
+        try:
+            self._wire.send(message)
+        except OSError:  # the training process has ended; the save goes on
+            pass
+
+    def _save(self, message: list[Any]) -> None:
+        if message[0] == FAIL:
+            _, _, problem, remedy = message
+            self._assembly.agree(lambda: _refuse(problem, remedy))
+        job = Job.from_plain(message[1])
+        name, arguments = job.storage
+        with ExitStack() as held:
+            storage: Storage | None = None
+
+            def prepare() -> list[Any]:
+                nonlocal storage
+                storage = self._storage(name, arguments)
+                return [job.digest, job.target.path.name]
+
+            def begin(ballots: list[list[Any]]) -> bool:
+                assert storage is not None
+                digests, names = zip(*ballots, strict=True)
+                check_names(names)
+                _check_plans(digests)
+                self._store.delete_key(fate_key(job.number - 8))
+                if self._store.compare_set(fate_key(job.number), b"", BEGUN) != BEGUN:
+                    return False
+                held.enter_context(temporary_folder(storage, job.target))
+                return True
+
+            if not self._assembly.agree(prepare, begin):
+                self._say(DROPPED, job.number)
+                return
+            assert storage is not None
+            self._write(job, storage)
+        self._say(COMMITTED, job.number)
+
+    def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
+        """What `Portable.recipe` has described."""
+        key = repr((name, arguments))
+        if key not in self._storages:
+            module, _, attribute = name.partition(":")
+            self._storages[key] = getattr(importlib.import_module(module), attribute)(**arguments)
+        return self._storages[key]
+
+    def _write(self, job: Job, storage: Storage) -> None:
+        def write() -> list[Any]:
+            if job.image is None:
+                return Written().to_plain()
+            file, written = file_name(self._rank), Written(job.image.saved_file())
+            storage.write_file(job.target.folder / file, self._parts(job, job.image, file, written))
+            return written.to_plain()
+
+        def finish(rows: list[list[Any]]) -> None:
+            assert job.contents is not None
+            commit(storage, job.target, job.contents, rows)
+
+        self._assembly.agree(write, finish)
+        if job.keep is not None:
+            step = int(job.target.path.name.rpartition("-")[2])
+            self._assembly.agree(lambda: None, lambda _: remove_old(storage, job.target.path.parent, step, job.keep))
+
+    def _parts(self, job: Job, image: Image, file: str, written: Written) -> Iterator[memoryview]:
+        """The file's parts from shared memory, which is its image; tells how far it is."""
+        memory = memoryview(self._arenas[job.arena])
+        done = told = 0
+
+        def data_of(number: int) -> memoryview:
+            place = image.places[number]
+            return memory[place.offset : place.offset + place.num_bytes]
+
+        for part in image.parts(file, data_of, written):
+            yield part
+            done += len(part)
+            if done >= told + _REPORT_EVERY_BYTES or done == image.num_bytes:
+                told = done
+                self._say(BYTES, job.number, done)
+
+
+def _refuse(problem: str, remedy: str) -> None:
+    raise CheckpointError("async_save", problem, remedy)
+
+
+def _check_plans(digests: tuple[bytes, ...]) -> None:
+    changed = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if changed:
+        raise CheckpointError(
+            "async_save",
+            f"ranks {changed} go by another plan than rank 0: what there is to save has changed on some ranks only.",
+            "Save once more: the next save makes a new plan.",
+        )
+
+
+def _yield_to_training() -> None:
+    """Take the processor and the disk only when training leaves them; where that cannot be had, go on without."""
+    os.nice(_NICE)
+    call = _IOPRIO_SET.get(os.uname().machine)
+    if call is not None:
+        ctypes.CDLL(None).syscall(call, _IOPRIO_OF_PROCESS, 0, _LOWEST_BEST_EFFORT)
+
+
+def main() -> None:
+    # A terminal's interrupt is for the training process; when that ends, this one knows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _yield_to_training()
+    Writer(Wire(socket.socket(fileno=int(sys.argv[1])))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Files written by direct I/O have the bytes that they were given, however those lie in memory."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain.checkpoint import direct
+
+PIECE_BYTES = 4 * direct.ALIGNMENT
+SOURCE = mmap.mmap(-1, 1 << 18)
+SOURCE.write(os.urandom(1 << 18))
+
+cuts = st.tuples(st.integers(0, 5 * direct.ALIGNMENT), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(cuts, max_size=8), st.booleans())
+def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies_alike: bool) -> None:
+    """`lies_alike`: each part lies in memory as in the file, modulo pages; it is then written from there."""
+    views, offset = [], 0
+    for start, size in parts:
+        begin = start // direct.ALIGNMENT * direct.ALIGNMENT + offset % direct.ALIGNMENT if lies_alike else start
+        views.append(memoryview(SOURCE)[begin : begin + size])
+        offset += size
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+        path = Path(folder) / "file"
+        direct.write_file(path, views)
+        assert path.read_bytes() == b"".join(bytes(view) for view in views)
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    data = memoryview(SOURCE)[5:200_000]
+    direct.write_file(tmp_path / "file", [data[:10], data[10:]])
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+
+
+def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        direct.write_file(tmp_path / "file", [memoryview(b"new")])
+    assert (tmp_path / "file").read_bytes() == b"mine"
