@@ -68,16 +68,32 @@ def cost_us(world: World, recorder: FlightRecorder, depth: int) -> dict[str, flo
     return {"bare_us": statistics.median(bare_us), "added_us": median, "lower_us": lower, "upper_us": upper}
 
 
-def memory_bytes(world: World) -> int:
-    """Memory of a full ring, with as many frames as it keeps."""
+def memory_bytes(world: World, num_sites: int) -> int:
+    """Memory of a full ring, slots and all that Python holds, after calls of `num_sites` shapes."""
+    tensors = [torch.ones(1 + number % num_sites) for number in range(2 * NUM_CALLS)]
     tracemalloc.start()
     recorder = FlightRecorder()
     recorder.attach(world)
-    under(20, lambda: [disttrain.all_reduce(torch.ones(4)) for _ in range(2 * NUM_CALLS)] and None)
+    under(20, lambda: [disttrain.all_reduce(tensor) for tensor in tensors] and None)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     recorder.detach()
-    return size
+    return size + len(recorder.ring.memory)
+
+
+def new_site_us(world: World) -> float:
+    """Microseconds that a call takes, more than the same again, when it is the first of its shape."""
+    tensors = [torch.ones(size) for size in range(1, NUM_CALLS)]
+    recorder = FlightRecorder()
+    recorder.attach(world)
+    taken_s = []
+    for _ in range(2):
+        start_s = time.perf_counter()
+        for tensor in tensors:
+            disttrain.all_reduce(tensor)
+        taken_s.append(time.perf_counter() - start_s)
+    recorder.detach()
+    return (taken_s[0] - taken_s[1]) / len(tensors) * 1e6
 
 
 def analyzer(world: World, num_ranks: int) -> dict[str, float]:
@@ -125,8 +141,11 @@ def main() -> None:
                     f"{num_frames:2} frames kept, {depth:2} deep: +{found['added_us']:.2f} us "
                     f"[{found['lower_us']:.2f}, {found['upper_us']:.2f}] on {found['bare_us']:.2f} us"
                 )
-        results["ring_bytes"] = memory_bytes(world)
-        print(f"a full ring of 2000 records: {results['ring_bytes']} bytes")
+        for num_sites in (1, NUM_CALLS):
+            size = results[f"bytes, {num_sites} call sites"] = memory_bytes(world, num_sites)
+            print(f"a full ring of 2000 records of {num_sites} call sites: {size >> 10} KiB")
+        results["new_site_us"] = new_site_us(world)
+        print(f"a call site that is new: +{results['new_site_us']:.1f} us, once")
         scale = results["analyzer"] = analyzer(world, options.num_ranks)
         print(
             f"dump {scale['dump_s'] * 1e3:.1f} ms; analyze {options.num_ranks} ranks x 2000 records "

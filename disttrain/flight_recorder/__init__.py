@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from disttrain.flight_recorder.analysis import Analysis as Analysis
     from disttrain.flight_recorder.analysis import analyze as analyze
     from disttrain.flight_recorder.dump import Dump as Dump
-    from disttrain.flight_recorder.dump import read_dump as read_dump
     from disttrain.flight_recorder.dump import write_dump as write_dump
+    from disttrain.flight_recorder.dump_reader import read_dump as read_dump
     from disttrain.flight_recorder.recorder import FlightRecorder as FlightRecorder
+    from disttrain.flight_recorder.step_summaries import StepSummaries as StepSummaries
+    from disttrain.flight_recorder.summary_outputs import PrometheusFile as PrometheusFile
+    from disttrain.flight_recorder.summary_outputs import TensorBoardScalars as TensorBoardScalars
     from disttrain.flight_recorder.triggers import enable as enable
     from disttrain.flight_recorder.verdict import Kind as Kind
     from disttrain.flight_recorder.verdict import Verdict as Verdict
@@ -25,10 +28,13 @@ _MODULE_OF = {
     "Dump": "dump",
     "FlightRecorder": "recorder",
     "Kind": "verdict",
+    "PrometheusFile": "summary_outputs",
+    "StepSummaries": "step_summaries",
+    "TensorBoardScalars": "summary_outputs",
     "Verdict": "verdict",
     "analyze": "analysis",
     "enable": "triggers",
-    "read_dump": "dump",
+    "read_dump": "dump_reader",
     "write_dump": "dump",
 }
 

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.dump import SUFFIX, Dump, read_dump
+from disttrain.flight_recorder.dump import RING, SUFFIX, Dump
+from disttrain.flight_recorder.dump_reader import Shared, read_dump
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
+from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
+from disttrain.flight_recorder.ring_layout import SUFFIX as RING_SUFFIX
+from disttrain.flight_recorder.ring_reader import read_ring
+from disttrain.flight_recorder.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
 from disttrain.flight_recorder.verdict import Verdict
 
 
@@ -36,14 +41,27 @@ def analyze(path: Path) -> Analysis:
     return Analysis(tuple(judge(match(dumps))), tuple(dumps), tuple(notes))
 
 
+def _last_s(dump: Dump) -> float:
+    return max((max(record.enqueued_s, record.completed_s or 0.0) for record in dump.records), default=0.0)
+
+
 def _read(path: Path) -> tuple[list[Dump], list[str]]:
-    dumps, notes, num_foreign = [], [], 0
+    dumps: list[Dump] = []
+    notes: list[str] = []
+    of_torch: list[TorchDump] = []
+    num_foreign, shared = 0, Shared()
     for file in _files(path):
-        if not file.name.endswith(SUFFIX) or file.name.startswith("."):
+        if file.suffix == STACKS_SUFFIX:
+            continue  # read with its ring
+        is_ours = file.suffix in (SUFFIX, RING_SUFFIX)
+        if file.name.startswith(".") or not (is_ours or may_be_torch_dump(file)):
             num_foreign += 1
             continue
         try:
-            dump = read_dump(file)
+            if not is_ours:
+                of_torch.append(read_torch_dump(file))
+                continue
+            dump = read_dump(file, shared) if file.suffix == SUFFIX else read_ring(file)
         except FlightDumpError as error:
             notes.append(f"not used: {error.problem}")
             continue
@@ -53,7 +71,10 @@ def _read(path: Path) -> tuple[list[Dump], list[str]]:
             continue
         dumps.append(dump)
     if num_foreign:
-        notes.append(f"{num_foreign} other files are no dumps (*{SUFFIX})")
+        notes.append(f"{num_foreign} other files are no dumps (*{SUFFIX}, *{RING_SUFFIX}, nccl_trace_rank_*)")
+    for dump in as_dumps(of_torch, notes):
+        notes += [f"torch's dump of rank {dump.rank} {problem}" for problem in dump.problems]
+        dumps.append(dump)
     return dumps, notes
 
 
@@ -82,7 +103,9 @@ def _newest_job(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
 def _one_for_each_rank(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
     latest: dict[int, Dump] = {}
     for dump in sorted(dumps, key=lambda dump: dump.dumped_s):
-        if dump.rank in latest:
+        if dump.rank in latest and RING not in (dump.reason, latest[dump.rank].reason):
             notes.append(f"rank {dump.rank} has several dumps; the latest counts")
-        latest[dump.rank] = dump
+        # A ring says less than a dump, unless something has happened since.
+        if dump.reason != RING or dump.rank not in latest or _last_s(dump) > latest[dump.rank].dumped_s:
+            latest[dump.rank] = dump
     return [latest[rank] for rank in sorted(latest)]

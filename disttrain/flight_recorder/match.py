@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.record import RECEIVE, SEND, GroupProgress, Record
+from disttrain.flight_recorder.record import RECEIVE, SEND, CallSite, GroupProgress, Record, State
+from disttrain.flight_recorder.wording import outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,13 @@ def message_key(rank: int, record: Record) -> MessageKey:
     return (site.group_name, *ends, record.sequence)
 
 
+def connecting_record(dump: Dump, group: GroupProgress) -> Record:
+    """What stands for a call that is not on record yet, since the group's members have not all connected for it."""
+    called = (group.group_name, group.ranks, group.connecting, (), (), (), None, outside(dump, dump.main_stack))
+    last_s = max((record.completed_s or record.enqueued_s for record in dump.records[-1:]), default=dump.started_s)
+    return Record(CallSite(*called, group.axis_name), group.last_sequence + 1, State.CONNECTING, last_s)
+
+
 def match(dumps: Sequence[Dump]) -> Match:
     """Align the dumps of one job, at most one for a rank."""
     by_rank = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank)}
@@ -94,14 +102,10 @@ def match(dumps: Sequence[Dump]) -> Match:
     for rank, dump in by_rank.items():
         for progress in dump.groups:
             _note_progress(groups, rank, progress)
-        for record in dump.records:
-            site = record.site
-            if site.is_message:
-                messages.setdefault(message_key(rank, record), {})[site.operation] = record
-                continue
-            group = groups.get(site.group_name) or groups.setdefault(site.group_name, _Group(site.ranks))
-            group.meetings.setdefault(record.sequence, {})[rank] = record
-            group.last[rank] = max(group.last.get(rank, 0), record.sequence)
+            if progress.connecting:
+                record = connecting_record(dump, progress)
+                groups[progress.group_name].meetings.setdefault(record.sequence, {})[rank] = record
+        _note_records(groups, messages, rank, dump)
     return Match(
         world_size=max((dump.world_size for dump in by_rank.values()), default=0),
         dumps=by_rank,
@@ -111,6 +115,27 @@ def match(dumps: Sequence[Dump]) -> Match:
         },
         messages={key: _message(key, ends, by_rank) for key, ends in messages.items()},
     )
+
+
+def _note_records(
+    groups: dict[str, _Group], messages: dict[MessageKey, dict[str, Record]], rank: int, dump: Dump
+) -> None:
+    """The loop over all records of all ranks: by address, a call site is looked at once, and not its fields."""
+    meetings_of: dict[int, dict[int, dict[int, Record]] | None] = {}
+    for record in dump.records:
+        place = id(record[0])
+        if place not in meetings_of:
+            site = record.site
+            if not site.is_message and site.group_name not in groups:
+                groups[site.group_name] = _Group(site.ranks)
+            meetings_of[place] = None if site.is_message else groups[site.group_name].meetings
+        meetings = meetings_of[place]
+        if meetings is None:
+            messages.setdefault(message_key(rank, record), {})[record.site.operation] = record
+        elif record[1] in meetings:
+            meetings[record[1]][rank] = record
+        else:
+            meetings[record[1]] = {rank: record}
 
 
 def _note_progress(groups: dict[str, _Group], rank: int, progress: GroupProgress) -> None:
@@ -129,7 +154,9 @@ def _meeting(name: str, sequence: int, group: _Group, dumps: Mapping[int, Dump])
         sequence=sequence,
         ranks=group.ranks,
         records=records,
-        absent=tuple(rank for rank in group.ranks if rank in dumps and group.last.get(rank, 0) < sequence),
+        absent=tuple(
+            rank for rank in group.ranks if rank in dumps and rank not in records and group.last.get(rank, 0) < sequence
+        ),
         unknown=tuple(rank for rank in group.ranks if rank not in dumps),
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from operator import itemgetter
 from typing import Final
 
 from disttrain.flight_recorder.dump import Dump
@@ -11,14 +13,17 @@ from disttrain.flight_recorder.record import CallSite, Record, State, ranks_text
 from disttrain.flight_recorder.verdict import Kind, Verdict
 from disttrain.flight_recorder.wording import came_lines, place
 
-_EVEN: Final = {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"}
+_EVEN: Final = {"all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"}
 """Operations whose tensors have the same number of elements on all ranks."""
 
+_SITE_OF: Final = itemgetter(0)
 _LOOKAHEAD: Final = 16
 """How many collectives later the same calls may come for it to be a matter of their order."""
 
 
 def _sizes(site: CallSite) -> Hashable:
+    if site.operation == "reduce":
+        return site.num_input_elements  # only the root has an output
     return (site.num_input_elements, site.num_output_elements) if site.operation in _EVEN else None
 
 
@@ -34,27 +39,42 @@ _FIELDS: Final[tuple[tuple[Kind, str, Callable[[CallSite], Hashable]], ...]] = (
 def find_mismatches(found: Match) -> list[Verdict]:
     """One verdict for the first such collective of each group, since what follows is shifted, and for each message."""
     verdicts = []
+    known: dict[int, Hashable] = {}
     for meetings in found.meetings.values():
-        same: dict[int, Hashable] = {}
         for meeting in meetings.values():
-            if len({_signature(record.site, same) for record in meeting.records.values()}) > 1:
-                verdicts.append(_collective(found, meeting))
-                break
+            if _is_one_site(meeting):
+                continue
+            if len({_signature(record[0], known) for record in meeting.records.values()}) > 1:
+                verdict = _collective(found, meeting)
+                if verdict is not None:
+                    verdicts.append(verdict)
+                    break
     return verdicts + [verdict for message in found.messages.values() if (verdict := _message(found, message))]
 
 
 def divergence(found: Match, meeting: Meeting) -> list[str]:
     """The first collective before `meeting` that ranks called from different lines, as a line of evidence."""
+    known: dict[int, str] = {}
     for earlier in found.meetings[meeting.group_name].values():
         if earlier.sequence >= meeting.sequence:
             break
-        places: dict[str, list[int]] = {}
+        if _is_one_site(earlier):
+            continue
         for rank, record in earlier.records.items():
-            places.setdefault(place(found.dumps[rank], record.site.stack), []).append(rank)
-        if len(places) > 1:
+            if id(record[0]) not in known:
+                known[id(record[0])] = place(found.dumps[rank], record.site.stack)
+        if len({known[id(record[0])] for record in earlier.records.values()}) > 1:
+            places: dict[str, list[int]] = {}
+            for rank, record in earlier.records.items():
+                places.setdefault(known[id(record[0])], []).append(rank)
             ways = "; ".join(f"{ranks_text(ranks)} at {where}" for where, ranks in places.items())
             return [f"ranks called from different lines first in {earlier.title}: {ways}"]
     return []
+
+
+def _is_one_site(meeting: Meeting) -> bool:
+    """True when all ranks called the same from the same line; ranks whose dumps were read together share call sites."""
+    return len(set(map(id, map(_SITE_OF, meeting.records.values())))) == 1
 
 
 def _signature(site: CallSite, known: dict[int, Hashable]) -> Hashable:
@@ -65,7 +85,13 @@ def _signature(site: CallSite, known: dict[int, Hashable]) -> Hashable:
     return signature
 
 
-def _collective(found: Match, meeting: Meeting) -> Verdict:
+def _collective(found: Match, met: Meeting) -> Verdict | None:
+    # Of a call that waits for others to connect, no tensors are known.
+    came = {rank: record for rank, record in met.records.items() if record.state is not State.CONNECTING}
+    meeting = replace(met, records=came)
+    known: dict[int, Hashable] = {}
+    if len({_signature(record.site, known) for record in came.values()}) <= 1:
+        return None
     kind, what, field = next(
         entry for entry in _FIELDS if len({entry[2](record.site) for record in meeting.records.values()}) > 1
     )
@@ -117,7 +143,7 @@ def _is_swapped(found: Match, meeting: Meeting) -> bool:
 
 def _message(found: Match, message: Message) -> Verdict | None:
     send, receive = message.send, message.receive
-    if send is None or receive is None or State.COMPLETED in (send.state, receive.state):
+    if send is None or receive is None or send.state is receive.state is State.COMPLETED:
         return None
     if send.site.dtypes != receive.site.dtypes:
         kind, what = Kind.MISMATCHED_DTYPE, "dtypes"

@@ -16,6 +16,7 @@ import torch
 
 from disttrain import __version__
 from disttrain.flight_recorder.record import Failure, Frame, Stack, ThreadStack
+from disttrain.flight_recorder.thread_state import activities
 
 PACKAGE: Final = f"{Path(__file__).parents[1]}/"
 """Where disttrain lies: frames from here are ours, not the user's."""
@@ -60,7 +61,11 @@ class Symbols:
 
 
 def thread_stacks() -> tuple[ThreadStack, ...]:
-    """Where all Python threads are now, but for the one that asks; the main thread always, and first."""
+    """Where all Python threads are now, but for the one that asks; the main thread always, and first.
+
+    What they are at is found out where the main thread does not ask itself: that takes a moment.
+    """
+    doing = activities() if threading.current_thread() is not threading.main_thread() else {}
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main_ident, own_ident = threading.main_thread().ident, threading.get_ident()
     found = []
@@ -72,7 +77,7 @@ def thread_stacks() -> tuple[ThreadStack, ...]:
             for frame, line in traceback.walk_stack(innermost)
         ]
         name = threads[ident].name if ident in threads else f"thread {ident}"
-        found.append(ThreadStack(name, ident == main_ident, tuple(frames[:_MAX_FRAMES])))
+        found.append(ThreadStack(name, ident == main_ident, tuple(frames[:_MAX_FRAMES]), doing.get(ident, "")))
     return tuple(sorted(found, key=lambda thread: not thread.is_main))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -37,14 +37,16 @@ class State(StrEnum):
     COMPLETED = "completed"
     """The host has waited for it. On CUDA the device may still be at it."""
     FAILED = "failed"
+    CONNECTING = "connecting"
+    """Not on record yet: it waits for the members of its group to connect."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
     """What an operation asks for and where it is called: alike for all passes of a loop, so kept once.
 
-    `ranks` are the group's global ranks in group order; `peer_rank` is the global rank of the root, destination or
-    source; `stack` leaves out disttrain's own frames.
+    `ranks` are the group's global ranks in group order, `axis_name` is the mesh axis that it was made for; `peer_rank`
+    is the global rank of the root, destination or source; `stack` leaves out disttrain's own frames.
     """
 
     group_name: str
@@ -55,6 +57,15 @@ class CallSite:
     dtypes: tuple[str, ...]
     peer_rank: int | None
     stack: Stack
+    axis_name: str = field(default="", compare=False)
+
+    @property
+    def group_title(self) -> str:
+        """The group's name, with its mesh axis and ranks where it is not the whole world."""
+        if self.group_name == "world":
+            return self.group_name
+        axis = f"axis {self.axis_name}, " if self.axis_name else ""
+        return f"{self.group_name} ({axis}{ranks_text(self.ranks)})"
 
     @property
     def is_message(self) -> bool:
@@ -81,6 +92,8 @@ class Record(NamedTuple):
     """One operation as seen by one rank. Times are seconds since the epoch, by this rank's clock.
 
     `sequence` counts the group's collectives from 1; for a message, those of this operation with this peer there.
+    `action`, such as "stage 2 microbatch 5 F", and `module`, a path, say what it was for; empty when nobody has said.
+    `has_begun` says whether the rank's device has begun with it; None where nobody has looked.
     """
 
     site: CallSite
@@ -89,15 +102,24 @@ class Record(NamedTuple):
     enqueued_s: float
     completed_s: float | None = None
     error: str | None = None
+    action: str = ""
+    module: str = ""
+    has_begun: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """The last collective that this rank has entered in one group, also when its record has left the ring."""
+    """The last collective that this rank has entered in one group, also when its record has left the ring.
+
+    `axis_name` is that of the mesh axis which the group was made for; empty when there is none. `connecting` is the
+    operation for which this rank waits for the group's members to connect; empty when it does not.
+    """
 
     group_name: str
     ranks: tuple[int, ...]
     last_sequence: int
+    axis_name: str = ""
+    connecting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +134,15 @@ class ChannelProgress:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """Where one Python thread was when the dump was made; disttrain's own frames are in it."""
+    """Where one Python thread was when the dump was made; disttrain's own frames are in it.
+
+    `activity` is what the system said of it: `running`, or the call it slept in; empty where that is not known.
+    """
 
     name: str
     is_main: bool
     stack: Stack
+    activity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

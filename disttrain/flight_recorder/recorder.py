@@ -1,10 +1,10 @@
-"""The recorder: an observer of the one door that keeps the last operations of this process in a ring.
+"""The recorder: keeps the last operations of this process in a ring.
 
-It runs at every call of every layer, so the hot path takes no lock and makes no text: it stores the code objects of the
-stack and where each of them was; lines and names are looked up when a dump is made. Tensors are never kept.
+It runs at every call of every layer, so the hot path takes no lock, makes no text and holds no tensor: what a call asks
+for and where it comes from is looked up, and the ring gets a few numbers. Only what is new is described.
 
-Memory is bounded: a record takes less than 2 KiB with all its frames, so 2,000 of them take less than 4 MiB, and
-a group or channel some 500 bytes.
+Stacks, code objects and offsets in them, are compared as lists and not hashed: a code object's hash takes a
+microsecond, a comparison with itself nothing. Of two files with the same code on the same lines, the first is named.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import itertools
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.dump import VERSION, Dump, dump_name, write_dump
 from disttrain.flight_recorder.python_stacks import (
     LIBRARIES,
     PACKAGE,
@@ -28,24 +32,41 @@ from disttrain.flight_recorder.python_stacks import (
     failure_of,
     thread_stacks,
 )
-from disttrain.flight_recorder.record import CallSite, ChannelProgress, GroupProgress, Record, State
+from disttrain.flight_recorder.record import GroupProgress
+from disttrain.flight_recorder.ring import Ring
+from disttrain.flight_recorder.ring_reader import decode_ring
 
 if TYPE_CHECKING:
+    import torch
+
     from disttrain.errors import DisttrainError
-    from disttrain.process_group import Call, World
+    from disttrain.process_group import ProcessGroup, World
 
 MAX_ERROR_CHARS: Final = 500
+MAX_SITES: Final = 8192
+"""How many call sites and stacks are known at a time; those beyond are learnt anew."""
+_NUM_UNDER_WAY: Final = 64
 _JOB_KEY: Final = "flight_recorder/job"
 
 _getframe: Final = sys._getframe
 _now_ns: Final = time.monotonic_ns
+_pack_into: Final = layout.SLOT.pack_into
+_SLOT_BYTES: Final = layout.SLOT.size
+_SLOT_WORDS: Final = layout.SLOT_WORDS
+_ENDED_WORD: Final = layout.ENDED_WORD
 
-Values = tuple[Any, ...]
-Began = tuple[int, int, str, str, tuple[int, ...], int, int | None, Values, Values, Values, list[Any]]
-"""Number, time in ns, operation, group name, its ranks, sequence, peer's group rank, shapes of inputs and of outputs,
-dtypes, and the stack: code object, offset, code object, offset, ..., innermost first."""
-Ended = tuple[int, int, str | None]
-"""Number, time in ns, error."""
+_DEPTH: Final = 3
+"""From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
+
+
+class _Site(NamedTuple):
+    """What the hot path needs of a call site: the counter is that of its group or channel, `messages` numbers these."""
+
+    stack: list[Any]
+    """Code object, offset, code object, offset, ..., innermost first."""
+    number: int
+    counter: int
+    messages: itertools.count[int] | None
 
 
 class FlightRecorder:
@@ -59,157 +80,214 @@ class FlightRecorder:
         self._num_records = num_records
         self._num_frames = num_frames
         self._frames_to_keep: dict[str, range] = {}
-        self._numbers = itertools.count()
-        self._began: list[Began | None] = [None] * num_records
-        self._ended: list[Ended | None] = [None] * num_records
-        self._open: dict[int, int] = {}
-        self._groups: dict[str, Began] = {}
-        self._channels: dict[tuple[str, str, int], tuple[tuple[int, ...], int]] = {}
+        self._lock = threading.Lock()
+        self._sites: dict[tuple[Any, ...], list[_Site]] = {}
+        self._num_sites = 0
+        self._stacks: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+        self._groups: dict[str, tuple[Any, ...]] = {}
+        self._channels: dict[tuple[str, str, int], tuple[itertools.count[int], tuple[Any, ...]]] = {}
+        self._labels: dict[tuple[str, str], tuple[Any, ...]] = {}
+        self._described: dict[int, tuple[Any, ...]] = {}
+        self._label: tuple[str, str, int] = ("", "", 0)
+        self._next_number = itertools.count(1)
         self._world: World | None = None
-        self._job = ""
-        self._started_s = 0.0
+        self._symbols = Symbols()
+        self._header: dict[str, Any] = {}
+        self._closing: list[Callable[[], None]] = []
+        self._lasting: list[tuple[Any, ...]] = []
+        self._use(Ring(num_records))
 
-    def attach(self, world: World) -> None:
-        """Record `world`'s operations from now on. Every rank that attaches does so before its first operation."""
+    @property
+    def ring(self) -> Ring:
+        """Where the records are."""
+        return self._ring
+
+    @property
+    def world(self) -> World:
+        """Whose operations are recorded. Raises FlightDumpError before `attach`."""
+        if self._world is None:
+            raise FlightDumpError("dump", "the recorder does not know its rank yet.", "Call attach(world) first.")
+        return self._world
+
+    @property
+    def name(self) -> str:
+        """How the files of this rank begin: `rank-00003.` and the job's name."""
+        return f"rank-{self.world.rank:05d}.{self._header['job']}"
+
+    def attach(self, world: World, folder: Path | None = None) -> None:
+        """Record `world`'s operations from now on, in place of another recorder.
+
+        With `folder`, the ring is a file there, so that it is left when the process is killed. Every rank that attaches
+        does so before its first operation. Raises OSError when the file cannot be made.
+        """
+        is_new = self._world is not world
         self._world = world
-        self._job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
-        self._started_s = time.time()
-        world.add_observer(self)
+        if is_new:
+            job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
+            self._header = {
+                "version": VERSION,
+                "rank": world.rank,
+                "world_size": world.world_size,
+                "job": job,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started_s": time.time(),
+                "versions": VERSIONS,
+                "package": PACKAGE,
+                "libraries": LIBRARIES,
+                "epoch_ns": time.time_ns() - _now_ns(),
+                "main_thread": threading.main_thread().ident,
+            }
+            if folder is not None:
+                self._use(Ring(self._num_records, folder / f"{self.name}{layout.SUFFIX}"))
+            self.describe("ring", self._header)
+        world.recorder = self
+
+    def close(self) -> None:
+        """The world is over: its ring is nobody's any more. What has been recorded can still be dumped."""
+        closing, self._closing = self._closing, []
+        for close in closing:
+            close()
+        self._ring.close()
+
+    def when_closed(self, close: Callable[[], None]) -> None:
+        """Call `close` when the world is over."""
+        self._closing.append(close)
 
     def detach(self) -> None:
         """Record no more; what has been recorded can still be dumped."""
-        if self._world is not None:
-            self._world.remove_observer(self)
+        if self._world is not None and self._world.recorder is self:
+            self._world.recorder = None
 
-    def enqueued(self, call: Call) -> None:
-        number = next(self._numbers)
-        group = call.group
-        name, ranks, sequence, peer_rank = group.group_name, group.ranks, call.sequence, call.peer_rank
-        if not sequence:
-            sequence = self._count_message(name, ranks, call.operation, peer_rank)
+    def describe(self, *entry: Any) -> None:
+        """Add an entry about this process to the ring, to stay."""
+        with self._lock:
+            self._lasting.append(entry)
+            self._ring.describe(*entry)
+
+    def called_at(self, site: int) -> tuple[str, str, str] | None:
+        """Group, mesh axis and operation of a call site, by its number in the ring; None when it is forgotten."""
+        entry = self._described.get(site)
+        return None if entry is None else (entry[2], self._groups[entry[2]][3], entry[3])
+
+    def begin(
+        self,
+        operation: str,
+        group: ProcessGroup,
+        sequence: int,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        peer_rank: int | None,
+    ) -> int:
+        """Record a call that is about to be handed to its transport. Returns: its number."""
         stack: list[Any] = []
-        try:
-            # This, `Call.enqueued`, `issue` and the collective are ours; only a frame that is asked for costs.
-            frame = _getframe(4)
-        except ValueError:
-            frame = _getframe(2)
-        file = frame.f_code.co_filename
-        for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
-            stack += (frame.f_code, frame.f_lasti)
-            if (outer := frame.f_back) is None:
-                break
-            frame = outer
-        inputs, outputs = call.inputs, call.outputs
+        place = 0
+        if self._num_frames:
+            try:
+                frame: Any = _getframe(_DEPTH)
+            except ValueError:
+                frame = _getframe(1)
+            code = frame.f_code
+            # The instruction's address: whoever holds the stack keeps the code there.
+            place = id(code) + frame.f_lasti
+            file = code.co_filename
+            for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
+                stack += (frame.f_code, frame.f_lasti)
+                frame = frame.f_back
+                if frame is None:
+                    break
         if len(inputs) == 1 and len(outputs) == 1:
             tensor, output = inputs[0], outputs[0]
-            input_shapes: Values = (tensor.shape,)
-            output_shapes: Values = input_shapes if output is tensor else (output.shape,)
-            dtypes: Values = (tensor.dtype,)
+            brought = None if output is tensor else output.shape
+            key: Any = (operation, group.group_name, peer_rank, place, tensor.shape, tensor.dtype, brought)
         else:
-            input_shapes = tuple([tensor.shape for tensor in inputs])
-            output_shapes = tuple([tensor.shape for tensor in outputs])
-            dtypes = tuple([tensor.dtype for tensor in inputs or outputs])
-        began = (
-            number,
-            _now_ns(),
-            call.operation,
-            name,
-            ranks,
-            sequence,
-            peer_rank,
-            input_shapes,
-            output_shapes,
-            dtypes,
-            stack,
-        )
-        self._began[number % self._num_records] = began
-        if call.sequence:
-            self._groups[name] = began
-        # By its address: holding the call itself would hold its tensors. A call that is dropped without having been
-        # waited for leaves its entry behind, until another takes its address or `_forget_lost` comes by.
-        self._open[id(call)] = number
-        if len(self._open) > 2 * self._num_records:
-            self._forget_lost(number - self._num_records)
+            shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
+            key = (operation, group.group_name, peer_rank, place, *shapes, tuple([t.dtype for t in inputs or outputs]))
+        for site in self._sites.get(key, ()):
+            if site[0] == stack:
+                break
+        else:
+            site = self._new_site(key, group, inputs, outputs, stack)
+        _, site_number, counter, messages = site
+        if not sequence and messages is not None:
+            sequence = next(messages)
+        world, label = group.world, self._label
+        if world.action is not label[0] or world.module is not label[1]:
+            label = self._new_label(world.action, world.module)
+        number, slot = next(self._slots)
+        self._words[counter] = sequence
+        _pack_into(self._memory, slot, number, site_number, label[2], sequence, 0, _now_ns(), 0, number)
+        return number
 
-    def completed(self, call: Call, error: DisttrainError | None) -> None:
-        number = self._open.pop(id(call), None)
-        if number is not None:
-            text = None if error is None else str(error)[:MAX_ERROR_CHARS]
-            self._ended[number % self._num_records] = (number, _now_ns(), text)
+    def end(self, number: int, error: DisttrainError | None) -> None:
+        """Record that the host has waited for call `number`."""
+        words = self._words
+        word = self._first_word + _SLOT_WORDS * (number % self._num_records)
+        if words[word] == number:
+            if error is not None:
+                with self._lock:
+                    if self._ring.is_full:
+                        self._forget()
+                    self._ring.describe("error", number, str(error)[:MAX_ERROR_CHARS])
+                words[word + layout.SEQUENCE_WORD] |= layout.FAILED_BIT
+            words[word + _ENDED_WORD] = _now_ns()
 
-    def snapshot(self, reason: str, error: BaseException | None = None) -> Dump:
+    def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
         """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
-        world = self._world
-        if world is None:
-            raise FlightDumpError("dump", "the recorder does not know its rank yet.", "Call attach(world) first.")
-        now_s = time.time()
-        clock_offset_s = now_s - _now_ns() / 1e9
-        return Dump(
-            rank=world.rank,
-            world_size=world.world_size,
-            job=self._job,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started_s=self._started_s,
-            dumped_s=now_s,
+        assert self.world is not None
+        with self._lock:
+            content = self._ring.content()
+        dump, _ = decode_ring(content)
+        return replace(
+            dump,
+            groups=self._progress(dump),
+            dumped_s=time.time(),
             reason=reason,
             failure=None if error is None else failure_of(error, MAX_ERROR_CHARS),
-            versions=VERSIONS,
-            package=PACKAGE,
-            libraries=LIBRARIES,
-            groups=tuple(GroupProgress(name, began[4], began[5]) for name, began in self._groups.copy().items()),
-            channels=tuple(
-                ChannelProgress(name, operation, ranks[peer], last)
-                for (name, operation, peer), (ranks, last) in self._channels.copy().items()
-            ),
             threads=thread_stacks(),
-            records=self._records(clock_offset_s),
+            device_is_busy=device_is_busy,
         )
 
-    def dump(self, path: Path | str, reason: str = "asked for", error: BaseException | None = None) -> Path:
+    def _progress(self, dump: Dump) -> tuple[GroupProgress, ...]:
+        """Of all groups of the world, those too that have had no call yet or wait for their first to connect."""
+        on_record = {group.group_name: group for group in dump.groups}
+        for group in self.world.groups:
+            progress = on_record.get(group.group_name) or GroupProgress(
+                group.group_name, group.ranks, 0, group.axis_name
+            )
+            connecting = group.come_to[1] if group.is_connecting else ""
+            on_record[group.group_name] = replace(progress, connecting=connecting)
+        return tuple(on_record.values())
+
+    def dump(
+        self,
+        path: Path | str,
+        reason: str = "asked for",
+        error: BaseException | None = None,
+        *,
+        device_is_busy: bool | None = None,
+    ) -> Path:
         """Write what has been recorded to `path`, whole or not at all, for its owner's eyes only (mode 0600).
 
         Args:    path  a file, or a folder that is there: the file is then named after job and rank;
-                 error  the exception that ends this process, if one does.
+                 error  the exception that ends this process, if one does;
+                 device_is_busy  whether its GPU has not come to the end of what is queued, if somebody has looked.
         Returns: the file. Raises: OSError when it cannot be written, FlightDumpError before `attach`.
         """
-        dump = self.snapshot(reason, error)
+        dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
         file = Path(path)
         if file.is_dir():
             file /= dump_name(dump)
         write_dump(file, dump)
         return file
 
-    def _records(self, clock_offset_s: float) -> tuple[Record, ...]:
-        """The ring, oldest first, while other threads may go on writing into it."""
-        symbols = Symbols()
-        sites: dict[CallSite, CallSite] = {}
-        ended = {entry[0]: entry for entry in self._ended.copy() if entry is not None}
-        records = []
-        for began in sorted((entry for entry in self._began.copy() if entry is not None), key=_number_of):
-            number, began_ns, operation, group_name, ranks, sequence, peer, inputs, outputs, dtypes, stack = began
-            site = CallSite(
-                group_name=group_name,
-                ranks=ranks,
-                operation=operation,
-                input_shapes=tuple(map(tuple, inputs)),
-                output_shapes=tuple(map(tuple, outputs)),
-                dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
-                peer_rank=None if peer is None else ranks[peer],
-                stack=symbols.stack(stack),
-            )
-            _, ended_ns, error = ended.get(number, (number, None, None))
-            records.append(
-                Record(
-                    site=sites.setdefault(site, site),
-                    sequence=sequence,
-                    state=State.ENQUEUED if ended_ns is None else State.COMPLETED if error is None else State.FAILED,
-                    enqueued_s=began_ns / 1e9 + clock_offset_s,
-                    completed_s=None if ended_ns is None else ended_ns / 1e9 + clock_offset_s,
-                    error=error,
-                )
-            )
-        return tuple(records)
+    def _use(self, ring: Ring) -> None:
+        self._ring = ring
+        self._memory, self._words = ring.memory, ring.words
+        self._slots_at, self._first_word = ring.slots_at, ring.first_word
+        # One `next` for a number and its slot: threads may come here together.
+        places = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
+        self._slots = zip(itertools.count(), itertools.cycle(places))
 
     def _frames_of_file(self, file: str) -> range:
         """As many frames as to keep for calls from `file`; looked up once for each."""
@@ -217,19 +295,87 @@ class FlightRecorder:
         self._frames_to_keep[file] = frames
         return frames
 
-    def _count_message(self, name: str, ranks: tuple[int, ...], operation: str, peer_rank: int | None) -> int:
+    def _new_label(self, action: str, module: str) -> tuple[str, str, int]:
+        with self._lock:
+            entry = self._labels.get((action, module))
+            if entry is None:
+                number = next(self._next_number) if action or module else 0
+                entry = self._labels[action, module] = self._describe("label", number, action, module)
+                if len(self._labels) > MAX_SITES or self._ring.is_full:
+                    self._forget()
+            self._label = (action, module, entry[1])
+            return self._label
+
+    def _new_site(
+        self,
+        key: tuple[Any, ...],
+        group: ProcessGroup,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        raw: list[Any],
+    ) -> _Site:
+        """Learn and describe a call site: its group, its channel, its stack and itself, as far as they are new."""
+        operation, group_name, peer_rank = key[:3]
+        with self._lock:
+            if self._num_sites > MAX_SITES or self._ring.is_full:
+                self._forget()
+            counter, messages = self._counter(operation, group, peer_rank)
+            # By the addresses of its instructions, as long as its code is held.
+            addresses = tuple([id(code) + offset for code, offset in zip(raw[::2], raw[1::2], strict=True)])
+            stack, _ = self._stacks.get(addresses, (0, None))
+            if not stack:
+                stack = next(self._next_number)
+                self._stacks[addresses] = stack, raw
+                self._describe("stack", stack, self._symbols.stack(raw))
+            entry = self._describe(
+                *("site", next(self._next_number), group_name, operation),
+                *(tuple(tuple(tensor.shape) for tensor in tensors) for tensors in (inputs, outputs)),
+                tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in inputs or outputs)),
+                None if peer_rank is None else group.ranks[peer_rank],
+                stack,
+            )
+            site = _Site(raw, entry[1], counter, messages)
+            # A new list: another thread may be going through the old one.
+            self._sites[key] = [*self._sites.get(key, ()), site]
+            self._num_sites += 1
+            return site
+
+    def _counter(
+        self, operation: str, group: ProcessGroup, peer_rank: int | None
+    ) -> tuple[int, itertools.count[int] | None]:
+        name = group.group_name
+        if name not in self._groups:
+            self._groups[name] = ("group", name, group.ranks, group.axis_name, self._ring.counter())
+            self._ring.describe(*self._groups[name])
+        if operation not in ("send", "recv"):
+            return self._groups[name][4], None
         if peer_rank is None:
-            return 0
-        channel = (name, operation, peer_rank)
-        number = self._channels.get(channel, (ranks, 0))[1] + 1
-        self._channels[channel] = (ranks, number)
-        return number
+            return layout.COUNTERS_AT // 8, None
+        channel = self._channels.get((name, operation, peer_rank))
+        if channel is None:
+            entry = ("channel", name, operation, group.ranks[peer_rank], self._ring.counter())
+            channel = self._channels[name, operation, peer_rank] = (itertools.count(1), entry)
+            self._ring.describe(*entry)
+        return channel[1][4], channel[0]
 
-    def _forget_lost(self, last_number: int) -> None:
-        """Forget open calls that have left the ring: those up to `last_number`."""
-        for address in [address for address, number in self._open.copy().items() if number <= last_number]:
-            self._open.pop(address, None)
+    def _forget(self) -> None:
+        """Keep the descriptions that the ring's records need; what is called again is learnt again."""
+        slots = memoryview(self._memory)[self._slots_at : self._slots_at + _SLOT_BYTES * self._num_records]
+        numbers = {number for slot in layout.SLOT.iter_unpack(slots) for number in slot[1:3]}
+        # What has been described just now may be on its way into a slot.
+        newest = next(self._next_number)
+        numbers.update(range(newest - _NUM_UNDER_WAY, newest))
+        described = self._described
+        sites = [entry for number, entry in described.items() if number in numbers and entry[0] == "site"]
+        numbers.update(entry[-1] for entry in sites)
+        self._described = {number: entry for number, entry in described.items() if number in numbers}
+        channels = (entry for _, entry in self._channels.values())
+        self._ring.replace([*self._lasting, *self._groups.values(), *channels, *self._described.values()])
+        self._sites, self._num_sites, self._stacks, self._labels = {}, 0, {}, {}
+        self._symbols = Symbols()
 
-
-def _number_of(began: Began) -> int:
-    return began[0]
+    def _describe(self, *entry: Any) -> tuple[Any, ...]:
+        """Add an entry that stays for as long as a record needs it. Returns: the entry."""
+        self._described[entry[1]] = entry
+        self._ring.describe(*entry)
+        return entry

@@ -23,7 +23,7 @@ def as_text(analysis: Analysis) -> str:
 
 
 def as_json(analysis: Analysis) -> str:
-    """An object: `verdicts` (`kind`, `ranks`, `summary`, `evidence`, `advice`), `dumps`, `notes`. ASCII only."""
+    """An object: `verdicts` (`kind`, `ranks`, `summary`, `evidence`, `cause`, `advice`), `dumps`, `notes`. ASCII."""
     content: dict[str, Any] = {
         "verdicts": [
             {
@@ -31,7 +31,8 @@ def as_json(analysis: Analysis) -> str:
                 "ranks": verdict.ranks,
                 "summary": verdict.summary,
                 "evidence": verdict.evidence,
-                "advice": verdict.kind.advice,
+                "cause": verdict.cause,
+                "advice": verdict.advice,
             }
             for verdict in analysis.verdicts
         ],
@@ -56,10 +57,11 @@ def as_json(analysis: Analysis) -> str:
 
 def _verdict(number: int, verdict: Verdict) -> str:
     who = f": {ranks_text(verdict.ranks)}" if verdict.ranks else ""
-    lines = [f"{number}. {verdict.kind.value.replace('_', ' ')}{who}"]
+    how = f" ({verdict.cause.value.replace('_', ' ')})" if verdict.cause else ""
+    lines = [f"{number}. {verdict.kind.value.replace('_', ' ')}{who}{how}"]
     lines += _indented("   ", [verdict.summary])
     lines += _indented("   - ", verdict.evidence)
-    lines += _indented("   next: ", [verdict.kind.advice])
+    lines += _indented("   next: ", [verdict.advice])
     return "\n".join(lines)
 
 

@@ -7,16 +7,22 @@ in a circle. Pure and torch-free.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.match import Match, message_key
-from disttrain.flight_recorder.record import Record, State
+from disttrain.flight_recorder.match import Match, connecting_record, message_key
+from disttrain.flight_recorder.record import SEND, Record, State
 from disttrain.flight_recorder.wording import waited_s
 
 MIN_WAIT_S: Final = 1.0
 """Where no rank has waited for as long as this when it was dumped, there is no hang."""
+
+UNSURE_S: Final = 10.0
+"""The same where all have come, and it may be that they are connecting, or that nobody waits: without stacks, and on
+GPUs, an operation that is under way may be one that the host has only begun."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +33,29 @@ class Wait:
     record: Record
     for_ranks: tuple[int, ...]
 
+    @property
+    def is_message(self) -> bool:
+        """True for a send or receive that has got as far as its transport."""
+        return self.record.site.is_message and self.record.state is not State.CONNECTING
 
-def find_waits(found: Match) -> list[Wait]:
-    """All operations in which some rank waits, or waited until they failed."""
+
+def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]:
+    """All operations in which some rank waits, or waited until they failed. Ranks that are `gone` wait no more."""
     waits = [
-        Wait(rank, record, _missing(found, rank, record))
+        Wait(rank, record, _missing(found, rank, record, gone))
         for rank, dump in found.dumps.items()
-        for record in _pending(dump)
+        if rank not in gone
+        for record in [*_pending(dump), *_connecting(dump)]
+        if not _has_arrived(found, rank, record)
     ]
-    is_hang = any(
-        wait.record.state is State.FAILED or waited_s(found.dumps[wait.rank], wait.record) >= MIN_WAIT_S
-        for wait in waits
-    )
-    return waits if is_hang else []
+    return waits if any(map(partial(_is_long, found), waits)) else []
+
+
+def _is_long(found: Match, wait: Wait) -> bool:
+    if wait.record.state is State.FAILED:
+        return True
+    is_sure = bool(wait.for_ranks) or (wait.record.state is State.ENQUEUED and bool(found.dumps[wait.rank].threads))
+    return waited_s(found.dumps[wait.rank], wait.record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
 
 
 def _pending(dump: Dump) -> list[Record]:
@@ -55,14 +71,35 @@ def _pending(dump: Dump) -> list[Record]:
     return []
 
 
-def _missing(found: Match, rank: int, record: Record) -> tuple[int, ...]:
-    if not record.site.is_message:
+def _connecting(dump: Dump) -> list[Record]:
+    return [connecting_record(dump, group) for group in dump.groups if group.connecting]
+
+
+def _has_arrived(found: Match, rank: int, record: Record) -> bool:
+    """True for a send that the other end has received, whatever its sender knows of that."""
+    if record.site.operation != SEND or record.state is State.CONNECTING:
+        return False
+    receive = found.messages[message_key(rank, record)].receive
+    return receive is not None and receive.state is State.COMPLETED
+
+
+def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
+    if record.state is State.CONNECTING or not record.site.is_message:
         meeting = found.meetings[record.site.group_name][record.sequence]
-        return meeting.absent + meeting.unknown
+        missing = meeting.absent + meeting.unknown
+        held_up = (other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other]))
+        return missing + tuple(sorted(set(held_up).difference(missing)))
     message = found.messages[message_key(rank, record)]
     peer_rank = message.dst_rank if rank == message.src_rank else message.src_rank
     is_alone = message.send is None or message.receive is None
+    other = message.receive if rank == message.src_rank else message.send
+    if peer_rank in gone and other is not None and _is_under_way(other):
+        return (peer_rank,)
     return (peer_rank,) if is_alone and (message.is_absent or peer_rank not in found.dumps) else ()
+
+
+def _is_under_way(record: Record) -> bool:
+    return record.state in (State.ENQUEUED, State.CONNECTING)
 
 
 def ends_of(waits: Sequence[Wait]) -> set[int]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.record import SEND, Frame, Record, Stack, State, ranks_text
 
 _MAX_STACK_FRAMES = 8
+_MAX_ERROR_CHARS = 200
+
+
+def outside(dump: Dump, stack: Stack) -> Stack:
+    """The frames outside disttrain."""
+    return tuple(frame for frame in stack if not frame.file.startswith(dump.package))
 
 
 def user_stack(dump: Dump, stack: Stack) -> Stack:
     """The frames of the user's own files; where there are none, those outside disttrain; else all."""
-    outside = tuple(frame for frame in stack if not frame.file.startswith(dump.package))
-    own = tuple(frame for frame in outside if not frame.file.startswith(dump.libraries))
-    return own or outside or stack
+    others = outside(dump, stack)
+    own = tuple(frame for frame in others if not frame.file.startswith(dump.libraries))
+    return own or others or stack
 
 
 def place(dump: Dump, stack: Stack) -> str:
@@ -28,7 +35,9 @@ def call_text(record: Record) -> str:
     site = record.site
     end = "" if site.peer_rank is None else f" {'to' if site.operation == SEND else 'from'} rank {site.peer_rank}"
     tensors = f" ({site.tensors})" if site.tensors else ""
-    return f"{site.operation} #{record.sequence}{end} of group {site.group_name}{tensors}"
+    purpose = " ".join(filter(None, (record.action, record.module)))
+    purpose = f" for {purpose}" if purpose else ""
+    return f"{site.operation} #{record.sequence}{end} of group {site.group_title}{tensors}{purpose}"
 
 
 def waited_text(dump: Dump, record: Record) -> str:
@@ -37,9 +46,11 @@ def waited_text(dump: Dump, record: Record) -> str:
         case State.COMPLETED:
             return "which it completed"
         case State.FAILED:
-            return f"which failed after {waited_s(dump, record):.1f} s: {record.error}"
-        case State.ENQUEUED:
-            return f"for {waited_s(dump, record):.1f} s when it was dumped"
+            error = textwrap.shorten(record.error or "it did not say why", _MAX_ERROR_CHARS, placeholder=" ...")
+            return f"which failed after {waited_s(dump, record):.1f} s: {error}"
+        case State.ENQUEUED | State.CONNECTING:
+            what = " for others to connect" if record.state is State.CONNECTING else ""
+            return f"for {waited_s(dump, record):.1f} s{what} when it was dumped"
 
 
 def waited_s(dump: Dump, record: Record) -> float:
@@ -60,16 +71,8 @@ def came_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> list
     return lines
 
 
-def doing(dump: Dump) -> str:
-    """What the rank was doing when it was dumped, as half a sentence: `it is in Python at train.py:33 in load`."""
-    if dump.failure is not None:
-        failure = dump.failure
-        return f"it ended with {failure.kind} ({failure.message}) at {place(dump, failure.stack)}"
-    if dump.reason == "exit":
-        return "its script has come to its end"
-    if dump.is_in_transport:
-        return f"it is inside an operation that is not on record, perhaps connecting, at {place(dump, dump.main_stack)}"
-    return f"it is in Python at {place(dump, dump.main_stack)}"
+def capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def stack_line(dump: Dump) -> str:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 
+from disttrain_launch.dumps import ask_for_dumps, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.leftovers import stop_leftovers
@@ -22,6 +23,7 @@ from disttrain_launch.rendezvous_state import Place
 from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.supervision import (
+    AskForDumps,
     DeadlinePassed,
     End,
     Event,
@@ -68,6 +70,7 @@ class Agent:
         self._running: set[int] = set()
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
+        self._dump_folder = dump_folder(environ, spec)
         self._supervision = Supervision(
             range(spec.num_local_workers),
             num_nodes=spec.num_nodes,
@@ -75,6 +78,7 @@ class Agent:
             host=host,
             stop_grace_s=spec.stop_grace_s,
             shutdown_timeout_s=spec.shutdown_timeout_s,
+            asks_for_dumps=self._dump_folder is not None,
         )
 
     def run(self, place: Place, meeting: Meeting) -> Outcome:
@@ -178,6 +182,10 @@ class Agent:
                     self._say_sent(number)
                     for local_rank in self._running:
                         self._workers[local_rank].send(number, with_children=with_children)
+                case AskForDumps():
+                    assert self._dump_folder is not None, "only then they are asked for"
+                    sessions = {self._workers[local_rank].pid for local_rank in self._running}
+                    self._deadline_s = time.monotonic() + ask_for_dumps(self._dump_folder, sessions)
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from disttrain.errors import LaunchError, StoreAddressError
 from disttrain.store import ServerProcess, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, free_port, is_loopback
 from disttrain_launch.agent import Agent
+from disttrain_launch.dumps import DUMP_S, dump_folder, verdict_text
 from disttrain_launch.environment import Meeting
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
@@ -38,6 +40,7 @@ def run(spec: JobSpec) -> int:
     _hold_standard_fds()
     environ = settings.environment()
     outer = settings.AGENT.read(environ)
+    started_s = time.time()
     # A launcher inside a worker keeps the outer agent's name, so that the outer one finds its workers too.
     name = f"{outer}/{secrets.token_hex(8)}" if outer else secrets.token_hex(8)
     with ExitStack() as cleanup:
@@ -57,7 +60,7 @@ def run(spec: JobSpec) -> int:
                 signals.interrupts = True
                 if link is not None:
                     outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
-                agent.output.say(ending(outcome, spec))
+                agent.output.say(ending(outcome, spec) + verdict_text(dump_folder(environ, spec), outcome, started_s))
                 agent.output.flush()
                 return outcome.exit_code
             finally:
@@ -69,7 +72,7 @@ def run(spec: JobSpec) -> int:
 
 def _wait_for_peers_s(spec: JobSpec, outcome: Outcome) -> float:
     grace_s = spec.shutdown_timeout_s if isinstance(outcome, Interrupted) else spec.stop_grace_s
-    return grace_s + _LEAVE_S
+    return DUMP_S + grace_s + _LEAVE_S
 
 
 def _meet(

@@ -70,7 +70,12 @@ class End:
     outcome: Outcome
 
 
-Command = Send | SetDeadline | Tell | End
+@dataclass(frozen=True)
+class AskForDumps:
+    """Have the workers that are left write what their flight recorders know; the deadline is when they have."""
+
+
+Command = Send | SetDeadline | AskForDumps | Tell | End
 
 
 class Supervision:
@@ -83,6 +88,7 @@ class Supervision:
         host: str,
         stop_grace_s: float,
         shutdown_timeout_s: float,
+        asks_for_dumps: bool = False,
     ) -> None:
         self._alive = set(local_ranks)
         self._is_alone = num_nodes == 1
@@ -90,6 +96,8 @@ class Supervision:
         self._host = host
         self._stop_grace_s = stop_grace_s
         self._shutdown_timeout_s = shutdown_timeout_s
+        self._asks_for_dumps = asks_for_dumps
+        self._is_dumping = False
         self._cause: Outcome | None = None
         self._was_interrupted = False
 
@@ -107,6 +115,9 @@ class Supervision:
                 stops = [] if self.is_stopping else self._stop(outcome)
                 self._cause = outcome
                 return stops + self._end_if_over()
+            case DeadlinePassed() if self._is_dumping:
+                self._is_dumping = False
+                return self._terminate() if self._alive else []
             case DeadlinePassed():
                 return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
 
@@ -139,6 +150,12 @@ class Supervision:
             return []
         if isinstance(cause, Interrupted):
             return [Send(cause.signal_number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
+        if self._asks_for_dumps:
+            self._is_dumping = True
+            return [AskForDumps()]
+        return self._terminate()
+
+    def _terminate(self) -> list[Command]:
         return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
 
     def _end_if_over(self) -> list[Command]:

@@ -14,6 +14,8 @@ import pytest
 
 from disttrain.errors import SettingError
 from disttrain.flight_recorder import Dump, Kind, Verdict, analyze, enable
+from disttrain.flight_recorder.record import State
+from disttrain.flight_recorder.verdict import Cause
 from disttrain.process_group import World
 from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore
@@ -116,7 +118,9 @@ def test_a_signal_while_the_job_hangs_and_its_end(job: Job) -> None:
     ]
     assert (verdict.kind, verdict.ranks) == (Kind.RANK_ABSENT, (1,))
     assert job.line_of("waiting") in verdict.summary
-    assert f"it is in Python at {job.dumps.parents[1]}/{job.line_of('here')}leave" in verdict.summary
+    assert verdict.cause is Cause.IN_IO
+    assert "it waits in a system call (read of pipe:[" in verdict.summary
+    assert f" at {job.dumps.parents[1]}/{job.line_of('here')}leave" in verdict.summary
 
     stdin = job.ranks[1].stdin
     assert stdin is not None
@@ -144,9 +148,15 @@ def test_a_rank_raises(job: Job) -> None:
 def test_a_rank_is_killed(job: Job) -> None:
     assert job.end() == [1, -signal.SIGKILL, 1]
     dumps, verdict = job.diagnosis()
-    assert [dump.rank for dump in dumps] == [0, 2]
+    assert [(dump.rank, dump.reason) for dump in dumps] == [
+        (0, "uncaught exception"),
+        (1, "ring"),
+        (2, "uncaught exception"),
+    ]
+    assert [(record.site.operation, record.state) for record in dumps[1].records] == [("all_reduce", State.COMPLETED)]
+    assert [file.name.split(".")[0] for file in job.dumps.glob("*.ring")] == ["rank-00001"]
     assert (verdict.kind, verdict.ranks) == (Kind.RANK_ABSENT, (1,))
-    assert "connections broke" in verdict.summary
+    assert "it left no dump but its last records" in verdict.summary
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def hang(tmp_path: Path) -> Path:
 def test_text(hang: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(hang)]) == Kind.RANK_ABSENT.exit_code == 10
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1. rank absent: rank 1"
+    assert lines[0] == "1. rank absent: rank 1 (in python)"
     assert any("/job/train.py:33 in load" in line for line in lines)
     assert any(line.startswith("   next: ") for line in lines)
     assert "3 of 3 ranks dumped, on 1 host, job job" in "\n".join(lines)
@@ -37,7 +37,7 @@ def test_json(hang: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out)
     (verdict,) = answer["verdicts"]
     assert (verdict["kind"], verdict["ranks"]) == ("rank_absent", [1])
-    assert set(verdict) == {"kind", "ranks", "summary", "evidence", "advice"}
+    assert set(verdict) == {"kind", "ranks", "summary", "evidence", "cause", "advice"}
     assert [dump["rank"] for dump in answer["dumps"]] == [0, 1, 2]
     assert answer["notes"] == []
 

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import Analysis, analyze
-from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, decode, dump_name, encode, read_dump, write_dump
+from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, dump_name, encode, write_dump
+from disttrain.flight_recorder.dump_reader import decode, read_dump
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
 from disttrain.flight_recorder.record import Failure, Frame, State
 from disttrain.flight_recorder.report import as_json, as_text
 from tests.unit.flight_ranks import NOW_S, Rank, line
+
+FILES = Path(__file__).parent / "flight_files"
 
 
 def _dump(rank: int = 0, world_size: int = 3) -> Dump:
@@ -104,6 +107,34 @@ def test_arrays_of_a_later_kind_are_skipped() -> None:
     header_size = len(msgpack.packb(next(iter(msgpack.Unpacker(_Bytes(body))))))
     more = head + body[:header_size] + msgpack.packb(["weather", "fine"]) + body[header_size:]
     assert decode(more).records == _dump().records
+
+
+def test_dumps_of_all_versions_are_read() -> None:
+    first = read_dump(FILES / "version-1.flight")
+    assert first.problems == ()
+    assert first.records == _dump().records
+    assert first.failure == Failure("KeyError", "'x'", (line(7),))
+    second = read_dump(FILES / "version-2.flight")
+    assert second.records[:-1] == first.records[:-1]
+    assert (second.records[-1].action, second.records[-1].module) == ("stage 2 microbatch 5 F", "layers.3")
+    assert [(group.group_name, group.axis_name) for group in second.groups] == [("world", "dp"), ("0-2", "")]
+    assert (second.clock_offset_s, second.clock_error_s) == (-1.5, 0.001)
+    third = read_dump(FILES / "version-3.flight")
+    assert third.records == second.records
+    assert (third.device_is_busy, second.device_is_busy) == (True, None)
+    assert third.threads[0].activity == "read of pipe:[7]"
+    assert [group.connecting for group in third.groups] == ["", "barrier"]
+    assert encode(third) == (FILES / "version-3.flight").read_bytes()
+
+
+def test_every_flipped_bit_is_noticed_and_every_cut_answered() -> None:
+    whole = encode(_dump())
+    for place in range(len(MAGIC), len(whole)):
+        for data in (whole[:place], whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]):
+            try:
+                assert decode(data).problems
+            except FlightDumpError:
+                continue
 
 
 @settings(max_examples=30)

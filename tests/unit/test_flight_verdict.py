@@ -254,6 +254,16 @@ def test_a_few_hundredths_of_a_second_make_no_straggler() -> None:
     assert _found(*map(dump, range(3))) == [(Kind.NOTHING_WRONG, ())]
 
 
+def test_collectives_under_way_together_lose_no_second_twice() -> None:
+    def dump(rank: int) -> Dump:
+        calls = Rank(rank)
+        for step in range(40):
+            calls.call("all_reduce", age_s=5 - step * 0.001, took_s=0.001 if rank == 2 else 0.2)
+        return calls.dump(at=20)
+
+    assert _found(*map(dump, range(3))) == [(Kind.NOTHING_WRONG, ())]
+
+
 def test_who_came_when_the_others_had_given_up() -> None:
     def dump(rank: int) -> Dump:
         took_s, error = (0.01, "Connection closed by peer") if rank == 1 else (10.0, "timed out")
@@ -263,7 +273,7 @@ def test_who_came_when_the_others_had_given_up() -> None:
 
 
 def test_all_came_and_none_left() -> None:
-    assert _found(*(_healthy(rank).waits("all_reduce").dump() for rank in range(3))) == [(Kind.NOT_ENOUGH_DATA, ())]
+    assert _found(*(_healthy(rank).waits("all_reduce").dump() for rank in range(3))) == [(Kind.NETWORK, (0, 1, 2))]
 
 
 def test_the_first_collective_of_a_group_is_not_on_record_yet() -> None:

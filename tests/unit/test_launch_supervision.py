@@ -12,6 +12,7 @@ from disttrain_launch.outcome import Failed, Interrupted, Lost, Outcome, Succeed
 from disttrain_launch.supervision import (
     PASSED_SIGNALS,
     STOP_SIGNALS,
+    AskForDumps,
     Command,
     DeadlinePassed,
     End,
@@ -36,14 +37,20 @@ def exited(*ranks: int, failures: tuple[Failed, ...] = ()) -> WorkersExited:
     return WorkersExited(frozenset(ranks), failures)
 
 
-def supervision(num_nodes: int = 1) -> Supervision:
+def supervision(num_nodes: int = 1, *, asks_for_dumps: bool = False) -> Supervision:
     return Supervision(
-        range(NUM_WORKERS), num_nodes=num_nodes, node_rank=0, host="host", stop_grace_s=2.0, shutdown_timeout_s=30.0
+        range(NUM_WORKERS),
+        num_nodes=num_nodes,
+        node_rank=0,
+        host="host",
+        stop_grace_s=2.0,
+        shutdown_timeout_s=30.0,
+        asks_for_dumps=asks_for_dumps,
     )
 
 
-def commands_of(*events: Event, num_nodes: int = 1) -> list[Command]:
-    machine = supervision(num_nodes)
+def commands_of(*events: Event, num_nodes: int = 1, asks_for_dumps: bool = False) -> list[Command]:
+    machine = supervision(num_nodes, asks_for_dumps=asks_for_dumps)
     return [command for event in events for command in machine.handle(event)]
 
 
@@ -68,6 +75,24 @@ def test_of_several_at_once_the_killed_one_is_named() -> None:
 def test_who_does_not_stop_in_time_is_killed() -> None:
     commands = commands_of(exited(1, failures=(failed(1),)), DeadlinePassed(), exited(0, 2, 3))
     assert commands[2:] == [Send(signal.SIGKILL, with_children=True), End(failed(1))]
+
+
+def test_the_rest_dumps_before_it_is_stopped() -> None:
+    commands = commands_of(
+        exited(1, failures=(failed(1),)), DeadlinePassed(), DeadlinePassed(), exited(0, 2, 3), asks_for_dumps=True
+    )
+    assert commands == [
+        AskForDumps(),
+        Send(signal.SIGTERM, with_children=True),
+        SetDeadline(2.0),
+        Send(signal.SIGKILL, with_children=True),
+        End(failed(1)),
+    ]
+
+
+def test_who_ends_while_it_should_dump_need_not_be_stopped() -> None:
+    commands = commands_of(exited(1, failures=(failed(1),)), exited(0, 2, 3), DeadlinePassed(), asks_for_dumps=True)
+    assert commands == [AskForDumps(), End(failed(1))]
 
 
 def test_a_signal_is_passed_on_and_workers_may_take_their_time() -> None:

@@ -1,0 +1,53 @@
+"""Where what lies in a ring file: a head of fixed size that is written in place, then entries that are appended.
+
+    0     MAGIC, padded with zeros to 32 bytes
+    32    version, number of slots, number of counters, where the entries begin: four u32
+    48    u64 1: tells the byte order, which is the machine's own throughout
+    56    u64 when the watchdog was last alive, in ns of the monotonic clock; 0 without one
+    64    counters: u64 each, the last sequence number of a group or channel
+          slots: SLOT each; the record `number` lies in slot `number % number of slots`
+    ...   entries: length and crc32 (two u32), then a msgpack array that starts with what it is
+
+docs/flight_dump_format.md lists the entries. Torch-free.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from typing import Final
+
+MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
+VERSION: Final = 1
+SUFFIX: Final = ".ring"
+STACKS_SUFFIX: Final = ".stacks"
+
+LAYOUT: Final = struct.Struct("@IIII")
+LAYOUT_AT: Final = len(MAGIC)
+ORDER_AT: Final = 48
+ALIVE_AT: Final = 56
+COUNTERS_AT: Final = 64
+
+SLOT: Final = struct.Struct("@QIIIIQQQ")
+"""Number, site, label, sequence, failed (0 or 1), began_ns, ended_ns (0: it has not), number again.
+
+The number is written first and last: where both differ, the process died between them.
+"""
+SLOT_WORDS: Final = SLOT.size // 8
+SEQUENCE_WORD: Final = 2
+ENDED_WORD: Final = 4
+FAILED_BIT: Final = 1 << 32 if sys.byteorder == "little" else 1
+"""In the word that holds the sequence number, too."""
+
+ENTRY: Final = struct.Struct("@II")
+"""Length of an entry, and its crc32."""
+
+
+def slots_at(num_counters: int) -> int:
+    """Where the slots begin."""
+    return COUNTERS_AT + 8 * num_counters
+
+
+def entries_at(num_slots: int, num_counters: int) -> int:
+    """Where the entries begin."""
+    return slots_at(num_counters) + SLOT.size * num_slots

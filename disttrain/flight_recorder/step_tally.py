@@ -1,0 +1,108 @@
+"""What steps of training cost in communication, as values: one rank's window of steps, and all ranks' put together.
+
+Lateness is found as a straggler is: who comes last to a collective waits least in it, so in each group a rank is late
+by as much as it waited less than who waited longest. Clocks are never compared. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from disttrain.flight_recorder.straggler import SYNCHRONIZING
+
+MAX_OPEN: Final = 8
+"""Windows that some ranks have told of; when there are more, the oldest is summed up without those that have not."""
+
+
+class Ended(NamedTuple):
+    """A call that has ended: `began_ns` and `ended_ns` are of this rank's monotonic clock."""
+
+    group_name: str
+    axis_name: str
+    operation: str
+    began_ns: int
+    ended_ns: int
+
+
+@dataclass
+class Tally:
+    """One rank's window: `take` its calls, then `told`."""
+
+    began_ns: int
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    waited_ns: Counter[str] = field(default_factory=Counter)
+
+    def take(self, call: Ended) -> None:
+        """Count a call."""
+        self.spans[call.group_name, call.axis_name].append((call.began_ns, call.ended_ns))
+        if call.operation in SYNCHRONIZING:
+            self.waited_ns[call.group_name] += call.ended_ns - call.began_ns
+
+    def told(self, rank: int, step: int, num_steps: int, now_ns: int) -> bytes:
+        """What this rank tells rank 0 of `num_steps` steps up to `step`."""
+        everything = [span for spans in self.spans.values() for span in spans]
+        groups = [
+            (name, axis_name, covered_ns(spans), self.waited_ns[name])
+            for (name, axis_name), spans in self.spans.items()
+        ]
+        return json.dumps([rank, step, num_steps, now_ns - self.began_ns, covered_ns(everything), groups]).encode()
+
+
+@dataclass
+class Windows:
+    """What ranks have told of windows that are not complete yet; `hear` gives those that are."""
+
+    world_size: int
+    open: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
+
+    def hear(self, told: bytes) -> list[dict[str, Any]]:
+        """Take what one rank tells. Returns: summaries of the windows that are complete, or as complete as they get."""
+        rank, step, *_ = window = json.loads(told)
+        self.open.setdefault(step, {})[rank] = window
+        num_too_many = len(self.open) - MAX_OPEN
+        over = [
+            step
+            for place, step in enumerate(sorted(self.open))
+            if len(self.open[step]) == self.world_size or place < num_too_many
+        ]
+        return [summary_of(list(self.open.pop(step).values())) for step in over]
+
+
+def summary_of(windows: Sequence[list[Any]]) -> dict[str, Any]:
+    """A plain dict of all that the ranks have told of one window; times are seconds per step."""
+    _, step, num_steps, *_ = windows[0]
+    per_step_s = 1e-9 / num_steps
+    communication_s: Counter[str] = Counter()
+    waited_ns: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for rank, _, _, _, _, groups in windows:
+        for name, axis_name, busy_ns, own_ns in groups:
+            communication_s[axis_name or name] += busy_ns * per_step_s / len(windows)
+            waited_ns[name][rank] = own_ns
+    late_s = dict.fromkeys(sorted(rank for rank, *_ in windows), 0.0)
+    for waited in waited_ns.values():
+        longest_ns = max(waited.values())
+        for rank, own_ns in waited.items():
+            late_s[rank] += (longest_ns - own_ns) * per_step_s
+    total_ns, busy_ns = sum(window[3] for window in windows), sum(window[4] for window in windows)
+    return {
+        "step": step,
+        "num_steps": num_steps,
+        "num_ranks": len(windows),
+        "step_s": total_ns * per_step_s / len(windows),
+        "communication_share": busy_ns / total_ns if total_ns else 0.0,
+        "communication_s": dict(sorted(communication_s.items())),
+        "lateness_s": late_s,
+    }
+
+
+def covered_ns(spans: Sequence[tuple[int, int]]) -> int:
+    """How much time `spans` cover; what several cover counts once."""
+    total_ns = until_ns = 0
+    for began_ns, ended_ns in sorted(spans):
+        total_ns += max(0, ended_ns - max(began_ns, until_ns))
+        until_ns = max(until_ns, ended_ns)
+    return total_ns

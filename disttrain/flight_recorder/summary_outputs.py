@@ -1,0 +1,79 @@
+"""Hooks for `StepSummaries`: a text file that Prometheus reads, and TensorBoard."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from disttrain.errors import SettingError
+
+
+class PrometheusFile:
+    """Keeps `path` in Prometheus's text format, for the node exporter's textfile collector; replaced in one step.
+
+    https://prometheus.io/docs/instrumenting/exposition_formats/
+    """
+
+    def __init__(self, path: Path | str, labels: Mapping[str, str] | None = None) -> None:
+        """`labels` are added to each line: the job's name, say."""
+        self._path = Path(path)
+        self._labels = dict(labels or {})
+
+    def __call__(self, summary: dict[str, Any]) -> None:
+        """Write `summary`. Raises OSError."""
+        # The collector reads *.prom only; this name it leaves alone.
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_text("".join(self._lines(summary)), encoding="utf-8")
+        temporary.replace(self._path)
+
+    def _lines(self, summary: dict[str, Any]) -> Iterator[str]:
+        groups = [({"group": name}, value) for name, value in summary["communication_s"].items()]
+        ranks = [({"rank": str(rank)}, value) for rank, value in summary["lateness_s"].items()]
+        alone: dict[str, str] = {}
+        for name, help_text, values in (
+            ("step_number", "Steps so far.", [(alone, summary["step"])]),
+            ("step_seconds", "Time per step, mean over ranks.", [(alone, summary["step_s"])]),
+            ("step_ranks", "Ranks that have told of these steps.", [(alone, summary["num_ranks"])]),
+            ("communication_ratio", "Share of a step in communication.", [(alone, summary["communication_share"])]),
+            ("communication_seconds", "Time per step in communication, mean over ranks.", groups),
+            ("lateness_seconds", "By how much less a rank waits per step than the others.", ranks),
+        ):
+            yield f"# HELP disttrain_{name} {help_text}\n# TYPE disttrain_{name} gauge\n"
+            for labels, value in values:
+                inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
+                yield f"disttrain_{name}{'{' + inside + '}' if inside else ''} {value}\n"
+
+
+class TensorBoardScalars:
+    """Writes scalars to `folder`. Raises SettingError where there is neither tensorboard nor tensorboardX."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self._writer = _new_writer(str(folder))
+
+    def __call__(self, summary: dict[str, Any]) -> None:
+        """Add `summary`'s numbers at its step."""
+        step = summary["step"]
+        self._writer.add_scalar("time/step_s", summary["step_s"], step)
+        self._writer.add_scalar("time/communication_share", summary["communication_share"], step)
+        for name, value in summary["communication_s"].items():
+            self._writer.add_scalar(f"communication_s/{name}", value, step)
+        for rank, value in summary["lateness_s"].items():
+            self._writer.add_scalar(f"lateness_s/rank {rank}", value, step)
+        self._writer.flush()
+
+
+def _new_writer(folder: str) -> Any:
+    for module in ("torch.utils.tensorboard", "tensorboardX"):
+        try:
+            return importlib.import_module(module).SummaryWriter(folder)
+        except ImportError:
+            continue  # The other one may be there.
+    problem = "there is no TensorBoard here."
+    raise SettingError("TensorBoardScalars", problem, "Install tensorboard or tensorboardX.")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,61 @@
+"""Operations that all have entered alike and that do not end: who came too late, whose device has not begun, or the
+network. Pure and torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from disttrain.flight_recorder.match import Match, message_key
+from disttrain.flight_recorder.record import Record, State, ranks_text
+from disttrain.flight_recorder.verdict import Kind, Verdict
+from disttrain.flight_recorder.waits import MIN_WAIT_S, Wait
+from disttrain.flight_recorder.wording import call_text, came_lines, capitalized, waited_s
+
+
+def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+    """At most one verdict."""
+    if not waits:
+        return []
+    first = min(waits, key=lambda wait: wait.record.enqueued_s + (found.dumps[wait.rank].clock_offset_s or 0.0))
+    record = first.record
+    met = _ends(found, first)
+    evidence = tuple(came_lines(found.dumps, met))
+    late = _late(found, met)
+    if late:
+        times_s = {rank: waited_s(found.dumps[rank], own) for rank, own in met.items()}
+        summary = f"{capitalized(ranks_text(late))} came to {call_text(record)} when others had waited for "
+        summary += f"{max(times_s.values()) - max(times_s[rank] for rank in late):.1f} s and gave up."
+        return [Verdict(Kind.STRAGGLER, tuple(sorted(late)), summary, evidence)]
+    members = {first.rank, *((record.site.peer_rank,) if record.site.is_message else record.site.ranks)}
+    if not members <= set(met):
+        lost = ranks_text(rank for rank in members - set(met) if rank is not None)
+        summary = f"All ranks that {call_text(record)} needs have entered it, as far as the counts tell; the records "
+        summary += f"of {lost} do not reach back so far."
+        return [Verdict(Kind.NOT_ENOUGH_DATA, (), summary, evidence)]
+    not_begun = sorted(rank for rank, own in met.items() if own.has_begun is False)
+    if not_begun:
+        summary = f"{call_text(record)} has not begun on the devices of {ranks_text(not_begun)}: what they were given "
+        summary += "before does not end."
+        return [Verdict(Kind.NEVER_STARTED, tuple(not_begun), capitalized(summary), evidence)]
+    summary = f"All ranks that {call_text(record)} needs have entered it alike, and it does not end: the network, "
+    summary += "the transport or a device holds it up."
+    return [Verdict(Kind.NETWORK, tuple(sorted(met)), summary, evidence)]
+
+
+def _ends(found: Match, wait: Wait) -> dict[int, Record]:
+    """The records of all who have come, by rank."""
+    record = wait.record
+    if not wait.is_message:
+        return dict(sorted(found.meetings[record.site.group_name][record.sequence].records.items()))
+    message = found.messages[message_key(wait.rank, record)]
+    ends = {message.src_rank: message.send, message.dst_rank: message.receive}
+    return {rank: end for rank, end in sorted(ends.items()) if end is not None}
+
+
+def _late(found: Match, met: Mapping[int, Record]) -> list[int]:
+    """Those who came when others had waited long, where some have given up."""
+    times_s = {rank: waited_s(found.dumps[rank], own) for rank, own in met.items()}
+    longest_s = max(times_s.values())
+    if longest_s < MIN_WAIT_S or not any(own.state is State.FAILED for own in met.values()):
+        return []
+    return [rank for rank, time_s in times_s.items() if time_s < longest_s / 2]

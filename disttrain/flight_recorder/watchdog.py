@@ -1,0 +1,212 @@
+"""Looks, while the job runs, whether this rank waits for too long; then every rank dumps, while the job still hangs.
+
+A rank waits when none of its calls begins or ends while one of its threads is inside a collective; or when its main
+thread stays in one call into C, such as a synchronization, while its GPU has not come to the end of what was queued.
+Where a thread holds the interpreter's lock for ever, no thread of Python can look: then `faulthandler`'s own, which is
+C and needs no lock, writes all stacks to a file beside the ring, where the sign of life is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import torch
+
+from disttrain.errors import DisttrainError, FlightDumpError
+from disttrain.flight_recorder.analysis import analyze
+from disttrain.flight_recorder.clock import ask_clock, serve_clock
+from disttrain.flight_recorder.python_stacks import PACKAGE
+from disttrain.flight_recorder.recorder import FlightRecorder
+from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
+from disttrain.store import PrefixStore
+from disttrain.store.responder import Responder
+
+_log = logging.getLogger(__name__)
+
+MAX_BEAT_S: Final = 5.0
+_INSIDE: Final = f"{PACKAGE}process_group/"
+_OUR_THREADS: Final = "disttrain flight"
+_VERDICT_AFTER_S: Final = 3.0
+"""How long the others may take to dump before the verdict is read from the folder."""
+
+
+class Waiting:
+    """Since when nothing has moved; pure. `look` at each beat."""
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self.since_s = math.inf
+        self._was_told = False
+
+    def look(self, seen: object, waits: bool, now_s: float) -> float:
+        """Seconds that the rank has waited for with the same to be seen; 0 when that has been `told` already."""
+        if seen != self._seen or not waits:
+            self._seen, self.since_s, self._was_told = seen, now_s, False
+        return 0.0 if self._was_told else now_s - self.since_s
+
+    def told(self) -> None:
+        """This wait is known."""
+        self._was_told = True
+
+
+class Watchdog:
+    """Watches `recorder`'s world until it is closed.
+
+    Args: folder  for dumps and stacks;  soft_limit_s  how long a rank may wait;  ends_job  whether the process that has
+          waited then ends itself, after the dumps.
+    """
+
+    def __init__(self, recorder: FlightRecorder, folder: Path, soft_limit_s: float, *, ends_job: bool) -> None:
+        self._recorder = recorder
+        self._folder = folder
+        self._soft_limit_s = soft_limit_s
+        self._ends_job = ends_job
+        self._beat_s = min(soft_limit_s / 4, MAX_BEAT_S)
+        self._inside, self._on_device = Waiting(), Waiting()
+        self._num_stalls = 0
+        self._verdict_due_s: float | None = None
+        self._closing = threading.Event()
+        self._pid = os.getpid()
+        world = recorder.world
+        self._store = PrefixStore("flight", world.store)
+        self._clock_store = self._store.clone() if world.rank == 0 and world.world_size > 1 else None
+        self._stacks_file = folder / f"{recorder.name}{STACKS_SUFFIX}"
+        self._stacks = _private_file(self._stacks_file)
+        self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
+        self._thread = self._started(self._watch)
+        if self._clock_store is not None:
+            clock_store = self._clock_store
+            self._started(lambda: serve_clock(clock_store))
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        atexit.unregister(self.close)
+        if os.getpid() != self._pid or self._closing.is_set():
+            return
+        self._closing.set()
+        self._responder.close()
+        if self._clock_store is not None:
+            self._clock_store.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._beat_s)
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        self._stacks_file.unlink(missing_ok=True)
+
+    def _started(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name=f"{_OUR_THREADS} watchdog", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self) -> None:
+        self._beat()
+        world = self._recorder.world
+        if world.rank and (clock := ask_clock(self._store)) is not None:
+            self._recorder.describe("clock", *clock)
+        while not self._closing.wait(self._beat_s):
+            self._beat()
+            now_s = time.monotonic()
+            if (waited_s := self._waited_s(now_s)) >= self._soft_limit_s:
+                self._inside.told()
+                self._on_device.told()
+                self._tell(waited_s)
+            if self._verdict_due_s is not None and now_s >= self._verdict_due_s:
+                self._verdict_due_s = None
+                self._say_verdict()
+
+    def _beat(self) -> None:
+        self._recorder.ring.beat()
+        if self._stacks.tell():
+            # Written while this thread could not run; it can again.
+            self._stacks.seek(0)
+            self._stacks.truncate()
+        faulthandler.dump_traceback_later(max(self._soft_limit_s, 4 * self._beat_s), file=self._stacks)
+
+    def _waited_s(self, now_s: float) -> float:
+        activity, device = self._recorder.ring.activity(), self._recorder.world.device
+        waited_s = self._inside.look(activity, _is_inside(), now_s)
+        stuck_s = self._on_device.look((activity, _main_place()), activity > 0 and device.type == "cuda", now_s)
+        # Asked late only: a query may spoil the capture of a CUDA graph, which does not take so long.
+        if stuck_s >= self._soft_limit_s and not torch.cuda.default_stream(device).query():
+            return max(waited_s, stuck_s)
+        return waited_s
+
+    def _tell(self, waited_s: float) -> None:
+        """Let all ranks know; of several that find out at once, the first speaks for all."""
+        rank = self._recorder.world.rank
+        number = self._num_stalls + 1
+        notice = json.dumps({"rank": rank, "number": number, "waited_s": round(waited_s, 1)})
+        if not self._responder.tell(notice.encode(), f"stall {number}"):
+            self._dump(f"rank {rank} has waited for {waited_s:.0f} s")
+
+    def _hear(self, notice: bytes) -> bool:
+        said = json.loads(notice)
+        self._num_stalls = max(self._num_stalls, said["number"])
+        reason = f"rank {said['rank']} has waited for {said['waited_s']:.0f} s"
+        self._dump(reason)
+        if said["rank"] == self._recorder.world.rank:
+            _log.warning("%s; all ranks dump to %s, and `disttrain-flight` says why", reason, self._folder)
+            self._verdict_due_s = time.monotonic() + _VERDICT_AFTER_S
+        return True
+
+    def _dump(self, reason: str) -> None:
+        try:
+            self._recorder.dump(self._folder, reason, device_is_busy=self._device_is_busy())
+        except (OSError, DisttrainError) as problem:
+            _log.error("the flight recorder cannot write its dump: %s", problem)
+
+    def _device_is_busy(self) -> bool | None:
+        """Asked of a rank whose host has stood still only: a query may spoil the capture of a CUDA graph."""
+        device = self._recorder.world.device
+        if device.type != "cuda" or time.monotonic() - self._on_device.since_s < self._soft_limit_s / 2:
+            return None
+        return not torch.cuda.default_stream(device).query()
+
+    def _say_verdict(self) -> None:
+        try:
+            analysis = analyze(self._folder)
+        except FlightDumpError as error:
+            _log.error("%s", error)
+        else:
+            num_dumps, world_size = len(analysis.dumps), self._recorder.world.world_size
+            summary = analysis.verdicts[0].summary
+            _log.warning("from the dumps of %d of %d ranks: %s", num_dumps, world_size, summary)
+        if self._ends_job:
+            _log.error("the flight recorder ends this process, since DISTTRAIN_FLIGHT_ENDS_JOB is set")
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _main_place() -> tuple[int, int]:
+    """Where the main thread is: its innermost frame, and the instruction there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
+
+
+def _is_inside() -> bool:
+    """True when some thread is inside a collective or message, or connecting for its first."""
+    for innermost in sys._current_frames().values():
+        frame = innermost
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_INSIDE):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _private_file(path: Path) -> BinaryIO:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    return os.fdopen(descriptor, "w+b", buffering=0)

@@ -1,0 +1,24 @@
+"""What most runs have in common: a few steps of training that need no model."""
+
+from __future__ import annotations
+
+import torch
+
+import disttrain
+
+
+def train(num_steps: int, group: disttrain.ProcessGroup | None = None, size: int = 4) -> None:
+    """Steps that end in an all_reduce each."""
+    for _ in range(num_steps):
+        step(group, size)
+
+
+def step(group: disttrain.ProcessGroup | None = None, size: int = 4) -> None:
+    disttrain.all_reduce(torch.ones(size), group=group)
+
+
+def group_of(*ranks: int) -> disttrain.ProcessGroup:
+    """A group that this rank is in."""
+    group = disttrain.new_group(list(ranks))
+    assert isinstance(group, disttrain.ProcessGroup)
+    return group

@@ -1,0 +1,251 @@
+"""The ring file: what a process that was killed leaves, whatever state the file is in, and that nothing grows in it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import disttrain
+from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder import FlightRecorder, analyze
+from disttrain.flight_recorder import recorder as recorder_module
+from disttrain.flight_recorder import ring as ring_module
+from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.record import Frame, State
+from disttrain.flight_recorder.ring import remove_stale
+from disttrain.flight_recorder.ring_reader import decode_ring, parse_stacks, read_ring, ring_owner
+from disttrain.flight_recorder.watchdog import Waiting
+from disttrain.process_group import World, entered_world
+from disttrain.store import HashStore
+
+FILES = Path(__file__).parent / "flight_files"
+
+
+def _fake_world(world_size: int = 4) -> World:
+    return World(HashStore(), 0, world_size, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+
+
+def _used(num_records: int = 8, folder: Path | None = None) -> FlightRecorder:
+    """A recorder that has seen a bit of everything."""
+    recorder = FlightRecorder(num_records=num_records, num_frames=2)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world, folder)
+        world.action, world.module = "stage 1 microbatch 3 F", "layers.0"
+        disttrain.all_reduce(torch.ones(2, 3))
+        world.action, world.module = "", ""
+        disttrain.send(torch.ones(5, dtype=torch.int32), dst=2)
+        disttrain.send(torch.ones(5, dtype=torch.int32), dst=2)
+        disttrain.all_gather_into_tensor(torch.empty(8), torch.ones(2), async_op=True)
+        number = recorder.begin("barrier", world.default_group, 3, (), (), None)
+        recorder.end(number, FlightDumpError("barrier", "the transport failed."))
+        # As after a kill: the world is not destroyed, which would remove the file.
+        world.recorder = None
+    return recorder
+
+
+def test_the_file_says_what_the_recorder_knows(tmp_path: Path) -> None:
+    recorder = _used(folder=tmp_path)
+    dump = recorder.snapshot("asked for")
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"{recorder.name}.ring"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert ring_owner(file) == os.getpid()
+    left = read_ring(file)
+    assert left == replace(dump, reason="ring", threads=(), dumped_s=left.dumped_s)
+    assert [(r.site.operation, r.sequence, r.state) for r in left.records] == [
+        ("all_reduce", 1, State.COMPLETED),
+        ("send", 1, State.COMPLETED),
+        ("send", 2, State.COMPLETED),
+        ("all_gather_into_tensor", 2, State.ENQUEUED),
+        ("barrier", 3, State.FAILED),
+    ]
+    assert (left.records[0].action, left.records[0].module) == ("stage 1 microbatch 3 F", "layers.0")
+    assert left.records[1].action == ""
+    assert left.records[-1].error == "barrier: the transport failed."
+    assert left.records[1].site.input_shapes == ((5,),)
+    assert left.records[0].site.stack[0].file == __file__
+    assert [(g.group_name, g.ranks, g.last_sequence) for g in left.groups] == [("world", (0, 1, 2, 3), 3)]
+    assert [(c.operation, c.peer_rank, c.last_sequence) for c in left.channels] == [("send", 2, 2)]
+    assert left.dumped_s == left.records[-1].completed_s
+    (analyzed,) = analyze(tmp_path).dumps
+    assert analyzed == left
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_was_being_written_is_left_out() -> None:
+    recorder = _used()
+    ring = recorder.ring
+    last = ring.first_word + layout.SLOT_WORDS * 4
+    assert ring.words[last] == 4
+    ring.words[last] = 12
+    dump, _ = decode_ring(ring.content())
+    assert [record.sequence for record in dump.records] == [1, 1, 2, 2]
+    assert dump.problems == ("has 1 records that were being written",)
+
+
+def test_a_cut_anywhere_gives_an_answer() -> None:
+    content = _used(num_records=4).ring.content()
+    whole, _ = decode_ring(content)
+    known = {record._replace(error=None) for record in whole.records}
+    head_size = layout.entries_at(4, ring_module.NUM_COUNTERS)
+    header_size = layout.ENTRY.size + layout.ENTRY.unpack_from(content, head_size)[0]
+    for size in (*range(layout.COUNTERS_AT), head_size - 1):
+        with pytest.raises(FlightDumpError):
+            decode_ring(content[:size])
+    for size in range(head_size, len(content)):
+        try:
+            dump, _ = decode_ring(content[:size])
+        except FlightDumpError:
+            assert size < head_size + header_size
+            continue
+        # The text of an error comes last, and is missed by nobody.
+        assert {record._replace(error=None) for record in dump.records} <= known
+        assert dump.problems or len(dump.records) == len(known)
+
+
+@settings(max_examples=60)
+@given(damage=st.lists(st.tuples(st.integers(0), st.integers(0, 7)), min_size=1, max_size=8))
+def test_flipped_bits_give_an_answer(damage: list[tuple[int, int]]) -> None:
+    content = bytearray(_CONTENT)
+    head = layout.COUNTERS_AT
+    places = [*range(head), *range(layout.slots_at(ring_module.NUM_COUNTERS), len(content))]
+    for place, bit in damage:
+        content[places[place % len(places)]] ^= 1 << bit
+    try:
+        dump, _ = decode_ring(bytes(content))
+    except FlightDumpError:
+        return
+    assert len(dump.records) <= 4
+
+
+def test_what_is_described_stays_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ring_module, "MAX_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(recorder_module, "MAX_SITES", 50)
+    recorder = FlightRecorder(num_records=16)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world, tmp_path)
+        (file,) = tmp_path.iterdir()
+        empty_size = file.stat().st_size
+        for length in range(1, 600):
+            world.action = f"microbatch {length}"
+            disttrain.all_reduce(torch.ones(length))
+            assert file.stat().st_size < empty_size + 60_000
+            if length % 37 == 0:
+                left = read_ring(file)
+                shapes = [((length,),) for length in range(max(length - 15, 1), length + 1)]
+                assert [record.site.input_shapes for record in left.records] == shapes
+                assert left.problems == ()
+        for length in range(200):
+            # Descriptions come and go; the records that were there stay described.
+            recorder._new_label(f"never used {length}", "")
+        left = read_ring(file)
+    assert [record.site.input_shapes for record in left.records] == [((length,),) for length in range(584, 600)]
+    assert [record.action for record in left.records] == [f"microbatch {length}" for length in range(584, 600)]
+    assert left.groups[0].last_sequence == 599
+    assert left.problems == ()
+
+
+def test_callers_of_one_line_are_told_apart() -> None:
+    recorder = FlightRecorder()
+
+    def common() -> None:
+        disttrain.barrier()
+
+    def first() -> None:
+        common()
+
+    def second() -> None:
+        common()
+
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        first()
+        second()
+        records = recorder.snapshot("asked for").records
+    assert [record.site.stack[1].function.rpartition(".")[2] for record in records] == ["first", "second"]
+
+
+def test_only_what_is_old_and_nobodys_is_removed(tmp_path: Path) -> None:
+    recorder = FlightRecorder(num_records=4)
+    recorder.attach(_fake_world(), tmp_path)
+    (own,) = tmp_path.iterdir()
+    for name in ("rank-00000.dead.ring", "rank-00000.dead.stacks", "rank-00000.new.ring"):
+        (tmp_path / name).write_bytes(b"")
+    for file in tmp_path.iterdir():
+        if ".new." not in file.name:
+            os.utime(file, (1, 1))
+    remove_stale(tmp_path, 3600.0)
+    assert {file.name for file in tmp_path.iterdir()} == {own.name, "rank-00000.new.ring"}
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is not a ring"),
+        (layout.MAGIC, "is cut off in its head"),
+        (layout.MAGIC + struct.pack("@IIIIQQ", 2, 4, 4, 288, 1, 0), "has format version 2"),
+        (layout.MAGIC + struct.pack("@IIIIQQ", 1, 4, 4, 288, 1 << 56, 0), "is of a machine with another byte order"),
+        (layout.MAGIC + struct.pack("@IIIIQQ", 1, 1 << 31, 4, 288, 1, 0), "is cut off in its head, or damaged"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_its_name(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "a.ring").write_bytes(content)
+    with pytest.raises(FlightDumpError, match=f"^read_ring: a.ring {problem}"):
+        read_ring(tmp_path / "a.ring")
+
+
+def test_a_ring_of_the_first_version_is_read() -> None:
+    dump, _ = decode_ring(gzip.decompress((FILES / "version-1.ring.gz").read_bytes()))
+    assert dump.problems == ()
+    assert [(r.site.operation, r.sequence, r.state.value, r.action) for r in dump.records] == [
+        ("all_reduce", 1, "completed", "stage 1 microbatch 3 F"),
+        ("send", 1, "completed", ""),
+        ("send", 2, "completed", ""),
+        ("all_gather_into_tensor", 2, "enqueued", ""),
+        ("barrier", 3, "failed", ""),
+    ]
+    assert dump.records[0].site.stack == (Frame("/job/train.py", 10, "step"), Frame("/job/train.py", 11, "step"))
+
+
+def test_stacks_that_were_written_without_the_interpreters_lock(tmp_path: Path) -> None:
+    text = (
+        "Timeout (0:00:01)!\nThread 0x00000000000000ff (most recent call first):\n"
+        '  File "/old.py", line 1 in old\n'
+        "Timeout (0:00:05)!\nThread 0x00000000000000aa (most recent call first):\n"
+        '  File "/a.py", line 7 in wait\n  File "/a b.py", line 9 in run\n\n'
+        'Thread 0x00000000000000bb (most recent call first):\n  File "/t.py", line 3 in <module>\n'
+    )
+    main, other = parse_stacks(text, 0xBB)
+    assert (main.name, main.is_main, main.stack) == ("MainThread", True, (Frame("/t.py", 3, "<module>"),))
+    assert (other.name, other.stack[1]) == ("thread 0xaa", Frame("/a b.py", 9, "run"))
+    recorder = _used(folder=tmp_path)
+    (tmp_path / f"{recorder.name}.stacks").write_text(text)
+    left = read_ring(tmp_path / f"{recorder.name}.ring")
+    assert {thread.name for thread in left.threads} == {"thread 0xaa", "thread 0xbb"}
+    recorder.close()
+
+
+def test_a_wait_is_told_once_and_begins_anew_with_each_call() -> None:
+    waiting = Waiting()
+    assert waiting.look(5, True, 100.0) == 0.0
+    assert waiting.look(5, True, 103.0) == 3.0
+    waiting.told()
+    assert waiting.look(5, True, 110.0) == 0.0
+    assert waiting.look(6, True, 111.0) == 0.0
+    assert waiting.look(6, True, 113.0) == 2.0
+    assert waiting.look(6, False, 114.0) == 0.0
+    assert waiting.look(6, True, 115.0) == 1.0
+
+
+_CONTENT = _used(num_records=4).ring.content()
