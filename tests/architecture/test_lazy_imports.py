@@ -13,9 +13,15 @@ ROOT = Path(__file__).parents[2]
 HELP_LIMIT_S = 0.3
 TORCH_FREE = {
     "disttrain": "disttrain/__init__.py",
+    "disttrain.checkpoint": "disttrain/checkpoint/__init__.py",
+    "disttrain.checkpoint.cli": "disttrain/checkpoint/cli.py",
+    "disttrain.checkpoint.writer_process": "disttrain/checkpoint/writer_process.py",
     "disttrain.durations": "disttrain/durations.py",
     "disttrain.errors": "disttrain/errors.py",
     "disttrain.flight_recorder.cli": "disttrain/flight_recorder/cli.py",
+    "disttrain.flight_recorder.trace": "disttrain/flight_recorder/trace.py",
+    "disttrain.flight_recorder.view_page": "disttrain/flight_recorder/view_page.py",
+    "disttrain.flight_recorder.watch": "disttrain/flight_recorder/watch.py",
     "disttrain.pipelining": "disttrain/pipelining/__init__.py",
     "disttrain.pipelining.cli": "disttrain/pipelining/cli.py",
     "disttrain.settings": "disttrain/settings.py",
@@ -39,7 +45,10 @@ def _children_s() -> float:
     return times.children_user + times.children_system
 
 
-@pytest.mark.parametrize("command", ["disttrain-launch", "disttrain-flight", "python -m disttrain.pipelining"])
+@pytest.mark.parametrize(
+    "command",
+    ["disttrain-launch", "disttrain-flight", "python -m disttrain.checkpoint", "python -m disttrain.pipelining"],
+)
 def test_help_comes_at_once(command: str) -> None:
     """By the processor's time, of which a quiet machine's clock shows little more: other tests share the cores."""
     name, *arguments = command.split()

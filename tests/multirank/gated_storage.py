@@ -1,0 +1,33 @@
+"""A storage whose data files wait until a test lets them be written; torch-free."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.storage import LocalStorage
+
+
+class GatedStorage(LocalStorage):
+    """Writes as soon as nobody has shut the gate, a file beside the saves."""
+
+    def __init__(self, gate: str) -> None:
+        self.gate = gate
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "tests.multirank.gated_storage:GatedStorage", {"gate": self.gate}
+
+    def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
+        with open(self.gate, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        super().write_file(path, parts)
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Nothing is written within."""
+        with open(self.gate, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
