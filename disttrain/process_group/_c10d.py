@@ -6,6 +6,7 @@ are used as bare transports: torch's own registry of process groups never hears 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -110,6 +111,11 @@ def make_gloo(store: StoreAdapter, rank: int, size: int, timeout_s: float, hostn
     options._threads = 2
     options._devices = [gloo.create_default_device() if hostname is None else gloo.create_device(hostname=hostname)]
     return gloo(store, rank, size, options)
+
+
+def keep_for_good(transport: Transport) -> None:
+    """Never let its destructor run, not even when the interpreter ends and takes modules apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport))
 
 
 def make_nccl(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain.process_group._c10d import Transport, keep_for_good
 from disttrain.process_group.backends.base import GivableUp
 from disttrain.process_group.work import TransportWork
 
@@ -67,12 +68,13 @@ class InterruptibleWork:
     torch offers nothing that wakes a waiting thread, so the wait is cut in slices.
     """
 
-    __slots__ = ("_scope", "_started")
+    __slots__ = ("_scope", "_started", "_transport")
     SLICE = timedelta(seconds=0.5)
 
-    def __init__(self, started: TransportWork, scope: GivableUp) -> None:
+    def __init__(self, started: TransportWork, scope: GivableUp, transport: Transport) -> None:
         self._started = started
         self._scope = scope
+        self._transport = transport
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         started = self._started
@@ -86,6 +88,9 @@ class InterruptibleWork:
                 if started.is_completed():
                     # It failed, or ended just after the slice.
                     return started.wait()
+                if self._scope.is_given_up:
+                    # Its destructor would wait for what is still under way, in whichever thread forgets it last.
+                    keep_for_good(self._transport)
                 self._scope.check()
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise

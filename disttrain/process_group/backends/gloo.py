@@ -69,7 +69,7 @@ class GlooBackend(C10dBackend):
 
     def _begun(self, started: TransportWork | None, finish: Finish | None = None) -> TransportWork:
         assert started is not None
-        return super()._begun(InterruptibleWork(started, self._scope), finish)
+        return super()._begun(InterruptibleWork(started, self._scope, self._transport), finish)
 
     @classmethod
     def is_available(cls) -> bool:
