@@ -192,6 +192,12 @@ CHECKPOINT_TIMEOUT_S = Setting[float](
     3600.0,
     "Seconds that ranks wait for each other's part of a save or load.",
 )
+CHECKPOINT_ORPHAN_TIMEOUT_S = Setting[float](
+    "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S",
+    _positive,
+    60.0,
+    "Seconds that a process which writes saves waits for the other ranks' once its training process has ended.",
+)
 
 # The flight recorder.
 FLIGHT_DIR = Setting[Path | None](

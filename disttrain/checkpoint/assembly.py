@@ -8,6 +8,8 @@ processes that write saves meet like this too.
 from __future__ import annotations
 
 import errno
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ import msgpack
 from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError, StoreTimeoutError
 from disttrain.settings import CHECKPOINT_TIMEOUT_S
 from disttrain.store import Store
+from disttrain.store.slices import in_slices
 
 Part = TypeVar("Part")
 
@@ -54,6 +57,11 @@ class Assembly:
         self._store = store
         self._codec = codec
         self._timeout_s = CHECKPOINT_TIMEOUT_S.read()
+        self._ends_s = math.inf
+
+    def hurry(self, timeout_s: float) -> None:
+        """From now on wait this long at most, in all meetings together. Any thread may call it."""
+        self._ends_s = time.monotonic() + timeout_s
 
     def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
         """Do `work` on every rank, then `decide` on rank 0 from the parts by rank; all ranks return the decision.
@@ -84,11 +92,11 @@ class Assembly:
         store.set(ballots[self.rank], self._codec.pack(ballot))
         if self.rank == 0:
             try:
-                store.wait(ballots, self._timeout_s)
+                self._wait(store, ballots, self._timeout_s)
                 read = [self._codec.unpack(store.get(key)) for key in ballots]
             except StoreTimeoutError as timeout:
                 absent = [rank for rank, key in enumerate(ballots) if not store.check([key])]
-                problem = f"ranks {absent} did not come within {self._timeout_s:g} s."
+                problem = f"ranks {absent} did not come within {self._patience(self._timeout_s)}."
                 read, error = [{"problem": problem, "remedy": _LATE, "kind": ""}], timeout
             answer, error = _answer(self.size, read, error, decide)
             # Whoever came to this meeting has read the last one's answer.
@@ -97,13 +105,23 @@ class Assembly:
         else:
             try:
                 # Rank 0 may come as late as this rank may wait, and then wait itself.
-                store.wait([answer_key(meeting)], 2 * self._timeout_s)
+                self._wait(store, [answer_key(meeting)], 2 * self._timeout_s)
                 answer = self._codec.unpack(store.get(answer_key(meeting)))
             except StoreTimeoutError as timeout:
-                problem = f"rank 0 did not answer within {2 * self._timeout_s:g} s."
+                problem = f"rank 0 did not answer within {self._patience(2 * self._timeout_s)}."
                 answer, error = {"problem": problem, "remedy": _LATE, "kind": ""}, timeout
         store.delete_key(ballots[self.rank])
         return answer, error
+
+    def _wait(self, store: Store, keys: Sequence[str], timeout_s: float) -> None:
+        def check() -> None:
+            if time.monotonic() >= self._ends_s:
+                raise StoreTimeoutError("wait", "there is no time left for it.")
+
+        in_slices(keys, lambda slice_s: store.wait(keys, slice_s), timeout_s, check)
+
+    def _patience(self, timeout_s: float) -> str:
+        return f"{timeout_s:g} s" if self._ends_s == math.inf else "the time that was left"
 
     def _failure(self, answer: dict[str, Any]) -> CheckpointError:
         kind = CheckpointCorruptError if answer["kind"] == CheckpointCorruptError.__name__ else CheckpointError

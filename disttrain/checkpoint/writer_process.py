@@ -26,6 +26,7 @@ from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
 from disttrain.errors import CheckpointError, DisttrainError
+from disttrain.settings import CHECKPOINT_ORPHAN_TIMEOUT_S
 from disttrain.store import PrefixStore, Store
 from disttrain.store.handover import store_from_plain
 
@@ -99,6 +100,8 @@ class Writer:
             else:
                 self._jobs.put(message)
         self._jobs.put(None)
+        # A writer that was never started has nobody who could speak for it, if its training process died as well.
+        self._assembly.hurry(CHECKPOINT_ORPHAN_TIMEOUT_S.read())
 
     def _say(self, *message: Any) -> None:
         try:

@@ -17,7 +17,7 @@ from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
 from disttrain.errors import StoreTimeoutError
-from disttrain.process_group.slices import in_slices
+from disttrain.store.slices import in_slices
 from disttrain.store import Store
 
 ReduceOp = c10d.ReduceOp

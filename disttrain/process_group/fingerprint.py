@@ -14,7 +14,7 @@ import torch
 
 from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group._c10d import ReduceOp, reduction_kind
-from disttrain.process_group.slices import in_slices
+from disttrain.store.slices import in_slices
 from disttrain.store import PrefixStore, Store
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,8 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
 def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     program = [sys.executable, "-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=110, check=False, cwd=root)
+    environment = {**os.environ, "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S": "3"}
+    run = subprocess.run(program, capture_output=True, text=True, timeout=110, check=False, cwd=root, env=environment)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
     assert sum(outcomes.values()) == 16
