@@ -17,8 +17,8 @@ from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
 from disttrain.errors import StoreTimeoutError
-from disttrain.store.slices import in_slices
 from disttrain.store import Store
+from disttrain.store.slices import in_slices
 
 ReduceOp = c10d.ReduceOp
 Reduction = ReduceOp | ReduceOp.RedOpType

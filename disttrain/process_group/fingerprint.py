@@ -14,8 +14,8 @@ import torch
 
 from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group._c10d import ReduceOp, reduction_kind
-from disttrain.store.slices import in_slices
 from disttrain.store import PrefixStore, Store
+from disttrain.store.slices import in_slices
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
