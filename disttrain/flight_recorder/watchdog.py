@@ -25,11 +25,11 @@ import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError
 from disttrain.flight_recorder.analysis import analyze
-from disttrain.flight_recorder.clock import ask_clock, serve_clock
 from disttrain.flight_recorder.python_stacks import PACKAGE
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
 from disttrain.store import PrefixStore
+from disttrain.store.clock import ask_clock, serve_clock
 from disttrain.store.responder import Responder
 
 _log = logging.getLogger(__name__)
