@@ -87,7 +87,8 @@ def test_gloo_listens_where_it_is_told() -> None:
         group = disttrain.new_group()
         assert isinstance(group, ProcessGroup)
         assert [sum_in(group) for _ in range(3)] == [1, 1, 1]
-        ends = {end.laddr.ip for end in psutil.Process().net_connections("tcp") if end.status == psutil.CONN_ESTABLISHED}
+        connections = psutil.Process().net_connections("tcp")
+        ends = {end.laddr.ip for end in connections if end.status == psutil.CONN_ESTABLISHED}
         assert ends <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
