@@ -23,9 +23,10 @@ from disttrain.flight_recorder.record import (
     Stack,
     ThreadStack,
 )
+from disttrain.flight_recorder.ring_layout import DUMP_VERSION
 
 MAGIC: Final = b"disttrain flight recorder\n"
-VERSION: Final = 3
+VERSION: Final = DUMP_VERSION
 SUFFIX: Final = ".flight"
 RING: Final = "ring"
 """The reason of a dump that its process did not make: it was read from the process's ring."""

@@ -11,38 +11,30 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
+from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
-from disttrain.flight_recorder.dump import VERSION, Dump, dump_name, write_dump
-from disttrain.flight_recorder.python_stacks import (
-    LIBRARIES,
-    PACKAGE,
-    VERSIONS,
-    Symbols,
-    failure_of,
-    thread_stacks,
-)
-from disttrain.flight_recorder.record import GroupProgress
 from disttrain.flight_recorder.ring import Ring
-from disttrain.flight_recorder.ring_reader import decode_ring
+from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
 
 if TYPE_CHECKING:
-    import torch
-
     from disttrain.errors import DisttrainError
+    from disttrain.flight_recorder.dump import Dump
     from disttrain.process_group import ProcessGroup, World
 
-MAX_ERROR_CHARS: Final = 500
+_MAX_ERROR_CHARS: Final = 500
 MAX_SITES: Final = 8192
 """How many call sites and stacks are known at a time; those beyond are learnt anew."""
 _NUM_UNDER_WAY: Final = 64
@@ -110,9 +102,14 @@ class FlightRecorder:
         return self._world
 
     @property
+    def job(self) -> str:
+        """The name that the ranks of this world have drawn together; files of theirs have it in their names."""
+        return str(self._header["job"])
+
+    @property
     def name(self) -> str:
         """How the files of this rank begin: `rank-00003.` and the job's name."""
-        return f"rank-{self.world.rank:05d}.{self._header['job']}"
+        return f"rank-{self.world.rank:05d}.{self.job}"
 
     def attach(self, world: World, folder: Path | None = None) -> None:
         """Record `world`'s operations from now on, in place of another recorder.
@@ -125,14 +122,18 @@ class FlightRecorder:
         if is_new:
             job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
             self._header = {
-                "version": VERSION,
+                "version": layout.DUMP_VERSION,
                 "rank": world.rank,
                 "world_size": world.world_size,
                 "job": job,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "started_s": time.time(),
-                "versions": VERSIONS,
+                "versions": {
+                    "disttrain": __version__,
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                },
                 "package": PACKAGE,
                 "libraries": LIBRARIES,
                 "epoch_ns": time.time_ns() - _now_ns(),
@@ -228,36 +229,21 @@ class FlightRecorder:
                 with self._lock:
                     if self._ring.is_full:
                         self._forget()
-                    self._ring.describe("error", number, str(error)[:MAX_ERROR_CHARS])
+                    self._ring.describe("error", number, str(error)[:_MAX_ERROR_CHARS])
                 words[word + layout.SEQUENCE_WORD] |= layout.FAILED_BIT
             words[word + _ENDED_WORD] = _now_ns()
 
+    def content(self) -> bytes:
+        """The ring at this moment."""
+        with self._lock:
+            return self._ring.content()
+
     def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
         """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
-        assert self.world is not None
-        with self._lock:
-            content = self._ring.content()
-        dump, _ = decode_ring(content)
-        return replace(
-            dump,
-            groups=self._progress(dump),
-            dumped_s=time.time(),
-            reason=reason,
-            failure=None if error is None else failure_of(error, MAX_ERROR_CHARS),
-            threads=thread_stacks(),
-            device_is_busy=device_is_busy,
-        )
+        # Here: what reads rings takes longer to load than all of a world's start.
+        from disttrain.flight_recorder.snapshot import take_snapshot
 
-    def _progress(self, dump: Dump) -> tuple[GroupProgress, ...]:
-        """Of all groups of the world, those too that have had no call yet or wait for their first to connect."""
-        on_record = {group.group_name: group for group in dump.groups}
-        for group in self.world.groups:
-            progress = on_record.get(group.group_name) or GroupProgress(
-                group.group_name, group.ranks, 0, group.axis_name
-            )
-            connecting = group.come_to[1] if group.is_connecting else ""
-            on_record[group.group_name] = replace(progress, connecting=connecting)
-        return tuple(on_record.values())
+        return take_snapshot(self.world, self.content(), reason, error, device_is_busy=device_is_busy)
 
     def dump(
         self,
@@ -274,6 +260,8 @@ class FlightRecorder:
                  device_is_busy  whether its GPU has not come to the end of what is queued, if somebody has looked.
         Returns: the file. Raises: OSError when it cannot be written, FlightDumpError before `attach`.
         """
+        from disttrain.flight_recorder.dump import dump_name, write_dump  # as above
+
         dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
         file = Path(path)
         if file.is_dir():
