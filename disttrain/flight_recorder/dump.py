@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgpack
 
+from disttrain.flight_recorder.dump_words import DUMP_VERSION
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
@@ -23,7 +24,6 @@ from disttrain.flight_recorder.record import (
     Stack,
     ThreadStack,
 )
-from disttrain.flight_recorder.ring_layout import DUMP_VERSION
 
 MAGIC: Final = b"disttrain flight recorder\n"
 VERSION: Final = DUMP_VERSION

@@ -26,6 +26,7 @@ import torch
 from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.dump_words import DUMP_VERSION
 from disttrain.flight_recorder.ring import Ring
 from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
 
@@ -122,7 +123,7 @@ class FlightRecorder:
         if is_new:
             job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
             self._header = {
-                "version": layout.DUMP_VERSION,
+                "version": DUMP_VERSION,
                 "rank": world.rank,
                 "world_size": world.world_size,
                 "job": job,

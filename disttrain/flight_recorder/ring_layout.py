@@ -19,8 +19,6 @@ from typing import Final
 
 MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
 VERSION: Final = 1
-DUMP_VERSION: Final = 3
-"""Of the dump that a ring's header makes (`dump.py`)."""
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
 

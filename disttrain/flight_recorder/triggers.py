@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Final
 
 from disttrain.errors import DisttrainError
+from disttrain.flight_recorder.dump_words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
 from disttrain.flight_recorder.folders import private_folder
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring import remove_stale
@@ -131,7 +132,7 @@ class Triggers:
         if not is_done:
             # `finally: destroy_process_group()` comes before the hook.
             error = sys.exc_info()[1]
-            self._dump("exit" if error is None else "exception", error)
+            self._dump(EXIT if error is None else EXCEPTION, error)
 
     def _dump_on_signal(self) -> None:
         while os.read(self._reading, 1 << 16):
@@ -140,7 +141,7 @@ class Triggers:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if os.getpid() == self._pid and not self._is_done:
-            self._is_done = self._dump("uncaught exception", error)
+            self._is_done = self._dump(UNCAUGHT_EXCEPTION, error)
             if self._is_done:
                 self._recorder.close()  # The dump says all that the ring does.
             else:

@@ -10,6 +10,10 @@ from pathlib import Path
 from disttrain import settings
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import analyze
+from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
+from disttrain.flight_recorder.dump_reader import reason_of
+from disttrain.flight_recorder.dump_words import END_REASONS
+from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
 from disttrain.flight_recorder.verdict import Kind
@@ -20,12 +24,17 @@ DUMP_S = 1.0
 """How long workers may take to dump."""
 
 
-def dump_folder(environ: Mapping[str, str], spec: JobSpec) -> Path | None:
-    """What DISTTRAIN_FLIGHT_DIR says, else a folder among the logs; None where no logs are kept."""
-    asked = settings.FLIGHT_DIR.read(environ)
-    if asked is not None or spec.logs.directory is None:
-        return asked
-    return spec.logs.directory / "flight"
+def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path) -> dict[str, str]:
+    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`."""
+    folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / "flight"
+    return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
+
+
+def dump_folder(environ: Mapping[str, str]) -> Path:
+    """What `with_dump_folder` has set."""
+    folder = settings.FLIGHT_DIR.read(environ)
+    assert folder is not None, "launch sets it"
+    return folder
 
 
 def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
@@ -45,15 +54,41 @@ def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
     return DUMP_S if is_asked else 0.0
 
 
-def verdict_text(folder: Path | None, outcome: Outcome, started_s: float) -> str:
-    """What the dumps of a job that failed say about why; empty when there are none since `started_s`."""
-    if folder is None or not isinstance(outcome, Failed) or not folder.is_dir():
+def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+    """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
+
+    Dumps in the launcher's `own_folder` go with it; but where they tell something, or were asked for, they are kept.
+    """
+    if not folder.is_dir():
         return ""
+    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
+    if not found and any(_was_asked_for(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = "there are dumps that were asked for."
+    if not found:
+        return ""
+    if folder.parent == own_folder:
+        folder = folder.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
+    return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+
+
+def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
     try:
         analysis = analyze(folder)
     except FlightDumpError:
         return ""
-    verdict = analysis.verdicts[0]
-    if not any(dump.started_s >= started_s for dump in analysis.dumps) or verdict.kind is Kind.NOTHING_WRONG:
+    verdict, dumps = analysis.verdicts[0], analysis.dumps
+    if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
         return ""
-    return f"{OPERATION}: flight recorder: {verdict.summary}\n    more: disttrain-flight {folder}\n"
+    if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
+        # Whoever lies elsewhere would be blamed for having left nothing.
+        ranks = ranks_text(dump.rank for dump in dumps)
+        return f"of {ranks} only; put the dumps of all nodes into one folder."
+    return verdict.summary
+
+
+def _was_asked_for(dump: Path) -> bool:
+    """True for what a rank has not written just because it ended."""
+    try:
+        return reason_of(dump) not in END_REASONS
+    except FlightDumpError:
+        return False
