@@ -43,7 +43,7 @@ _JOB_KEY: Final = "flight_recorder/job"
 
 _getframe: Final = sys._getframe
 _now_ns: Final = time.monotonic_ns
-_pack_into: Final = layout.SLOT.pack_into
+_pack_into: Final = layout.BEGUN_SLOT.pack_into
 _SLOT_BYTES: Final = layout.SLOT.size
 _SLOT_WORDS: Final = layout.SLOT_WORDS
 _ENDED_WORD: Final = layout.ENDED_WORD
@@ -180,10 +180,10 @@ class FlightRecorder:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
-    ) -> int:
-        """Record a call that is about to be handed to its transport. Returns: its number."""
+    ) -> tuple[int, int, int]:
+        """Record a call that is about to be handed to its transport. Returns: its number, and where its slot is."""
         stack: list[Any] = []
-        place = 0
+        called_at = 0
         if self._num_frames:
             try:
                 frame: Any = _getframe(_DEPTH)
@@ -191,7 +191,7 @@ class FlightRecorder:
                 frame = _getframe(1)
             code = frame.f_code
             # The instruction's address: whoever holds the stack keeps the code there.
-            place = id(code) + frame.f_lasti
+            called_at = id(code) + frame.f_lasti
             file = code.co_filename
             for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
                 stack += (frame.f_code, frame.f_lasti)
@@ -201,30 +201,37 @@ class FlightRecorder:
         if len(inputs) == 1 and len(outputs) == 1:
             tensor, output = inputs[0], outputs[0]
             brought = None if output is tensor else output.shape
-            key: Any = (operation, group.group_name, peer_rank, place, tensor.shape, tensor.dtype, brought)
+            key: Any = operation, group.group_name, peer_rank, called_at, tensor.shape, tensor.dtype, brought
         else:
             shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
-            key = (operation, group.group_name, peer_rank, place, *shapes, tuple([t.dtype for t in inputs or outputs]))
-        for site in self._sites.get(key, ()):
-            if site[0] == stack:
+            key = (
+                operation,
+                group.group_name,
+                peer_rank,
+                called_at,
+                *shapes,
+                tuple([t.dtype for t in inputs or outputs]),
+            )
+        for known, site, counter, messages in self._sites.get(key, ()):
+            if known == stack:
                 break
         else:
-            site = self._new_site(key, group, inputs, outputs, stack)
-        _, site_number, counter, messages = site
+            _, site, counter, messages = self._new_site(key, group, inputs, outputs, stack)
         if not sequence and messages is not None:
             sequence = next(messages)
-        world, label = group.world, self._label
-        if world.action is not label[0] or world.module is not label[1]:
+        world = group.world
+        action, module, label = self._label
+        if world.action is not action or world.module is not module:
             label = self._new_label(world.action, world.module)
-        number, slot = next(self._slots)
+        record = number, slot, _ = self._next_place()
         self._words[counter] = sequence
-        _pack_into(self._memory, slot, number, site_number, label[2], sequence, 0, _now_ns(), 0, number)
-        return number
+        _pack_into(self._memory, slot, number, site, label, sequence, _now_ns(), number)
+        return record
 
-    def end(self, number: int, error: DisttrainError | None) -> None:
-        """Record that the host has waited for call `number`."""
+    def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
+        """Record that the host has waited for the call of `record`, unless another has got its slot."""
         words = self._words
-        word = self._first_word + _SLOT_WORDS * (number % self._num_records)
+        number, _, word = record
         if words[word] == number:
             if error is not None:
                 with self._lock:
@@ -273,10 +280,11 @@ class FlightRecorder:
     def _use(self, ring: Ring) -> None:
         self._ring = ring
         self._memory, self._words = ring.memory, ring.words
-        self._slots_at, self._first_word = ring.slots_at, ring.first_word
-        # One `next` for a number and its slot: threads may come here together.
-        places = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
-        self._slots = zip(itertools.count(), itertools.cycle(places))
+        self._slots_at = ring.slots_at
+        slots = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
+        words = range(ring.first_word, ring.first_word + _SLOT_WORDS * ring.num_slots, _SLOT_WORDS)
+        # One call for a number and its place: threads may come here together.
+        self._next_place = zip(itertools.count(), itertools.cycle(slots), itertools.cycle(words)).__next__
 
     def _frames_of_file(self, file: str) -> range:
         """As many frames as to keep for calls from `file`; looked up once for each."""
@@ -284,7 +292,7 @@ class FlightRecorder:
         self._frames_to_keep[file] = frames
         return frames
 
-    def _new_label(self, action: str, module: str) -> tuple[str, str, int]:
+    def _new_label(self, action: str, module: str) -> int:
         with self._lock:
             entry = self._labels.get((action, module))
             if entry is None:
@@ -292,8 +300,9 @@ class FlightRecorder:
                 entry = self._labels[action, module] = self._describe("label", number, action, module)
                 if len(self._labels) > MAX_SITES or self._ring.is_full:
                     self._forget()
-            self._label = (action, module, entry[1])
-            return self._label
+            number = entry[1]
+            self._label = (action, module, number)
+            return number
 
     def _new_site(
         self,
