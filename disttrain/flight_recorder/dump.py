@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgpack
 
-from disttrain.flight_recorder.dump_words import DUMP_VERSION
+from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
@@ -82,7 +82,7 @@ class Dump:
 
 def dump_name(dump: Dump) -> str:
     """The file's name in a folder that several worlds may share."""
-    return f"rank-{dump.rank:05d}.{dump.job}{SUFFIX}"
+    return f"{rank_name(dump.rank, dump.job)}{SUFFIX}"
 
 
 def write_dump(file: Path, dump: Dump) -> None:

@@ -12,3 +12,8 @@ EXCEPTION: Final = "exception"
 UNCAUGHT_EXCEPTION: Final = "uncaught exception"
 END_REASONS: Final = (EXIT, EXCEPTION, UNCAUGHT_EXCEPTION)
 """Why a dump is made when a process, or its world, ends."""
+
+
+def rank_name(rank: int, job: str) -> str:
+    """How the files of a rank begin."""
+    return f"rank-{rank:05d}.{job}"

@@ -26,7 +26,7 @@ import torch
 from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
-from disttrain.flight_recorder.dump_words import DUMP_VERSION
+from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
 from disttrain.flight_recorder.ring import Ring
 from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
 
@@ -110,7 +110,7 @@ class FlightRecorder:
     @property
     def name(self) -> str:
         """How the files of this rank begin: `rank-00003.` and the job's name."""
-        return f"rank-{self.world.rank:05d}.{self.job}"
+        return rank_name(self.world.rank, self.job)
 
     def attach(self, world: World, folder: Path | None = None) -> None:
         """Record `world`'s operations from now on, in place of another recorder.
@@ -118,9 +118,7 @@ class FlightRecorder:
         With `folder`, the ring is a file there, so that it is left when the process is killed. Every rank that attaches
         does so before its first operation. Raises OSError when the file cannot be made.
         """
-        is_new = self._world is not world
-        self._world = world
-        if is_new:
+        if self._world is not world:
             job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
             self._header = {
                 "version": DUMP_VERSION,
@@ -141,7 +139,8 @@ class FlightRecorder:
                 "main_thread": threading.main_thread().ident,
             }
             if folder is not None:
-                self._use(Ring(self._num_records, folder / f"{self.name}{layout.SUFFIX}"))
+                self._use(Ring(self._num_records, folder / f"{rank_name(world.rank, job)}{layout.SUFFIX}"))
+            self._world = world
             self.describe("ring", self._header)
         world.recorder = self
 
@@ -183,7 +182,7 @@ class FlightRecorder:
     ) -> tuple[int, int, int]:
         """Record a call that is about to be handed to its transport. Returns: its number, and where its slot is."""
         stack: list[Any] = []
-        called_at = 0
+        address = 0
         if self._num_frames:
             try:
                 frame: Any = _getframe(_DEPTH)
@@ -191,7 +190,7 @@ class FlightRecorder:
                 frame = _getframe(1)
             code = frame.f_code
             # The instruction's address: whoever holds the stack keeps the code there.
-            called_at = id(code) + frame.f_lasti
+            address = id(code) + frame.f_lasti
             file = code.co_filename
             for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
                 stack += (frame.f_code, frame.f_lasti)
@@ -201,22 +200,17 @@ class FlightRecorder:
         if len(inputs) == 1 and len(outputs) == 1:
             tensor, output = inputs[0], outputs[0]
             brought = None if output is tensor else output.shape
-            key: Any = operation, group.group_name, peer_rank, called_at, tensor.shape, tensor.dtype, brought
+            key: Any = operation, group.group_name, peer_rank, address, tensor.shape, tensor.dtype, brought
         else:
             shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
-            key = (
-                operation,
-                group.group_name,
-                peer_rank,
-                called_at,
-                *shapes,
-                tuple([t.dtype for t in inputs or outputs]),
-            )
-        for known, site, counter, messages in self._sites.get(key, ()):
-            if known == stack:
+            dtypes = tuple([tensor.dtype for tensor in inputs or outputs])
+            key = operation, group.group_name, peer_rank, address, *shapes, dtypes
+        for site in self._sites.get(key, ()):
+            if site[0] == stack:
                 break
         else:
-            _, site, counter, messages = self._new_site(key, group, inputs, outputs, stack)
+            site = self._new_site(key, group, inputs, outputs, stack)
+        _, site_number, counter, messages = site
         if not sequence and messages is not None:
             sequence = next(messages)
         world = group.world
@@ -225,7 +219,7 @@ class FlightRecorder:
             label = self._new_label(world.action, world.module)
         record = number, slot, _ = self._next_place()
         self._words[counter] = sequence
-        _pack_into(self._memory, slot, number, site, label, sequence, _now_ns(), number)
+        _pack_into(self._memory, slot, number, site_number, label, sequence, _now_ns(), number)
         return record
 
     def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
@@ -300,9 +294,9 @@ class FlightRecorder:
                 entry = self._labels[action, module] = self._describe("label", number, action, module)
                 if len(self._labels) > MAX_SITES or self._ring.is_full:
                     self._forget()
-            number = entry[1]
-            self._label = (action, module, number)
-            return number
+            label: int = entry[1]
+            self._label = (action, module, label)
+            return label
 
     def _new_site(
         self,

@@ -60,7 +60,7 @@ def enable(world: World | None = None) -> FlightRecorder:
         recorder.attach(world, folder)
         recorder.when_closed(Watchdog(recorder, folder, soft_limit_s, ends_job=ends_job).close)
     except OSError as problem:
-        _log.warning("the flight recorder keeps its records in memory only: %s", problem)
+        _log.warning("the flight recorder can write no files, and watches for no hangs: %s", problem)
         recorder.attach(world)
     if asked_folder is not None:
         triggers = Triggers(recorder, asked_folder)

@@ -67,6 +67,7 @@ def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, start
     if not found:
         return ""
     if folder.parent == own_folder:
+        folder.chmod(0o700)
         folder = folder.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
     return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
 
