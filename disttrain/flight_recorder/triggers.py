@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from disttrain.errors import DisttrainError
+from disttrain.errors import DisttrainError, StoreError
 from disttrain.flight_recorder.dump_words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
 from disttrain.flight_recorder.folders import private_folder
 from disttrain.flight_recorder.recorder import FlightRecorder
@@ -59,8 +59,8 @@ def enable(world: World | None = None) -> FlightRecorder:
         folder = asked_folder or _made_private_folder()
         recorder.attach(world, folder)
         recorder.when_closed(Watchdog(recorder, folder, soft_limit_s, ends_job=ends_job).close)
-    except OSError as problem:
-        _log.warning("the flight recorder can write no files, and watches for no hangs: %s", problem)
+    except (OSError, StoreError) as problem:
+        _log.warning("the flight recorder watches for no hangs, and may write no files: %s", problem)
         recorder.attach(world)
     if asked_folder is not None:
         triggers = Triggers(recorder, asked_folder)
@@ -123,16 +123,18 @@ class Triggers:
         """The world ends: dump what it was, and leave signal and hook to those who had them before."""
         if os.getpid() != self._pid:
             return  # A child that was forked off shares the hooks, but is no rank.
-        faulthandler.unregister(signal.SIGUSR2)
-        os.close(self._writing)
-        # Somebody may have put a hook of their own before ours, which then stays and only passes on.
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._previous_hook
         is_done, self._is_done = self._is_done, True
         if not is_done:
             # `finally: destroy_process_group()` comes before the hook.
             error = sys.exc_info()[1]
             self._dump(EXIT if error is None else EXCEPTION, error)
+        # Launchers signal whoever has a ring: without the handler that would end the process.
+        self._recorder.ring.close()
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(self._writing)
+        # Somebody may have put a hook of their own before ours, which then stays and only passes on.
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
 
     def _dump_on_signal(self) -> None:
         while os.read(self._reading, 1 << 16):

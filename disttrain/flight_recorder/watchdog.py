@@ -83,14 +83,14 @@ class Watchdog:
         self._is_closing = False
         self._pid = os.getpid()
         world = recorder.world
-        self._stacks_file = folder / f"{recorder.name}{STACKS_SUFFIX}"
-        self._stacks = _private_file(self._stacks_file)
         self._responder: Responder | None = None
         if world.world_size > 1:
             self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
             if world.rank == 0:
                 clock_store = self._responder.store
                 self._started(lambda: serve_clock(clock_store))
+        self._stacks_file = folder / f"{recorder.name}{STACKS_SUFFIX}"
+        self._stacks = _private_file(self._stacks_file)
         self._thread = self._started(self._watch)
 
     def close(self) -> None:

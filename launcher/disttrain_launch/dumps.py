@@ -57,16 +57,17 @@ def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
 def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
     """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
 
-    Dumps in the launcher's `own_folder` go with it; but where they tell something, or were asked for, they are kept.
+    Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
     """
     if not folder.is_dir():
         return ""
     found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
-    if not found and any(_was_asked_for(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
-        found = "there are dumps that were asked for."
+    is_own = folder.parent == own_folder
+    if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = "there are dumps from while the job ran."
     if not found:
         return ""
-    if folder.parent == own_folder:
+    if is_own:
         folder.chmod(0o700)
         folder = folder.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
     return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
@@ -87,7 +88,7 @@ def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
     return verdict.summary
 
 
-def _was_asked_for(dump: Path) -> bool:
+def _is_of_the_run(dump: Path) -> bool:
     """True for what a rank has not written just because it ended."""
     try:
         return reason_of(dump) not in END_REASONS

@@ -109,7 +109,9 @@ def test_dumps_that_were_asked_for_are_kept(launches: Launches) -> None:
     ended = launches.end(process)
     assert ended.exit_code == 128 + signal.SIGTERM
     (folder,) = _kept(launches)
-    assert f"flight recorder: there are dumps that were asked for.\n    more: disttrain-flight {folder}" in ended.stderr
+    assert (
+        f"flight recorder: there are dumps from while the job ran.\n    more: disttrain-flight {folder}" in ended.stderr
+    )
     assert [dump.reason for dump in analyze(folder).dumps] == ["SIGUSR2", "SIGUSR2"]
     shutil.rmtree(folder)
 
