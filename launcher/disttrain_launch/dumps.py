@@ -20,13 +20,14 @@ from disttrain.flight_recorder.verdict import Kind
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.outcome import Failed, Outcome
 
+_FOLDER = "flight"
 DUMP_S = 1.0
 """How long workers may take to dump."""
 
 
 def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path) -> dict[str, str]:
     """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`."""
-    folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / "flight"
+    folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / _FOLDER
     return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
 
 
@@ -62,15 +63,21 @@ def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, start
     if not folder.is_dir():
         return ""
     found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
-    is_own = folder.parent == own_folder
+    is_own = own_folder in folder.parents
     if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
         found = "there are dumps from while the job ran."
     if not found:
         return ""
     if is_own:
-        folder.chmod(0o700)
-        folder = folder.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
+        folder = _kept(own_folder) / folder.relative_to(own_folder / _FOLDER)
     return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+
+
+def _kept(own_folder: Path) -> Path:
+    """Move the dumps out of `own_folder`, to a place that others cannot read either. Returns: where they are."""
+    dumps = own_folder / _FOLDER
+    dumps.chmod(0o700)
+    return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
 
 
 def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
