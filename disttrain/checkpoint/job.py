@@ -12,8 +12,8 @@ from disttrain.checkpoint.image import Image
 ARENA, SAVE, FAIL, END = "arena", "save", "fail", "end"
 """What a training process says: here is memory; save what is there; the save of this number cannot be; that was all."""
 
-BYTES, COMMITTED, DROPPED, FAILED = "bytes", "committed", "dropped", "failed"
-"""What a writer says: how far it is; how a save has ended."""
+BYTES, KEPT, COMMITTED, DROPPED, FAILED = "bytes", "kept", "committed", "dropped", "failed"
+"""What a writer says: how far it is; what of its copies in memory; how a save has ended."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,19 @@ class ReadableFile(Protocol):
         ...
 
 
-class Storage(Protocol):
+class Readable(Protocol):
+    """What a load needs. Errors are OSError."""
+
+    def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
+        """Open a file for reading."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What is in a folder, sorted; nothing where there is no folder."""
+        ...
+
+
+class Storage(Readable, Protocol):
     """Folders and files. Errors are OSError."""
 
     def make_folder(self, path: Path) -> None:
@@ -40,14 +52,6 @@ class Storage(Protocol):
 
     def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
         """Write a new file of these parts; its content is durable on return. Parts stay as they are until then."""
-        ...
-
-    def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
-        """Open a file for reading."""
-        ...
-
-    def names(self, path: Path) -> list[str]:
-        """What is in a folder, sorted; nothing where there is no folder."""
         ...
 
     def sync_folder(self, path: Path) -> None:
