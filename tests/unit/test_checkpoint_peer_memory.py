@@ -83,7 +83,7 @@ def test_a_stranger_gets_and_leaves_nothing(memory: NodeMemory, server: FileServ
     stranger = Address(server.address.host, server.address.port, "another secret of someone")
     with pytest.raises(ConnectionError), remote_file(stranger, A, "x"):
         pass
-    with pytest.raises(OSError, match="connection|reset|pipe"):
+    with pytest.raises(OSError, match=r"connection|reset|pipe"):
         put_file(stranger, A, "y", memoryview(b"abc"))
     assert memory.holdings()[0].has == {"x": 3}
 
@@ -126,5 +126,5 @@ def test_a_file_that_breaks_off_is_not_there(memory: NodeMemory) -> None:
 
 
 def test_there_must_be_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="DISTTRAIN_MEMORY_DIR is not set. Start the job by disttrain-launch"):
+    with pytest.raises(CheckpointError, match=r"DISTTRAIN_MEMORY_DIR is not set\. Start the job by disttrain-launch"):
         Checkpointer(tmp_path, peer_memory=PeerMemory())
