@@ -18,6 +18,7 @@ import xxhash
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.peer_memory import NodeMemory
@@ -131,10 +132,10 @@ class AsyncSaver:
         path: Path,
         optimizers: Iterable[Optimizer] = (),
         *,
-        is_step: bool = False,
+        claim: Claim | None = None,
         keep: int | None = None,
     ) -> PendingSave:
-        """See `async_save`; `is_step`, `keep`: of a Checkpointer's saves."""
+        """See `async_save`; `claim`, `keep`: of a Checkpointer, of whose saves it is one."""
         council = Council("async_save")
         if self._session is not None and self._world is not council.world:
             self.close()
@@ -151,7 +152,7 @@ class AsyncSaver:
         if turn.drops is not None:
             self._drop(turn.drops)
         if turn.plans:
-            self._make_plan(council, described)
+            self._make_plan(council, described, claim)
         session, plan = self._session, self._plan
         assert session is not None
         assert plan is not None
@@ -160,7 +161,7 @@ class AsyncSaver:
         try:
             if described.digest != plan.own:
                 raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
-            target = Target(pending.path, session.save_id(pending.number), is_step)
+            target = Target(pending.path, session.save_id(pending.number), None if claim is None else claim.name)
             self._stage(session, plan, pending, slot, target, keep, described.tree, list(optimizers))
         except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
             self._finisher.submit(session.refuse, pending.number, as_ours(error))
@@ -239,7 +240,7 @@ class AsyncSaver:
             dropped.staged.result()  # its memory is taken next
             dropped.drop()
 
-    def _make_plan(self, council: Council, described: _Described) -> None:
+    def _make_plan(self, council: Council, described: _Described, claim: Claim | None) -> None:
         """Plan together with all ranks. Raises CheckpointError, on all of them."""
 
         def work() -> bytes:
@@ -253,6 +254,8 @@ class AsyncSaver:
             return described.digest
 
         def decide(digests: list[bytes]) -> list[Any]:
+            if claim is not None:
+                claim.ensure()
             return [uuid4().hex, len(set(digests)) == 1, xxhash.xxh3_128_digest(b"".join(digests))]
 
         token, are_alike, digest = council.agree(work, decide)

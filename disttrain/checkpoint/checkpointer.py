@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
+from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import remove_old
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.folders import steps
@@ -58,6 +59,7 @@ class Checkpointer:
         self.every = every
         self.when_busy = when_busy
         self._memory = None if peer_memory is None else peer_memory.of(self.directory)
+        self._claim = Claim(self._storage, self.directory)
         self._saver: AsyncSaver | None = None
         self.report = LoadReport()
 
@@ -86,7 +88,9 @@ class Checkpointer:
         if self._saver is None:
             self._saver = AsyncSaver(self._storage, self.when_busy, self._memory)
         listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        return self._saver.save(state, self._folder(step), listed, is_step=True, keep=self.keep)
+        pending = self._saver.save(state, self._folder(step), listed, claim=self._claim, keep=self.keep)
+        self._claim.outlive()
+        return pending
 
     @property
     def writer_pid(self) -> int | None:
@@ -96,8 +100,11 @@ class Checkpointer:
     def close(self) -> None:
         """Finish all saves. Raises CheckpointError for one that has failed and was not told yet. Idempotent."""
         saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close()
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            self._claim.close()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state as that of `step`, then remove the oldest saves. See `save` for what a state is.
@@ -111,7 +118,7 @@ class Checkpointer:
             self._save_and_wait(step, state)
             return
         council = Council("Checkpointer.save")
-        save_folder(council, state, self._folder(step), self._storage, is_step=True)
+        save_folder(council, state, self._folder(step), self._storage, self._claim)
         council.agree(lambda: None, lambda _: remove_old(self._storage, self.directory, step, self.keep))
 
     def latest(self) -> int | None:

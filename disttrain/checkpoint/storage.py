@@ -70,6 +70,10 @@ class Storage(Readable, Protocol):
         """Mark that a living process is writing to `path`, for as long as the block runs."""
         ...
 
+    def is_held(self, path: Path) -> bool | None:
+        """Whether a living process holds `path`; None where nobody can know."""
+        ...
+
     def remove_unless_held(self, path: Path) -> bool:
         """Remove a folder that no living process holds. Returns whether it is gone."""
         ...
@@ -152,7 +156,7 @@ class LocalStorage:
     def hold(self, path: Path) -> Iterator[None]:
         # The kernel lets go of the lock when its process dies, however it dies.
         _make_parents(path)
-        lock = _lock_path(path)
+        lock, pid = _lock_path(path), os.getpid()
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -161,7 +165,24 @@ class LocalStorage:
                 pass
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            if os.getpid() == pid:  # a fork that ends holds nothing
+                lock.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def is_held(self, path: Path) -> bool | None:
+        try:
+            descriptor = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return None
+        else:
+            return False
+        finally:
             os.close(descriptor)
 
     def remove_unless_held(self, path: Path) -> bool:
