@@ -170,9 +170,10 @@ class AsyncSaver:
         return pending
 
     def finish(self) -> None:
-        """Wait for all saves that are under way."""
+        """Wait for all saves that are under way; the next one is planned anew."""
         for pending in self._under_way:
             pending.wait()
+        self._plan = None
 
     def close(self) -> None:
         """Finish all saves and let go of the writer. Raises CheckpointError for the first one that has failed and was

@@ -168,7 +168,8 @@ class Checkpointer:
 
     def _save_and_wait(self, step: int, state: dict[str, Any]) -> None:
         if self._saver is not None:
-            self._saver.finish()  # it must not be taken for one too many
+            # This one must not be taken for one too many; and since all wait, all may plan.
+            self._saver.finish()
         try:
             self.async_save(step, state).result()
         except CheckpointError:

@@ -25,7 +25,7 @@ import xxhash
 
 from disttrain.checkpoint.folders import CLAIM
 from disttrain.checkpoint.manifest import read_small
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
 from disttrain.errors import CheckpointError
 
 _OWNER = "owner.json"
@@ -108,9 +108,9 @@ def check_claim(storage: Storage, directory: Path, name: str) -> None:
 
 
 def _claims(storage: Storage, directory: Path) -> list[tuple[str, str, str]]:
-    """Name, number and process of each, in order."""
-    found = [CLAIM.fullmatch(name) for name in storage.names(directory)]
-    return sorted((match[0], match[1], _process_of(match[0])) for match in found if match is not None)
+    """Name, number and process of each, in order. One that is being made, or died then, has a lock only."""
+    found = [CLAIM.fullmatch(name.removesuffix(HOLD_SUFFIX)) for name in storage.names(directory)]
+    return sorted({(match[0], match[1], _process_of(match[0])) for match in found if match is not None})
 
 
 def _process_of(name: str) -> str:

@@ -36,6 +36,9 @@ _STALL_S = 30.0
 _PROOF_S = 10.0
 """How long a stranger may take to prove itself."""
 
+_MAX_UNPROVED = 1024
+"""How many strangers may be about to."""
+
 _PROOF_BYTES = 32
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 64 << 10
@@ -63,6 +66,7 @@ class FileServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = Address(host, self._listener.getsockname()[1], new_token())
+        self._unproved = threading.Semaphore(_MAX_UNPROVED)
         threading.Thread(target=self._accept, name="disttrain-memory", daemon=True).start()
 
     def close(self) -> None:
@@ -79,7 +83,10 @@ class FileServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            if self._unproved.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with closing(connection):
@@ -96,10 +103,13 @@ class FileServer:
                 return
 
     def _is_proved(self, connection: socket.socket) -> bool:
-        connection.settimeout(_PROOF_S)
-        nonce = new_nonce()
-        connection.sendall(nonce)
-        answer = _receive(connection, NONCE_BYTES + _PROOF_BYTES)
+        try:
+            connection.settimeout(_PROOF_S)
+            nonce = new_nonce()
+            connection.sendall(nonce)
+            answer = _receive(connection, NONCE_BYTES + _PROOF_BYTES)
+        finally:
+            self._unproved.release()
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not same(proof, client_proof(self.address.secret, nonce, theirs)):
             return False
@@ -109,7 +119,7 @@ class FileServer:
 
     def _take(self, connection: socket.socket, save: str, file: str, num_bytes: int) -> None:
         try:
-            self._memory.write(save, file, _arriving(connection, num_bytes), num_bytes)
+            self._memory.write(save, file, _arriving(connection, num_bytes))
         except OSError as error:
             # What is still under way would be taken for a request: the connection ends after this.
             _send_frame(connection, [f"{type(error).__name__}: {error}"])

@@ -65,7 +65,7 @@ class Copies:
         save = _name(target)
         with ThreadPoolExecutor(1) as sender:
             sent = sender.submit(_attempt, lambda: self._send(save, file, data))
-            problem = _attempt(lambda: self._memory.write(save, file, [data], len(data)))
+            problem = _attempt(lambda: self._memory.write(save, file, [data]))
             beside()
             not_sent = sent.result()
         has_one = not problem or (self._keeper is not None and not not_sent)

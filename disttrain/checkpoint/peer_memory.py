@@ -83,15 +83,13 @@ class NodeMemory:
             if name not in {newest, save}:
                 shutil.rmtree(self.root / name, ignore_errors=True)
 
-    def write(self, save: str, file: str, parts: Iterable[memoryview], num_bytes: int) -> None:
-        """Write a file of `num_bytes`, for which there is room before the first part is asked for."""
+    def write(self, save: str, file: str, parts: Iterable[memoryview]) -> None:
+        """Write a file."""
         target = self.path_of(save, file)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         under_way = target.with_name(target.name + _UNDER_WAY)
         descriptor = os.open(under_way, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            if num_bytes:
-                os.posix_fallocate(descriptor, 0, num_bytes)
             for part in parts:
                 done = 0
                 while done < len(part):

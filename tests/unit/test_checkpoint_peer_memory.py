@@ -31,7 +31,7 @@ def server(memory: NodeMemory) -> Iterator[FileServer]:
 
 
 def put(memory: NodeMemory, save: str, data: bytes = b"abc") -> None:
-    memory.write(save, "x", [memoryview(data)], len(data))
+    memory.write(save, "x", [memoryview(data)])
 
 
 def test_the_newest_whole_save_stays_until_another_is_whole(memory: NodeMemory) -> None:
@@ -120,7 +120,7 @@ def test_a_file_that_breaks_off_is_not_there(memory: NodeMemory) -> None:
         raise ConnectionResetError("gone")
 
     with pytest.raises(ConnectionResetError):
-        memory.write(A, "x", broken(), 1000)
+        memory.write(A, "x", broken())
     assert [dict(holding.has) for holding in memory.holdings()] == [{}]
     assert os.listdir(memory.root / A) == []
 
