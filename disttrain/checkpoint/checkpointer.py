@@ -32,7 +32,8 @@ class Checkpointer:
     Args: directory  made by the first save;  keep  how many saves stay, the newest ones; None: all of them;
           every  how often `is_due` says so;  when_busy  what `async_save` does while two saves are under way;
           peer_memory  keep the newest saves in the memory of nodes, too: `load` after a restart takes them from there.
-    Close it after the last `async_save`, or use it as a context manager.
+    Close it after the last `async_save`, or use it as a context manager. One job at a time may save to a directory: see
+    `claims.py`. `report` is that of the last load.
     All methods but `is_due` are collective: every rank of the default world, or one process without a world.
     """
 
@@ -109,8 +110,8 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state as that of `step`, then remove the oldest saves. See `save` for what a state is.
 
-        Raises CheckpointError, on every rank: when it could not be saved, or when there is a save of `step`, with all
-        saves as they were; when an old save could not be removed, with `step` saved.
+        Raises CheckpointError, on every rank: when it could not be saved, when there is a save of `step`, or another job
+        has the directory, with all saves as they were; when an old save could not be removed, with `step` saved.
         """
         self._check_step("Checkpointer.save", step)
         if self._memory is not None:

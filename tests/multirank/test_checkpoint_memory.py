@@ -61,7 +61,7 @@ def load_newest(root: str, ranks_per_node: int = 1) -> list[Any]:
     assert (state["step"], state["own"].value) == (step, step)
     assert latest is not None
     assert latest >= step
-    return [step, [str(warning.message) for warning in said]]
+    return [step, [str(warning.message) for warning in said if warning.category is RuntimeWarning]]
 
 
 def files_named(root: Path, name: str, step: int) -> list[Path]:
@@ -216,3 +216,26 @@ def test_killed_processes_load_what_the_disk_does_not_have(tmp_path: Path) -> No
         assert pool.run(3, load_newest, {"root": str(tmp_path)}) == [[3, []]] * 3
     finally:
         pool.close()
+
+
+def fail_then_save(root: str) -> list[Any]:
+    """A save of a step that is there, and what is with the next one; the state changes on one rank in between."""
+    checkpointer = checkpointer_of(root)
+    checkpointer.save(1, state_of(1))
+    sentences = []
+    try:
+        checkpointer.save(1, state_of(1))
+    except CheckpointError as error:
+        sentences.append(error.problem)
+    checkpointer.save(2, state_of(2))
+    checkpointer.save(3, {**state_of(3), **({"more": torch.ones(3)} if get_rank() else {})})
+    checkpointer.close()
+    return [sentences, checkpointer.latest()]
+
+
+def test_a_save_that_waits_fails_once_and_plans_each_time(rank_pool: RankPool, tmp_path: Path) -> None:
+    found = rank_pool.run(2, fail_then_save, {"root": str(tmp_path)})
+    assert found[0] == found[1]
+    assert found[0][1] == 3
+    (sentence,) = found[0][0]
+    assert "step-00000001 is there already" in sentence

@@ -131,3 +131,15 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
     checkpointer.save(1, {"x": 1})
     with pytest.raises(CheckpointError, match=r"has no save of step 2\. It has steps \[1\]"):
         checkpointer.load({"x": 0}, 2)
+
+
+def test_a_load_takes_what_the_function_takes(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"old": torch.arange(3), "more": 1})
+    state = {"new": torch.zeros(3), "left": 7}
+    with pytest.raises(CheckpointError, match="more"):
+        checkpointer.load(state)
+    step = checkpointer.load(state, allow=["missing", "unexpected"], rename={"old": "new"}, convert="n*")
+    assert (step, state["new"].tolist(), state["left"]) == (1, [0.0, 1.0, 2.0], 7)
+    report = checkpointer.report
+    assert (report.missing, report.unexpected, report.converted) == (("left",), ("more",), ("new",))
