@@ -110,8 +110,9 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state as that of `step`, then remove the oldest saves. See `save` for what a state is.
 
-        Raises CheckpointError, on every rank: when it could not be saved, when there is a save of `step`, or when another
-        job has the directory, with all saves as they were; when an old save could not be removed, with `step` saved.
+        Raises CheckpointError, on every rank: when it could not be saved, when there is a save of `step`, or when
+        another job has the directory, with all saves as they were; when an old save could not be removed, with `step`
+        saved.
         """
         self._check_step("Checkpointer.save", step)
         if self._memory is not None:
