@@ -17,7 +17,7 @@ from disttrain.errors import LaunchError, StoreAddressError
 from disttrain.store import ServerProcess, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, free_port, is_loopback
 from disttrain_launch.agent import Agent
-from disttrain_launch.dumps import DUMP_S, dump_folder, verdict_text
+from disttrain_launch.dumps import DUMP_S, dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
@@ -27,6 +27,8 @@ from disttrain_launch.rendezvous_state import Node, Place, Round
 from disttrain_launch.report import ending
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.warden import Warden
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
 _LEAVE_S = 3.0
 """How long nodes wait for each other at the end, beyond the time that workers are given to stop."""
@@ -44,12 +46,19 @@ def run(spec: JobSpec) -> int:
     # A launcher inside a worker keeps the outer agent's name, so that the outer one finds its workers too.
     name = f"{outer}/{secrets.token_hex(8)}" if outer else secrets.token_hex(8)
     with ExitStack() as cleanup:
-        # The warden knows the folder before it is made, so that no moment is left in which it could stay behind.
+        # The warden knows the folders before they are made, so that no moment is left in which one could stay behind.
         folder = Path(_temporary_directory(), f"disttrain-{secrets.token_hex(8)}")
-        warden = Warden(name, folder, spec.stop_grace_s)
+        # For what shall outlive workers in memory, such as copies of saves.
+        memory = _SHARED_MEMORY / folder.name
+        folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
+        warden = Warden(name, folders, spec.stop_grace_s)
         cleanup.callback(warden.close)
-        folder.mkdir(mode=0o700)
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        for made in folders:
+            made.mkdir(mode=0o700)
+            cleanup.callback(shutil.rmtree, made, ignore_errors=True)
+        environ = with_dump_folder(environ, spec, folder)
+        if memory in folders:
+            environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
         try:
             try:
@@ -60,7 +69,8 @@ def run(spec: JobSpec) -> int:
                 signals.interrupts = True
                 if link is not None:
                     outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
-                agent.output.say(ending(outcome, spec) + verdict_text(dump_folder(environ, spec), outcome, started_s))
+                why = story(dump_folder(environ), folder, outcome, spec, started_s)
+                agent.output.say(ending(outcome, spec) + why)
                 agent.output.flush()
                 return outcome.exit_code
             finally:
