@@ -34,7 +34,7 @@ NUM_THREADS = 4
 class Reader:
     """Reads from one save; CheckpointCorruptError, naming file, tensor and offset, for bytes that were not saved."""
 
-    can_spread = True
+    can_share = True
     """Whether the manifest alone says where bytes are, so that ranks can read for each other."""
 
     def __init__(self, storage: Storage, folder: Path, manifest: Manifest) -> None:

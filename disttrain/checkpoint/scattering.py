@@ -27,7 +27,7 @@ def scatter(fetch: Fetch, data: memoryview, targets: Targets) -> None:
 
 def _scatter_piece(piece: Piece, data: torch.Tensor, targets: Targets) -> None:
     chunk, dtype = piece.chunk, dtype_named(piece.reads[0].dtype)
-    if (data.data_ptr() | data.storage_offset()) % dtype.itemsize:  # some formats align nothing
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:  # some formats align nothing
         data = data.clone()
     elements = data.view(dtype)
     is_whole = elements.numel() == chunk.box.num_elements

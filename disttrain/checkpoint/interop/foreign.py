@@ -53,7 +53,7 @@ def manifest_of(
 class ForeignReader(Reader):
     """Reads chunks that have no checksums, from files of any size."""
 
-    can_spread = False
+    can_share = False
 
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadableFile]:
