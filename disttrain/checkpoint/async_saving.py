@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
@@ -134,6 +135,12 @@ class AsyncSaver:
         keep: int | None = None,
     ) -> PendingSave:
         """See `async_save`; `is_step`, `keep`: of a Checkpointer's saves."""
+        with uncollected():
+            return self._save(state, path, optimizers, is_step, keep)
+
+    def _save(
+        self, state: dict[str, Any], path: Path, optimizers: Iterable[Optimizer], is_step: bool, keep: int | None
+    ) -> PendingSave:
         council = Council("async_save")
         if self._session is not None and self._world is not council.world:
             self.close()

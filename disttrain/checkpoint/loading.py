@@ -11,6 +11,7 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.filling import Loaded, fill
 from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules, compare, judge, report_of, with_names
+from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import Manifest, read_manifest
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.storage import Storage, locate
@@ -121,10 +122,11 @@ def load_source(
         for listener in tree.listeners:
             listener()
 
-    report = council.agree(look, decide)
-    assert source is not None
-    # Names that only this rank gives would make a plan that only this rank has.
-    shares_reads = shares_reads and rules.rename is None
-    loaded = fill(council, source.reader, manifest, tree, set(misfits.mismatched), shares_reads=shares_reads)
+    with uncollected():
+        report = council.agree(look, decide)
+        assert source is not None
+        # Names that only this rank gives would make a plan that only this rank has.
+        shares_reads = shares_reads and rules.rename is None
+        loaded = fill(council, source.reader, manifest, tree, set(misfits.mismatched), shares_reads=shares_reads)
     council.agree(hand_over)
     return report_of(report)

@@ -15,6 +15,7 @@ from disttrain import __version__
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
+from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
@@ -58,7 +59,7 @@ def save_folder(council: Council, state: dict[str, Any], path: Path, storage: St
     """`save`, by ranks that have met already; `is_step`: as one of a Checkpointer's saves."""
     tree = Tree(council.operation)
     outline = Outline()
-    with ExitStack() as held:
+    with ExitStack() as held, uncollected():
 
         def describe() -> tuple[bytes, str]:
             nonlocal tree, outline
