@@ -20,6 +20,7 @@ class OpenFiles:
         self._uses_left = Counter(names)
         self._locks = {name: threading.Lock() for name in self._uses_left}
         self._files: dict[str, tuple[ReadableFile, ExitStack]] = {}
+        self._failed = ""
 
     def __enter__(self) -> Self:
         return self
@@ -27,8 +28,13 @@ class OpenFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, stack in self._files.values():
-            stack.close()
+        # The file that could not be used hears why, as in a `with` of its own; no other thread is at work any more.
+        with ExitStack() as others:
+            for name, (_, stack) in self._files.items():
+                if name != self._failed:
+                    others.push(stack)
+        if self._failed in self._files:
+            self._files[self._failed][1].__exit__(kind, error, trace)
 
     @contextmanager
     def use(self, name: str) -> Iterator[ReadableFile]:
@@ -37,7 +43,11 @@ class OpenFiles:
                 stack = ExitStack()
                 self._files[name] = stack.enter_context(self._open_file(name)), stack
             file, stack = self._files[name]
-        yield file
+        try:
+            yield file
+        except Exception:
+            self._failed = name
+            raise
         with self._locks[name]:
             self._uses_left[name] -= 1
             if not self._uses_left[name]:

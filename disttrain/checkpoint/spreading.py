@@ -45,8 +45,8 @@ def spread(reader: Reader, plan: Sequence[SharedFetch], targets: Targets, world:
         for shared in mine:
             exchange.take_part(shared)
         exchange.finish()
-    if exchange.errors:
-        raise exchange.errors[0]
+        if exchange.errors:
+            raise exchange.errors[0]
 
 
 class _Message:
