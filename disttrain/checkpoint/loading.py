@@ -14,7 +14,7 @@ from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules
 from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import Manifest, read_manifest
 from disttrain.checkpoint.reader import Reader
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.storage import Readable, Storage, locate
 from disttrain.checkpoint.tree import Tree, take_apart
 from disttrain.errors import CheckpointError
 from disttrain.process_group import ProcessGroup
@@ -71,12 +71,14 @@ def load(
     return load_source(council, state_dict, lambda: open_save(storage, folder), rules, shares_reads=shares_reads)
 
 
-def load_folder(council: Council, state: dict[str, Any], folder: Path, storage: Storage) -> LoadReport:
+def load_folder(
+    council: Council, state: dict[str, Any], folder: Path, storage: Storage, rules: Rules | None = None
+) -> LoadReport:
     """`load`, by ranks that have met already."""
-    return load_source(council, state, lambda: open_save(storage, folder), Rules())
+    return load_source(council, state, lambda: open_save(storage, folder), rules or Rules())
 
 
-def open_save(storage: Storage, folder: Path) -> Source:
+def open_save(storage: Readable, folder: Path) -> Source:
     """A save of our own format. Raises CheckpointError when there is none."""
     manifest = read_manifest(storage, folder)
     return Source(str(folder), manifest, Reader(storage, folder, manifest))

@@ -24,7 +24,7 @@ from disttrain.checkpoint.manifest import Chunk, Manifest, block_checksums
 from disttrain.checkpoint.open_files import OpenFiles
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.scattering import Targets, scatter
-from disttrain.checkpoint.storage import ReadableFile, Storage
+from disttrain.checkpoint.storage import Readable, ReadableFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group.packing import unpack
 
@@ -37,7 +37,7 @@ class Reader:
     can_share = True
     """Whether the manifest alone says where bytes are, so that ranks can read for each other."""
 
-    def __init__(self, storage: Storage, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, storage: Readable, folder: Path, manifest: Manifest) -> None:
         self.storage = storage
         self.folder = folder
         self._manifest = manifest
