@@ -42,9 +42,7 @@ def test_a_node_that_no_other_reaches_is_named() -> None:
         meeting = ("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
         argv = [part for part in command(1, *meeting, "-m", "disttrain.doctor", "--json") if part != "--standalone"]
         environ = {**environment(), **({"GLOO_SOCKET_IFNAME": "nosuch0"} if node == 2 else {})}
-        agents.append(
-            subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        )
+        agents.append(subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     outputs = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1, 1]
     found = report_of(outputs[0])
