@@ -20,12 +20,15 @@ DUMP_S = 1.0
 """How long workers may take to dump."""
 
 
-def dump_folder(environ: Mapping[str, str], spec: JobSpec) -> Path | None:
-    """What DISTTRAIN_FLIGHT_DIR says, else a folder among the logs; None where no logs are kept."""
-    asked = settings.FLIGHT_DIR.read(environ)
-    if asked is not None or spec.logs.directory is None:
-        return asked
-    return spec.logs.directory / "flight"
+def dump_folder(environ: Mapping[str, str], spec: JobSpec, round: int) -> Path | None:
+    """What DISTTRAIN_FLIGHT_DIR says, else a folder among the logs; None where no logs are kept.
+
+    A round after the first has a folder in it: dumps of several rounds would contradict each other.
+    """
+    folder = settings.FLIGHT_DIR.read(environ)
+    if folder is None and spec.logs.directory is not None:
+        folder = spec.logs.directory / "flight"
+    return folder if folder is None or round == 0 else folder / f"round-{round}"
 
 
 def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
