@@ -90,9 +90,8 @@ class Cluster:
 
     def interrupt(self, agent: str) -> None:
         player = self.players[agent]
-        round = player.running if player.running is not None else -1
         player.has_failed = player.running is not None
-        self.reports.append(Ended(agent, round, Interrupted(15, 0, "host")))
+        self.reports.append(Ended(agent, -1 if player.running is None else player.running, Interrupted(15, 0, "host")))
 
     def hear(self, agent: str) -> None:
         """The node learns the last word to it, and follows; it may have missed others."""
@@ -157,10 +156,11 @@ class Cluster:
     # To the end.
 
     def settle(self) -> set[Outcome | str]:
-        """No more faults: all comes to its end. Returns what the living were told at last, refusals by their problem."""
+        """No more faults: all comes to its end. Returns what the living were told at last."""
         for _ in range(MOST_STEPS):
             unheard = [agent for agent, player in self.players.items() if player.is_alive and not player.has_heard]
-            dead = [a for a in self.machine.agents if not self.players[a].is_alive]
+            is_over = self.machine.phase is Phase.OVER
+            dead = [a for a in self.machine.agents if not self.players[a].is_alive and not is_over]
             ending = [a for a, player in self.players.items() if player.has_failed and player.running is not None]
             running = [a for a, player in self.players.items() if player.running is not None]
             if self.reports:
@@ -173,7 +173,7 @@ class Cluster:
                 self.stop(ending[0])
             elif running and self.machine.phase is Phase.RUNNING:
                 self.succeed(running[0])
-            elif self.machine.phase is not Phase.OVER:
+            elif not is_over:
                 assert self.machine.deadline_s is not None, f"all wait for ever in {self.machine.phase}"
                 self.pass_time()
             else:

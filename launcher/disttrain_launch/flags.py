@@ -101,9 +101,7 @@ def _add_meeting(parser: Parser) -> None:
     _add(group, "--rdzv-backend", choices=("static", "c10d"), help="both mean disttrain's store")
     _add(group, "--token-file", metavar="FILE", help="the job's token, mode 0600; needed off loopback")
     _add(group, "--new-token", metavar="FILE", help="write a fresh token to FILE and exit")
-    _add(
-        group, "--join-timeout", type=float, metavar="S", help="seconds to wait for nodes (default: 300)"
-    )
+    _add(group, "--join-timeout", type=float, metavar="S", help="seconds to wait for nodes (default: 300)")
     _add(
         group,
         "--rdzv-conf",
@@ -138,7 +136,7 @@ def _add_ending(parser: Parser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="failures of one rank within 10 s of its start, in a row, that end the job anyway (default: 3; 0: none do)",
+        help="failures of one rank in a row, each within 10 s, that end the job anyway (default: 3; 0: none do)",
     )
     _add(group, "--monitor-interval", type=float, metavar="S", help="accepted for torchrun; exits are noticed at once")
     _add(

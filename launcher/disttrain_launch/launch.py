@@ -117,10 +117,8 @@ def _meet(
         # This node's own way to it, whatever others call it.
         store_addr, store_port = server.host if is_loopback(server.host) else LOOPBACK, server.port
     store: Store
-    if spec.num_nodes > 1:
-        store = connect(spec, store_addr, store_port, token, _say)
-    else:
-        store = HashStore()  # Nobody else takes part: the workers' store need not be asked.
+    # Where nobody else takes part the workers' store need not be asked.
+    store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
     node = _node(spec, agent, host)
     leader = None

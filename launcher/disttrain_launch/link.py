@@ -64,7 +64,7 @@ class JobLink:
         return self._word
 
     def wait(self, num_seen: int, timeout_s: float) -> tuple[int, Word | None]:
-        """Wait until more than `num_seen` words have come, `timeout_s` at most. Returns: how many have, and the last."""
+        """Wait until more than `num_seen` words have come, `timeout_s` at most. Returns: how many, and the last."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_words > num_seen, timeout_s)
             return self._num_words, self._word

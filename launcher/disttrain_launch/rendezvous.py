@@ -2,7 +2,8 @@
 
 Keys, under `launch/`: the queue `reports` is what nodes say, in the order in which it came; `word/<agent>` is node 0's
 last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives; `awaited` tells for whom all
-wait, with a number that counts while node 0 lives; `left` counts who has heard the end. So an event costs its node one message, and a round each node a handful, however many nodes there are.
+wait, with a number that counts while node 0 lives; `left` counts who has heard the end. So an event costs its node one
+message, and a round each node a handful, however many nodes there are.
 """
 
 from __future__ import annotations

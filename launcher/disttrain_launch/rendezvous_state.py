@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from disttrain_launch.messages import Came, Done, Ended, Refused, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.refusals import misfit, taken_twice, too_few, too_late
 from disttrain_launch.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rounds import Node, Terms, choose_group_ranks, name_nodes, place_nodes
 
@@ -72,10 +73,6 @@ class _Peer:
     is_busy: bool = False
     """It may have workers."""
     leaves: Interrupted | None = None
-
-
-# Fields in which nodes must agree, and what sets each.
-_AGREED = (("num_nodes", "--nnodes"), ("version", "disttrain version"), ("run_id", "--rdzv-id"))
 
 
 class Rendezvous:
@@ -139,7 +136,9 @@ class Rendezvous:
         if len(absent) == needed - len(self._peers) and not self.terms.is_elastic:
             return f"{name_nodes(absent)} of {needed}" if absent else ""
         num_more = needed - len(self._peers)
-        return f"{num_more} more node{'s' if num_more > 1 else ''} ({len(self._peers)} of {self._leader.num_nodes} here)"
+        return (
+            f"{num_more} more node{'s' if num_more > 1 else ''} ({len(self._peers)} of {self._leader.num_nodes} here)"
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Commands come in the order in which they are to be carried out."""
@@ -158,7 +157,7 @@ class Rendezvous:
         for node, until_s in list(self._held.values()):
             if now_s >= until_s:
                 del self._held[node.agent]
-                self._refuse_one(node)
+                self._tell(node.agent, too_late(node))
         self._advance(now_s)
         return self._commands
 
@@ -168,49 +167,44 @@ class Rendezvous:
         if node.agent in self._peers or node.agent in self._held:
             return
         has_begun = self._round >= 0
-        problem = self._misfit(node)
-        if problem is not None:
-            self._tell(node.agent, Refused(*problem))
-            # Before the start nobody shall wait for a job that was not started as meant; later only the newcomer goes.
-            return None if has_begun else self._end(Refused(*problem))
-        if has_begun and not self.terms.survives_losses:
-            return self._refuse_one(node)
-        if node.node_rank is not None and node.node_rank in self._by_node_rank:
+        refused = self._misfit(node)
+        if refused is not None:
+            self._tell(node.agent, refused)
+            if not has_begun:
+                # Nobody shall wait for a job that was not started as meant. Later only the newcomer goes.
+                self._end(refused)
+        elif has_begun and not self.terms.survives_losses:
+            self._tell(node.agent, too_late(node))
+        elif node.node_rank is not None and node.node_rank in self._by_node_rank:
             # Perhaps the launcher there was killed and started again; that will show.
             self._held[node.agent] = node, now_s + 2 * self.terms.keep_alive_s
-            holder = self._peers[self._by_node_rank[node.node_rank]].node
-            return self._tell(node.agent, Wait(f"to see whether {holder} is lost"))
-        self._admit(node)
-        if self.phase is Phase.RUNNING:
-            self._tell(node.agent, Wait("for the next round; one is running"))
+            self._tell(node.agent, Wait(f"to see whether {self._holder(node)} is lost"))
+        else:
+            self._admit(node)
+            if self.phase is Phase.RUNNING:
+                self._tell(node.agent, Wait("for the next round; one is running"))
 
     def _admit(self, node: Node) -> None:
         self._peers[node.agent] = _Peer(node)
         if node.node_rank is not None:
             self._by_node_rank[node.node_rank] = node.agent
         if node.digest != self._leader.digest:
+            differs = f"{node} runs another script or other arguments than {self._leader}."
             self._commands.append(
-                Warn(
-                    f"{node} runs another script or other arguments than {self._leader}. If that is not meant, stop the "
-                    "job and start all nodes with the same."
-                )
+                Warn(f"{differs} Where that is not meant, start the job again, with the same on all.")
             )
 
-    def _misfit(self, node: Node) -> tuple[str, str] | None:
-        for name, shown in _AGREED:
-            theirs, ours = getattr(node, name), getattr(self._leader, name)
-            if theirs != ours:
-                remedy = "Install the same everywhere." if name == "version" else "Start all nodes alike."
-                return f"{node} has {shown} {theirs}, {self._leader} has {ours}; all nodes need the same.", remedy
-        if node.node_rank is None:
-            return None
-        if node.node_rank < 0 or (not self.terms.is_elastic and node.node_rank >= self.terms.max_nodes):
-            return f"{node} is outside --nnodes {self._leader.num_nodes}.", "Number nodes from 0."
-        if self._round < 0 and not self.terms.is_elastic and node.node_rank in self._by_node_rank:
-            holder = self._peers[self._by_node_rank[node.node_rank]].node
-            problem = f"--node-rank {node.node_rank} was given twice: {holder.host} and {node.host}."
-            return problem, "Give each node a rank of its own."
-        return None
+    def _misfit(self, node: Node) -> Refused | None:
+        """Why this node takes no part, whatever the others do."""
+        refused = misfit(node, self._leader, self.terms)
+        if refused is None and self._round < 0 and not self.terms.is_elastic and node.node_rank in self._by_node_rank:
+            return taken_twice(node, self._holder(node))
+        return refused
+
+    def _holder(self, node: Node) -> Node:
+        """Who has the rank that `node` wants."""
+        assert node.node_rank is not None, "only a rank can be taken"
+        return self._peers[self._by_node_rank[node.node_rank]].node
 
     def _ended(self, peer: _Peer, round: int, outcome: Outcome) -> None:
         if isinstance(outcome, Interrupted):
@@ -351,49 +345,34 @@ class Rendezvous:
 
     def _decide(self, now_s: float) -> None:
         assert self._cause is not None, "nothing is stopped without a cause"
-        if isinstance(self._cause, Failed) and not self._is_change:
+        if self._is_change:
+            self._gather(now_s, now_s)
+        elif not isinstance(self._cause, Failed):
+            self._end(Done(self._cause))
+        else:
             match self._restarts.after(self._cause):
                 case GiveUp(note):
-                    return self._end(Done(self._cause, note))
+                    self._end(Done(self._cause, note))
                 case Again(after_s):
-                    self._not_before_s = now_s + after_s
-        elif not self._is_change:
-            return self._end(Done(self._cause))
-        self.phase = Phase.GATHERING
-        self._until_s = max(now_s, self._not_before_s) + self.terms.join_timeout_s
+                    self._gather(now_s, now_s + after_s)
+
+    def _gather(self, now_s: float, not_before_s: float) -> None:
+        self.phase, self._not_before_s = Phase.GATHERING, not_before_s
+        self._until_s = not_before_s + self.terms.join_timeout_s
         # Who was there goes on at once; a last call is for those who never were.
         self._last_call_s = None if self._is_short else now_s
 
     def _give_up_waiting(self) -> None:
-        waited = f"within {self.terms.join_timeout_s:g} s"
-        if self._round >= 0:
-            problem = f"{len(self._peers)} of at least {self.terms.min_nodes} nodes were left, and no other came {waited}."
-            return self._end(Done(Lost(problem)))
-        here = name_nodes(tuple(sorted(self._by_node_rank)))
-        absent = tuple(rank for rank in range(self.terms.min_nodes) if rank not in self._by_node_rank)
-        problem = f"{name_nodes(absent)} did not come {waited}; {here} did."
-        if self.terms.is_elastic or len(absent) + len(self._peers) != self.terms.min_nodes:
-            problem = f"{len(self._peers)} of at least {self.terms.min_nodes} nodes came {waited}."
-        remedy = (
-            "Start disttrain-launch there too, with the same --nnodes, --master-addr and --master-port, or wait longer "
-            "(--join-timeout)."
-        )
-        self._end(Refused(problem, remedy))
+        if self._round < 0:
+            self._end(too_few(set(self._by_node_rank), len(self._peers), self.terms))
+        else:
+            left = f"{len(self._peers)} of at least {self.terms.min_nodes} nodes were left"
+            self._end(Done(Lost(f"{left}, and no other came within {self.terms.join_timeout_s:g} s.")))
 
     def _end(self, word: Word) -> None:
         self.phase, self._last_word = Phase.OVER, word
         for agent in self.everyone:
             self._tell(agent, word)
-
-    def _refuse_one(self, node: Node) -> None:
-        which = "" if node.node_rank is None else f": --node-rank {node.node_rank} was not free"
-        self._tell(
-            node.agent,
-            Refused(
-                f"the job began without this node{which}.",
-                "Is it running twice? Each node needs a rank of its own, and jobs that share a host a port of their own.",
-            ),
-        )
 
     def _tell(self, agent: str, word: Word) -> None:
         self._commands.append(Tell(agent, word))

@@ -108,7 +108,7 @@ def _node_rank(args: argparse.Namespace, min_nodes: int, num_nodes: int) -> int 
         )
     node_rank = int(args.node_rank)
     # In an elastic job a number is a name: one that replaces another may have its own.
-    if not 0 <= node_rank or (node_rank >= num_nodes and not is_elastic):
+    if not node_rank >= 0 or (node_rank >= num_nodes and not is_elastic):
         raise LaunchError(
             OPERATION,
             f"--node-rank {node_rank} does not fit --nnodes {num_nodes}.",

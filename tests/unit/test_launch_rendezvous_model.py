@@ -142,7 +142,7 @@ def state_of(cluster: Cluster) -> str:
         (Terms(2, 2, max_restarts=1), 2, {"fail", "succeed"}),
         (Terms(1, 2, last_call_s=5.0), 2, {"die", "pass_time"}),
         (Terms(1, 2, max_restarts=1), 2, {"fail", "interrupt"}),
-        (ELASTIC, 3, {"die"}),
+        (ELASTIC, 3, {"die", "pass_time"}),
         (ELASTIC, 3, {"fail"}),
     ],
 )
