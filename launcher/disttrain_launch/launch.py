@@ -69,7 +69,9 @@ def run(spec: JobSpec) -> int:
                     warden=warden,
                     link=link,
                 )
-                return _take_part(spec, agent, link, signals, environ, host)
+                # The others' store goes with this node where it is node 0: they stop their workers first.
+                patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
+                return _take_part(spec, agent, link, signals, environ, host, patience_s)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -78,7 +80,13 @@ def run(spec: JobSpec) -> int:
 
 
 def _take_part(
-    spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, environ: Mapping[str, str], host: str
+    spec: JobSpec,
+    agent: Agent,
+    link: JobLink,
+    signals: SignalPipe,
+    environ: Mapping[str, str],
+    host: str,
+    patience_s: float,
 ) -> int:
     started_s = time.time()
     try:
@@ -87,10 +95,10 @@ def _take_part(
         # It came between rounds, or while workers were being started.
         link.ended(agent.round, Interrupted(stop.number, spec.node_rank or 0, host))
         link.stopped(agent.round)
-        _hear_the_end(link)
+        _hear_the_end(link, patience_s)
         raise
     except (DisttrainError, OSError):
-        _hear_the_end(link)
+        _hear_the_end(link, patience_s)
         raise
     folder = dump_folder(environ, spec, max(agent.round, 0))
     agent.output.say(ending(done.outcome, spec, done.note) + verdict_text(folder, done.outcome, started_s))
@@ -99,9 +107,9 @@ def _take_part(
     return done.outcome.exit_code
 
 
-def _hear_the_end(link: JobLink) -> None:
+def _hear_the_end(link: JobLink, patience_s: float) -> None:
     """This node goes; node 0 has a moment to take note, so that the others don't have to miss it."""
-    link.wait_for_end(_LEAVE_S)
+    link.wait_for_end(patience_s)
     link.leave()
 
 
