@@ -8,8 +8,9 @@ Importing `disttrain` loads no torch: each name below is fetched from its packag
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from disttrain.lazy_names import lazily
 
 __version__ = "0.1.0"
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from disttrain.process_group import *  # noqa: F403
 
 _HOMES = {
-    "disttrain.process_group": (
+    "process_group": (
         "Backend",
         "Call",
         "CompletedWork",
@@ -83,20 +84,10 @@ _HOMES = {
         "send_object_list",
         "split_group",
     ),
-    "disttrain.mesh": ("DeviceMesh", "init_device_mesh"),
+    "mesh": ("DeviceMesh", "init_device_mesh"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'disttrain' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _HOME_OF)

@@ -17,8 +17,9 @@ when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
     from disttrain.checkpoint.async_saving import async_save as async_save
@@ -63,14 +64,4 @@ _MODULE_OF = {
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'disttrain.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"disttrain.checkpoint.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

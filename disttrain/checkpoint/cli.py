@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from disttrain.checkpoint.manifest import MANIFEST, read_manifest
 from disttrain.checkpoint.progress import progress, speed_text
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, locate
 from disttrain.checkpoint.verifying import find_damage, total_bytes
+from disttrain.console import write
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 WRONG = 1
@@ -52,7 +52,7 @@ def _ls(options: argparse.Namespace) -> int:
 
         described = described_save(open_any(options.path).manifest)
         text = save_text(options.path, described)
-    _write(json.dumps(described, indent=2) if options.json else text)
+    write(json.dumps(described, indent=2) if options.json else text)
     return 0
 
 
@@ -66,9 +66,9 @@ def _verify(options: argparse.Namespace) -> int:
         with progress(f"verifying {folder.name}", num_bytes) as advance:
             damage = find_damage(storage, folder, manifest, advance, options.threads)
         for sentence in damage:
-            _write(f"{folder}: {sentence}")
+            write(f"{folder}: {sentence}")
         outcome = "damaged" if damage else "whole"
-        _write(f"{folder}: {outcome}; {speed_text(num_bytes, time.monotonic() - start_s)}")
+        write(f"{folder}: {outcome}; {speed_text(num_bytes, time.monotonic() - start_s)}")
         num_wrong += len(damage) > 0
     return WRONG if num_wrong else 0
 
@@ -81,10 +81,10 @@ def _diff(options: argparse.Namespace) -> int:
     num_differences = 0
     with progress("comparing", compared_bytes(first)) as advance:
         for difference in find_differences(first, second, advance if options.values else None):
-            _write(difference)
+            write(difference)
             num_differences += 1
     if not num_differences:
-        _write("the same" if options.values else "the same names, shapes and dtypes; --values compares more")
+        write("the same" if options.values else "the same names, shapes and dtypes; --values compares more")
     return WRONG if num_differences else 0
 
 
@@ -95,7 +95,7 @@ def _convert(options: argparse.Namespace) -> int:
     start_s, num_bytes = time.monotonic(), compared_bytes(open_any(options.source))
     with progress(f"converting to {options.to}", num_bytes) as advance:
         convert(options.source, options.target, options.to, max_file_bytes=options.max_file_bytes, advance=advance)
-    _write(f"{options.target}: {options.to}; {speed_text(num_bytes, time.monotonic() - start_s)}")
+    write(f"{options.target}: {options.to}; {speed_text(num_bytes, time.monotonic() - start_s)}")
     return 0
 
 
@@ -108,14 +108,14 @@ def _gc(options: argparse.Namespace) -> int:
         storage.remove_folder(directory / name)
         left.discard(name)
     for name in sorted(before - left):
-        _write(f"removed {directory / name}")
+        write(f"removed {directory / name}")
     if options.keep is not None:
         saves = list(steps(storage, directory).values())
         for folder in saves[: max(0, len(saves) - options.keep)]:
             remove_save(storage, folder)
-            _write(f"removed {folder}")
+            write(f"removed {folder}")
     for name in sorted(left):
-        _write(f"left {directory / name}: a living process holds it, or nobody can know")
+        write(f"left {directory / name}: a living process holds it, or nobody can know")
     return 0
 
 
@@ -166,14 +166,3 @@ def _parser() -> argparse.ArgumentParser:
         help="also what may be under way, where there are no locks; be sure that nobody saves there",
     )  # fmt: skip
     return parser
-
-
-def _write(text: str) -> None:
-    """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

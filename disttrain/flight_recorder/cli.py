@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain.console import write
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import Analysis, analyze
 from disttrain.flight_recorder.report import as_json, as_text
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # Millions of records make no cycles; looking for some would take a third of the time.
     try:
         analysis = analyze(Path(options.path))
-        _write(as_json(analysis) if options.json else as_text(analysis))
+        write(as_json(analysis) if options.json else as_text(analysis))
         _draw(analysis, options)
     except FlightDumpError as error:
         print(error, file=sys.stderr)  # noqa: T201
@@ -69,17 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page: verdicts, timeline, waits, stacks")
     parser.add_argument("--trace", metavar="FILE", type=Path, help="write a timeline for Perfetto or chrome://tracing")
     return parser
-
-
-def _write(text: str) -> None:
-    """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

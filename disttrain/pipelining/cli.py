@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain.console import write
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.catalogue import RECIPES, find_recipe, make_schedule
 from disttrain.pipelining.costs import Costs, Link
@@ -56,7 +56,7 @@ def _compare(options: argparse.Namespace) -> int:
     costs = _costs(options)
     per_rank = {1, 2, options.stages_per_rank or 2}
     named = named_schedules(options.ranks, options.microbatches, {count: costs.split(count) for count in per_rank})
-    _write(compare_table(named, _is_terminal()))
+    write(compare_table(named, _is_terminal()))
     return 0
 
 
@@ -65,7 +65,7 @@ def _search(options: argparse.Namespace) -> int:
     found = search(options.ranks, options.microbatches, costs, max_bytes=options.max_kept)
     named = named_schedules(options.ranks, options.microbatches, {count: costs.split(count) for count in (1, 2)})
     fitting: list[Found] = [one for one in named if one.num_bytes <= options.max_kept]
-    _write(compare_table([*fitting, found], _is_terminal()))
+    write(compare_table([*fitting, found], _is_terminal()))
     _present(found.timeline, options)
     return 0
 
@@ -75,10 +75,10 @@ def _check(options: argparse.Namespace) -> int:
     schedule = from_csv(path.read_text(encoding="utf-8", errors="replace"), path.name)
     problems = find_problems(schedule, max_live=options.max_live, max_pending=options.max_pending)
     for problem in problems:
-        _write(str(problem))
+        write(str(problem))
     if problems:
         return WRONG
-    _write(f"{_described(schedule)}: right.")
+    write(f"{_described(schedule)}: right.")
     _present(simulate(schedule, _costs(options)), options)
     return 0
 
@@ -94,7 +94,7 @@ def _described(schedule: Schedule) -> str:
 def _present(timeline: Timeline, options: argparse.Namespace) -> None:
     """Print the picture, write the files that were asked for."""
     width = shutil.get_terminal_size((120, 24)).columns
-    _write(draw_text(timeline, width=width, in_colour=_is_terminal()))
+    write(draw_text(timeline, width=width, in_colour=_is_terminal()))
     if options.svg:
         options.svg.write_text(draw_svg(timeline), encoding="utf-8")
     if options.trace:
@@ -169,14 +169,3 @@ def _name(text: str) -> str:
 
 def _is_terminal() -> bool:
     return sys.stdout.isatty()
-
-
-def _write(text: str) -> None:
-    """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,8 +9,9 @@ process, which imports this package too, starts fast.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
     from disttrain.store.auth import new_token as new_token
@@ -62,14 +63,4 @@ __all__ = [
     "write_token",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'disttrain.store' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"disttrain.store.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

@@ -3,11 +3,7 @@ why not."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +11,18 @@ from torch.distributed import tensor
 
 import disttrain
 from disttrain import dtensor
+from tests.differences_page import missing_arguments, names_explained, public_names
 
-PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 MODULES = ("", ".debug", ".experimental", ".placement_types")
 
 
 def test_each_name_and_argument_is_here_or_explained() -> None:
-    missing = {name for name in _their_names() if _ours(name) is None}
-    both = [(name, getattr(module, name), _ours(name)) for name, module in _their_names().items() if _ours(name)]
+    names = public_names("torch.distributed.tensor", MODULES)
+    missing = {name for name in names if _ours(name) is None}
+    both = [(name, theirs, _ours(name)) for name, theirs in names.items() if _ours(name)]
     for name, theirs, ours in both:
         missing |= _missing(name, theirs, ours)
-    explained = _explained()
+    explained = names_explained("Names of torch.distributed.tensor that")
     assert len(both) > 15
     assert sorted(missing - explained) == []
     # What has come since is taken off the list.
@@ -35,7 +32,7 @@ def test_each_name_and_argument_is_here_or_explained() -> None:
 def _missing(name: str, theirs: Any, ours: Any) -> set[str]:
     """Methods and arguments of `theirs` that `ours` has not, or has with another default."""
     if inspect.isfunction(theirs):
-        return _missing_arguments(name, theirs, ours)
+        return missing_arguments(name, theirs, ours)
     missing = set()
     methods = {
         attribute: getattr(theirs, attribute)
@@ -48,38 +45,12 @@ def _missing(name: str, theirs: Any, ours: Any) -> set[str]:
         if not hasattr(ours, attribute):
             missing.add(f"{name}.{attribute}")
         elif inspect.isfunction(method):
-            missing |= _missing_arguments(f"{name}.{attribute}", method, getattr(ours, attribute))
+            missing |= missing_arguments(f"{name}.{attribute}", method, getattr(ours, attribute))
     return missing
-
-
-def _missing_arguments(name: str, theirs: Callable[..., Any], ours: Callable[..., Any]) -> set[str]:
-    expected, found = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
-    return {
-        f"{name}({argument})"
-        for argument, parameter in expected.items()
-        if argument not in ("args", "kwargs")
-        and (argument not in found or found[argument].default != parameter.default)
-    }
 
 
 def _ours(name: str) -> Any:
     return getattr(dtensor, name, None) or getattr(disttrain, name, None)
-
-
-def _their_names() -> dict[str, Any]:
-    names = {}
-    for suffix in MODULES:
-        module = importlib.import_module(f"torch.distributed.tensor{suffix}")
-        names.update(dict.fromkeys(module.__all__, module))
-    return names
-
-
-def _explained() -> set[str]:
-    section = (
-        PAGE.read_text(encoding="utf-8").partition("## Names of torch.distributed.tensor that")[2].partition("\n## ")[0]
-    )
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return set(re.findall(r"`([\w.()]+)`", " ".join(rows)))
 
 
 def test_placements_are_made_and_asked_alike() -> None:

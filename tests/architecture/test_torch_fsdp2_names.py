@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import fsdp
 
 from disttrain import fsdp2
-
-PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+from tests.differences_page import missing_arguments, names_explained, parameters, same_default
 
 
 def test_each_name_and_argument_is_here_or_explained() -> None:
@@ -20,7 +17,7 @@ def test_each_name_and_argument_is_here_or_explained() -> None:
     both = [name for name in fsdp.__all__ if hasattr(fsdp2, name)]
     for name in both:
         missing |= _missing(name, getattr(fsdp, name), getattr(fsdp2, name))
-    explained = _explained()
+    explained = names_explained("Names of torch.distributed.fsdp")
     assert len(both) > 7
     assert sorted(missing - explained) == []
     # What has come since is taken off the list.
@@ -50,23 +47,13 @@ def _missing(name: str, theirs: Any, ours: Any) -> set[str]:
 
 
 def _missing_arguments(name: str, theirs: Any, ours: Any) -> set[str]:
-    expected, found = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
-    missing = {
-        f"{name}({argument})"
-        for argument, parameter in expected.items()
-        if argument not in found or not _same_default(found[argument].default, parameter.default)
-    }
+    expected, found = parameters(theirs), parameters(ours)
     both = [argument for argument in expected if argument in found]
     assert both == [argument for argument in found if argument in expected], name
-    return missing
+    return missing_arguments(name, theirs, ours, _alike)
 
 
-def _same_default(ours: object, theirs: object) -> bool:
+def _alike(theirs: inspect.Parameter, ours: inspect.Parameter) -> bool:
     # A policy that changes nothing is none.
-    return ours == theirs or (ours is None and type(theirs).__name__ in ("MixedPrecisionPolicy", "OffloadPolicy"))
-
-
-def _explained() -> set[str]:
-    section = PAGE.read_text(encoding="utf-8").partition("## Names of torch.distributed.fsdp")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return set(re.findall(r"`([\w.()]+)`", " ".join(rows)))
+    kind = type(theirs.default).__name__
+    return same_default(theirs, ours) or (ours.default is None and kind in ("MixedPrecisionPolicy", "OffloadPolicy"))

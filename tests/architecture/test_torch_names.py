@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 
 import torch.distributed as dist
 
 import disttrain
-
-PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
+from tests.differences_page import names_explained
 
 
 def test_each_name_is_here_or_explained() -> None:
     theirs = {name for name, value in vars(dist).items() if not name.startswith("_") and callable(value)}
-    section = PAGE.read_text(encoding="utf-8").partition("## Names of torch.distributed")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    explained = re.findall(r"`(\w+)`", " ".join(rows))
+    explained = names_explained("Names of torch.distributed")
     ours = set(disttrain.__all__)
     assert len(theirs) > 80
-    assert sorted(theirs - ours - set(explained)) == []
-    assert sorted(ours & set(explained)) == []
+    assert sorted(theirs - ours - explained) == []
+    assert sorted(ours & explained) == []
 
 
 def test_what_is_here_takes_torchs_arguments_in_torchs_order() -> None:

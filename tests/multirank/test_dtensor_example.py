@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launching import EXAMPLES, launched
 
 
 @pytest.mark.parametrize(("num_ranks", "mesh_shape"), [(2, (1, 2)), (4, (2, 2))])
 def test_it_trains_as_one_process_does(tmp_path: Path, num_ranks: int, mesh_shape: tuple[int, int]) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks)),
-            str(ROOT / "examples" / "dtensor.py"),
-        ],
-        cwd=tmp_path,
-        env={**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "launcher")]), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    output = done.stdout
+    output = launched(num_ranks, EXAMPLES / "dtensor.py", folder=tmp_path).stdout
     losses = [tuple(map(float, pair)) for pair in re.findall(r"loss ([\d.]+) in one process, ([\d.]+) on", output)]
     assert len(losses) == 5
     assert losses[-1][0] < losses[0][0] / 10

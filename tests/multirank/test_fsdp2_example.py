@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launching import EXAMPLES, launched
 
 
 @pytest.mark.parametrize(
@@ -21,24 +18,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_it_says_what_it_costs_and_learns(tmp_path: Path, num_ranks: int, mesh: str, operations: set[str]) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks)),
-            *(str(ROOT / "examples" / "fsdp2.py"), "--mesh", mesh, "--out", "saved"),
-        ],
-        cwd=tmp_path,
-        env={
-            **kept,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "launcher")]),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
+    done = launched(num_ranks, EXAMPLES / "fsdp2.py", "--mesh", mesh, "--out", "saved", folder=tmp_path)
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
     assert lines[0].startswith(f"on {mesh.replace(',', ' ')}, each rank; the peak is in the backward of ")
     assert set(re.findall(r"^  (\w+) of 2 ranks", "\n".join(lines), re.MULTILINE)) == operations

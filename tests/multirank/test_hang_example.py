@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.verdict import Kind
+from tests.launching import EXAMPLES, launched
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "hang.py"
+SCRIPT = EXAMPLES / "hang.py"
 
 
 def test_it_says_why_it_hangs(tmp_path: Path) -> None:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", "3"),
-            *("--log-dir", str(tmp_path / "logs"), str(SCRIPT)),
-        ],
-        env={**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = launched(3, "--log-dir", tmp_path / "logs", SCRIPT, check=False)
     lines = SCRIPT.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the end of the road"))
     assert done.returncode != 0

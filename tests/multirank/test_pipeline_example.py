@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.launching import EXAMPLES, launched
+
 NAMES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
 
 Numbers = list[tuple[float, float]]
@@ -18,20 +15,7 @@ Numbers = list[tuple[float, float]]
 
 
 def output_on(num_ranks: int) -> str:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks)),
-            *(str(ROOT / "examples" / "pipeline.py"), "--schedule", "1F1B", "Interleaved1F1B", "ZBV"),
-        ],
-        env={**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    return done.stdout
+    return launched(num_ranks, EXAMPLES / "pipeline.py", "--schedule", "1F1B", "Interleaved1F1B", "ZBV").stdout
 
 
 def numbers_in(output: str) -> dict[str, Numbers]:

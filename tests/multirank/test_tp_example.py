@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def output_on(num_ranks: int) -> str:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks)),
-            str(ROOT / "examples" / "tp.py"),
-        ],
-        env={**kept, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    return done.stdout
+from tests.launching import EXAMPLES, launched
 
 
 def losses_in(output: str) -> list[float]:
@@ -36,12 +15,12 @@ def losses_in(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses_alone() -> list[float]:
-    return losses_in(output_on(1))
+    return losses_in(launched(1, EXAMPLES / "tp.py").stdout)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_tokens"), [(2, 512), (4, 256)])
 def test_it_trains_as_one_rank_does(losses_alone: list[float], num_ranks: int, num_tokens: int) -> None:
-    output = output_on(num_ranks)
+    output = launched(num_ranks, EXAMPLES / "tp.py").stdout
     losses = losses_in(output)
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import csv
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "train_lm.py"
+from tests.launching import EXAMPLES, command, environment
+
+SCRIPT = EXAMPLES / "train_lm.py"
 TINY = ("--preset", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
 RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    command = [sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", "2", str(SCRIPT), *flags]
     return subprocess.Popen(
-        command,
+        command(2, SCRIPT, *flags),
         cwd=folder,
-        env={**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,0 +1,40 @@
+"""Scripts as a person runs them: by the launcher, on this machine, with no variable of ours set before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 110.0
+"""Below a test's own limit, so that what has been printed is shown."""
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
+    return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def command(num_ranks: int, *argv: str | Path) -> list[str]:
+    """The launcher's flags, if there are any, go before the script in `argv`."""
+    launcher = (sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks))
+    return [*launcher, *map(str, argv)]
+
+
+def launched(
+    num_ranks: int, *argv: str | Path, folder: Path | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run it in `folder` to its end. Raises: CalledProcessError when it fails and `check` is set."""
+    return subprocess.run(
+        command(num_ranks, *argv),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=check,
+    )
