@@ -4,8 +4,8 @@
 
 Node 0's shell is the real one, over a store in memory that counts requests (a request and its answer are one message
 here); the nodes are played by this process, which sends what their links would. Beats are left out: they take one
-message per node and second whether rounds begin or not. Times are medians of whole rounds, with all nodes' part in them,
-so that they are bounds for node 0's. Writes benchmarks/results/rendezvous.json.
+message per node and second whether rounds begin or not. Times are medians of whole rounds, with all nodes' part in
+them, so that they are bounds for node 0's. Writes benchmarks/results/rendezvous.json.
 """
 
 from __future__ import annotations
@@ -138,8 +138,9 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    sizes = " ".join(map(str, flags.nodes))
     about = {
-        "command": f"python benchmarks/rendezvous.py --nodes {' '.join(map(str, flags.nodes))} --repeats {flags.repeats}",
+        "command": f"python benchmarks/rendezvous.py --nodes {sizes} --repeats {flags.repeats}",
         "commit": commit,
         "python": platform.python_version(),
         "cores": os.cpu_count(),

@@ -14,9 +14,9 @@ import time
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
 from disttrain.store.base import Store
-from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Stopped, Word, decode, encode
+from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Report, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost, Outcome
-from disttrain_launch.rendezvous import LEFT, REPORTS, ROOM
+from disttrain_launch.rendezvous import REPORTS, ROOM
 from disttrain_launch.rounds import Node
 
 REPEAT_S = 10.0
@@ -87,7 +87,7 @@ class JobLink:
     def leave(self) -> None:
         """Let node 0 know that this node has heard how it ended."""
         try:
-            self._store.add(LEFT, 1)
+            self._store.queue_push(REPORTS, encode(Heard(self._agent)))
         except StoreError:
             pass  # Node 0 has gone already.
 

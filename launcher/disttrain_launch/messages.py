@@ -38,7 +38,14 @@ class Stopped:
     round: int
 
 
-Report = Came | Ended | Stopped
+@dataclass(frozen=True)
+class Heard:
+    """To node 0: the node knows that it is over, and goes."""
+
+    agent: str
+
+
+Report = Came | Ended | Stopped | Heard
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ Word = Run | Wait | Stop | Done | Refused
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Came, Ended, Stopped, Run, Wait, Stop, Done, Refused),
+        *(Came, Ended, Stopped, Heard, Run, Wait, Stop, Done, Refused),
         *(Succeeded, Failed, Interrupted, Changed, Lost, Node, Place),
     )
 }

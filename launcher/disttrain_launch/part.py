@@ -38,7 +38,6 @@ def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, s
             case Wait(reason):
                 say(f"waiting {reason}")
             case Refused(problem, remedy):
-                link.leave()
                 raise RendezvousError(OPERATION, problem, remedy)
             case Done():
                 return word

@@ -2,8 +2,8 @@
 
 Keys, under `launch/`: the queue `reports` is what nodes say, in the order in which it came; `word/<agent>` is node 0's
 last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives; `awaited` tells for whom all
-wait, with a number that counts while node 0 lives; `left` counts who has heard the end. So an event costs its node one
-message, and a round each node a handful, however many nodes there are.
+wait, with a number that counts while node 0 lives. So an event costs its node one message, and a round each node a
+handful, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from disttrain.store import PrefixStore, TCPStore
 from disttrain.store.base import Store
 from disttrain_launch.addresses import free_port
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.messages import Came, Done, Ended, Run, Stopped, Word, decode, encode
+from disttrain_launch.messages import Came, Done, Ended, Heard, Run, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
 
 ROOM = "launch"
 REPORTS = "reports"
-LEFT = "left"
 SAY_EVERY_S = 3.0
 """How often a waiting node says for whom."""
 MIN_ATTEMPT_S = 0.5
@@ -115,19 +114,14 @@ class Leader:
         try:
             while self._machine.phase is not Phase.OVER:
                 self.step()
-            self._wait_until_left(time.monotonic() + self._close_s)
-        except StoreTimeoutError:
-            pass  # Who has not heard it finds the store gone.
+            until_s = time.monotonic() + self._close_s
+            while self._machine.num_unaware and time.monotonic() < until_s:
+                self.step()
         except StoreError:
             pass  # This node's own link meets the same and says so.
         except Exception as error:
             self._tell({agent: Done(Lost(f"node 0 failed: {error!r}")) for agent in self._machine.everyone})
             raise
-
-    def _wait_until_left(self, until_s: float) -> None:
-        num_left: bytes | None = None
-        while int(num_left or 0) < len(self._machine.everyone):
-            num_left = self._store.watch(LEFT, num_left, max(until_s - time.monotonic(), MIN_WAIT_S))
 
     def _next_event(self) -> Event | None:
         now_s = time.monotonic()
@@ -136,7 +130,7 @@ class Leader:
         wait_s = (look_s if deadline_s is None else min(look_s, deadline_s)) - now_s
         try:
             report = decode(self._store.queue_pop(REPORTS, timeout=max(wait_s, MIN_WAIT_S)))
-            if isinstance(report, Came | Ended | Stopped):
+            if isinstance(report, Came | Ended | Stopped | Heard):
                 return report
         except StoreTimeoutError:
             return self._look_around()
@@ -146,7 +140,13 @@ class Leader:
 
     def _look_around(self) -> Event:
         """What is due when nothing was reported."""
-        now_s = time.monotonic()
+        try:
+            self._say_and_listen(time.monotonic())
+        except StoreTimeoutError:
+            pass  # A store that is slow to answer is not gone yet.
+        return TimePassed()
+
+    def _say_and_listen(self, now_s: float) -> None:
         if now_s - self._said_s >= SAY_EVERY_S:
             self._said_s = now_s
             self._num_said += 1
@@ -155,7 +155,6 @@ class Leader:
             self._looked_s = now_s
             for agent in self._silent(now_s):
                 self._carry_out(self._machine.handle(NodeLost(agent), now_s))
-        return TimePassed()
 
     def _silent(self, now_s: float) -> list[str]:
         agents = self._machine.agents
@@ -181,4 +180,11 @@ class Leader:
         told = [(f"word/{agent}", encode(word)) for agent, word in words.items()]
         for first in range(0, len(told), WORDS_AT_ONCE):
             keys, values = zip(*told[first : first + WORDS_AT_ONCE], strict=True)
-            self._store.multi_set(keys, values)
+            self._set(keys, values)
+
+    def _set(self, keys: tuple[str, ...], values: tuple[bytes, ...]) -> None:
+        while True:
+            try:
+                return self._store.multi_set(keys, values)
+            except StoreTimeoutError:
+                continue  # As above; a word that is said twice is heard once.

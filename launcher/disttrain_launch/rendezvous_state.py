@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from disttrain_launch.messages import Came, Done, Ended, Refused, Run, Stop, Stopped, Wait, Word
+from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 from disttrain_launch.refusals import misfit, taken_twice, too_few, too_late
 from disttrain_launch.restarts import Again, GiveUp, Restarts
@@ -36,7 +36,7 @@ class TimePassed:
     pass
 
 
-Event = Came | Ended | Stopped | NodeLost | TimePassed
+Event = Came | Ended | Stopped | Heard | NodeLost | TimePassed
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class Rendezvous:
         self._by_node_rank: dict[int, str] = {}
         self._held: dict[str, tuple[Node, float]] = {}
         """Nodes that want the rank of one that may be lost, and until when they wait for it."""
+        self._gone: set[str] = set()
+        """Agents that left or are lost: a report of theirs that was repeated must not bring them back."""
         self._members: set[str] = set()
         self._num_busy = 0
         self._has_success = False
@@ -101,7 +103,13 @@ class Rendezvous:
         self._cause: Outcome | None = None
         self._is_change = False
         self._last_word: Word | None = None
+        self._unaware: set[str] = set()
         self._commands: list[Command] = []
+
+    @property
+    def num_unaware(self) -> int:
+        """How many nodes have not said yet that they know that it is over."""
+        return len(self._unaware)
 
     @property
     def everyone(self) -> list[str]:
@@ -144,7 +152,8 @@ class Rendezvous:
         """Commands come in the order in which they are to be carried out."""
         self._commands, self._now_s = [], now_s
         if self._last_word is not None:
-            return [Tell(event.agent, self._last_word)] if isinstance(event, Came) else []
+            self._after_the_end(event, self._last_word)
+            return self._commands
         match event:
             case Came(node):
                 self._came(node, now_s)
@@ -161,10 +170,17 @@ class Rendezvous:
         self._advance(now_s)
         return self._commands
 
+    def _after_the_end(self, event: Event, last_word: Word) -> None:
+        if isinstance(event, Came):
+            self._unaware.add(event.agent)
+            self._tell(event.agent, last_word)
+        elif isinstance(event, Heard | NodeLost):
+            self._unaware.discard(event.agent)
+
     # What events change.
 
     def _came(self, node: Node, now_s: float) -> None:
-        if node.agent in self._peers or node.agent in self._held:
+        if node.agent in self._peers or node.agent in self._held or node.agent in self._gone:
             return
         has_begun = self._round >= 0
         refused = self._misfit(node)
@@ -173,6 +189,7 @@ class Rendezvous:
             if not has_begun:
                 # Nobody shall wait for a job that was not started as meant. Later only the newcomer goes.
                 self._end(refused)
+                self._unaware.add(node.agent)
         elif has_begun and not self.terms.survives_losses:
             self._tell(node.agent, too_late(node))
         elif node.node_rank is not None and node.node_rank in self._by_node_rank:
@@ -263,6 +280,7 @@ class Rendezvous:
         agent, node_rank = peer.node.agent, peer.node.node_rank
         del self._peers[agent]
         self._members.discard(agent)
+        self._gone.add(agent)
         self._tell(agent, word)
         if node_rank is None:
             return
@@ -276,7 +294,8 @@ class Rendezvous:
 
     @property
     def _is_short(self) -> bool:
-        return len(self._peers) < self.terms.min_nodes
+        # Others may come before node 0 itself does.
+        return self._leader.agent not in self._peers or len(self._peers) < self.terms.min_nodes
 
     def _advance(self, now_s: float) -> None:
         if self.phase is Phase.STOPPING and self._num_busy == 0:
@@ -371,7 +390,9 @@ class Rendezvous:
 
     def _end(self, word: Word) -> None:
         self.phase, self._last_word = Phase.OVER, word
-        for agent in self.everyone:
+        # Node 0 itself may not have come yet.
+        self._unaware = {self._leader.agent, *self.everyone}
+        for agent in self._unaware:
             self._tell(agent, word)
 
     def _tell(self, agent: str, word: Word) -> None:

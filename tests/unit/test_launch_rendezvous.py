@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
 from disttrain_launch.link import JobLink
-from disttrain_launch.messages import Came, Done, Ended, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
+from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
 from disttrain_launch.rendezvous import Leader, Pulse
 from disttrain_launch.rendezvous_state import Command, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
@@ -73,9 +73,13 @@ def test_a_misfit_is_named_to_all(misfit: dict[str, object], problem: str) -> No
     machine, commands = machine_of(3, node(2), node(1, **misfit))
     words = {command.agent: command.word for command in commands if isinstance(command, Tell)}
     assert words.keys() == {"agent-0", "agent-1", "agent-2"}
+    assert machine.num_unaware == 3
     assert {word.problem for word in words.values() if isinstance(word, Refused)} == {problem}
     assert machine.phase is Phase.OVER
     assert machine.handle(Came(node(1, agent="later")), 1.0) == [Tell("later", words["agent-0"])]
+    for agent in (*words, "later"):
+        machine.handle(Heard(agent), 2.0)
+    assert machine.num_unaware == 0
 
 
 def test_the_absent_are_named_when_time_is_up() -> None:
@@ -147,7 +151,13 @@ def test_messages_travel() -> None:
     words: list[Word] = [Run(Place(1, 2, 3, 4, 5), 6, 7), Wait("for it"), Refused("no", "yes"), Done(Succeeded(), "n")]
     words += [Stop(3, outcome) for outcome in OUTCOMES]
     assert [decode(encode(word)) for word in words] == words
-    reports = [Came(node(1)), Came(node(1, node_rank=None)), Stopped("a", 1), *(Ended("a", 1, one) for one in OUTCOMES)]
+    reports = [
+        Came(node(1)),
+        Heard("a"),
+        Came(node(1, node_rank=None)),
+        Stopped("a", 1),
+        *(Ended("a", 1, one) for one in OUTCOMES),
+    ]
     assert [decode(encode(report)) for report in reports] == reports
     assert [outcome.exit_code for outcome in OUTCOMES] == [0, 137, 143, 1, 1]
 

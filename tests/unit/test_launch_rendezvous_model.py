@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from disttrain_launch.messages import Came
 from disttrain_launch.rendezvous_state import Phase
 from disttrain_launch.rounds import Terms
 from tests.rendezvous_model import LEADER, Cluster, Player, node
@@ -59,6 +60,13 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def report_comes_twice(self, data: st.DataObject) -> None:
         self.cluster.reports.append(data.draw(st.sampled_from(self.cluster.reports)))
+
+    @rule()
+    def newcomers_overtake_each_other(self) -> None:
+        """Node 0 too may come last."""
+        reports = self.cluster.reports
+        if reports and all(isinstance(report, Came) for report in reports):
+            reports.append(reports.pop(0))
 
     @rule(data=st.data())
     def word_is_heard(self, data: st.DataObject) -> None:
@@ -132,6 +140,8 @@ def play(cluster: Cluster, method: str, agent: str) -> Cluster:
 def state_of(cluster: Cluster) -> str:
     machine = {name: value for name, value in vars(cluster.machine).items() if name not in ("_commands", "_restarts")}
     machine["_members"] = sorted(machine["_members"])
+    machine["_gone"] = sorted(machine["_gone"])
+    machine["_unaware"] = sorted(machine["_unaware"])
     return repr((machine, vars(cluster.machine._restarts), cluster.players, cluster.reports))
 
 
