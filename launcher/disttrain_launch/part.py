@@ -31,7 +31,7 @@ def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, s
         match word:
             case Run(place):
                 if place.round > 0:
-                    say_round(spec, agent, last, word)
+                    _say_round(spec, agent, last, word)
                 last = _run(agent, link, word)
             case Stop(round):
                 link.stopped(round)  # Perhaps it came before the workers were started, or after they had ended.
@@ -72,7 +72,7 @@ def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
             say(f"waiting for {awaited} ({now_s - began_s:.0f} s so far)")
 
 
-def say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
+def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
     """How the last round ended, and what the next is."""
     place = run.place
     text = "" if last is None else ending(last, spec)
