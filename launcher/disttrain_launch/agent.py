@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 
+from disttrain import settings
 from disttrain_launch.dumps import ask_for_dumps, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
@@ -82,14 +83,14 @@ class Agent:
         self._running: set[int] = set()
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
-        self._dump_folder = dump_folder(self._environ, self._spec, self.round)
+        self._dump_folder = dump_folder(self._environ, self.round)
         self._supervision = Supervision(
             range(self._spec.num_local_workers),
             node_rank=self._group_rank,
             host=self._host,
             stop_grace_s=self._spec.stop_grace_s,
             shutdown_timeout_s=self._spec.shutdown_timeout_s,
-            asks_for_dumps=self._dump_folder is not None,
+            asks_for_dumps=True,
         )
         self._signals.read()  # What came between rounds was not meant for these workers.
         try:
@@ -110,6 +111,7 @@ class Agent:
 
     def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}
+        inherited[settings.FLIGHT_DIR.name] = str(self._dump_folder)
         environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
         worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
         self._workers[local_rank] = worker
@@ -193,7 +195,6 @@ class Agent:
                     for local_rank in self._running:
                         self._workers[local_rank].send(number, with_children=with_children)
                 case AskForDumps():
-                    assert self._dump_folder is not None, "only then they are asked for"
                     sessions = {self._workers[local_rank].pid for local_rank in self._running}
                     self._deadline_s = time.monotonic() + ask_for_dumps(self._dump_folder, sessions)
                 case SetDeadline(after_s):

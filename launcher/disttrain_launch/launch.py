@@ -18,7 +18,7 @@ from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
 from disttrain.store import HashStore, ServerProcess, Store, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
-from disttrain_launch.dumps import dump_folder, verdict_text
+from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
@@ -58,6 +58,7 @@ def run(spec: JobSpec) -> int:
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
+        environ = with_dump_folder(environ, spec, folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
@@ -79,7 +80,7 @@ def run(spec: JobSpec) -> int:
                 )
                 # The others' store goes with this node where it is node 0: they stop their workers first.
                 patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
-                return _take_part(spec, agent, link, signals, environ, host, patience_s)
+                return _take_part(spec, agent, link, signals, environ, host, folder, patience_s)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -94,6 +95,7 @@ def _take_part(
     signals: SignalPipe,
     environ: Mapping[str, str],
     host: str,
+    folder: Path,
     patience_s: float,
 ) -> int:
     started_s = time.time()
@@ -108,8 +110,8 @@ def _take_part(
     except (DisttrainError, OSError):
         _hear_the_end(link, patience_s)
         raise
-    folder = dump_folder(environ, spec, max(agent.round, 0))
-    agent.output.say(ending(done.outcome, spec, done.note) + verdict_text(folder, done.outcome, started_s))
+    why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
+    agent.output.say(ending(done.outcome, spec, done.note) + why)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
