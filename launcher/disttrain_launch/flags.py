@@ -13,7 +13,6 @@ from disttrain_launch.job import OPERATION
 
 # torchrun's flags that have no effect here, and what to do instead.
 _UNSUPPORTED = {
-    "--rdzv-conf": "Use --join-timeout for how long nodes wait for each other.",
     "--start-method": "Workers are started by exec.",
     "--event-log-handler": "Use --log-dir.",
     "--run-path": "Give the script as it is.",
@@ -32,6 +31,8 @@ two nodes:    disttrain-launch --new-token job.token     (once; copy the file to
               disttrain-launch --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 \\
                   --token-file job.token --nproc-per-node 8 train.py
               and the same with --node-rank 1 on the other
+2 to 4 nodes: --nnodes 2:4 --max-restarts 3, with --rdzv-endpoint HOST0:29500 in place of the --master flags; nodes may
+              come and go, the script resumes from its checkpoint (docs/launching.md)
 TLS:          set DISTTRAIN_STORE_TLS_CA on all nodes, DISTTRAIN_STORE_TLS_CERT and DISTTRAIN_STORE_TLS_KEY on node 0
 exit code:    that of the first worker that failed, 128 + signal number where a signal ended it or the launcher;
               2 when the job was not started as asked
@@ -85,8 +86,8 @@ def _underscored(flag: str) -> str:
 def _add_size(parser: Parser) -> None:
     group = parser.add_argument_group("how many")
     _add(group, "--nproc-per-node", default="1", metavar="N", help="workers on this node: a number, gpu, cpu or auto")
-    _add(group, "--nnodes", default="1", metavar="N", help="nodes of the job (default: 1)")
-    _add(group, "--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    _add(group, "--nnodes", default="1", metavar="N", help="nodes of the job, or MIN:MAX (default: 1)")
+    _add(group, "--node-rank", type=int, metavar="K", help="which of them this is; 0 keeps the store")
     _add(group, "--oversubscribe", action="store_true", help="allow more workers than GPUs")
 
 
@@ -100,8 +101,14 @@ def _add_meeting(parser: Parser) -> None:
     _add(group, "--rdzv-backend", choices=("static", "c10d"), help="both mean disttrain's store")
     _add(group, "--token-file", metavar="FILE", help="the job's token, mode 0600; needed off loopback")
     _add(group, "--new-token", metavar="FILE", help="write a fresh token to FILE and exit")
+    _add(group, "--join-timeout", type=float, metavar="S", help="seconds to wait for nodes (default: 300)")
     _add(
-        group, "--join-timeout", type=float, default=300.0, metavar="S", help="seconds to wait for nodes (default: 300)"
+        group,
+        "--rdzv-conf",
+        default="",
+        metavar="K=V,...",
+        help="in seconds: join_timeout, last_call_timeout (30), close_timeout (3), keep_alive_interval (1); "
+        "keep_alive_max_attempt (8)",
     )
 
 
@@ -122,7 +129,15 @@ def _add_logs(parser: Parser) -> None:
 
 def _add_ending(parser: Parser) -> None:
     group = parser.add_argument_group("ending")
-    _add(group, "--max-restarts", type=int, default=0, metavar="N", help="only 0: a failed job is not restarted")
+    _add(group, "--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
+    _add(
+        group,
+        "--max-quick-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="failures of one rank in a row, each within 10 s, that end the job anyway (default: 3; 0: none do)",
+    )
     _add(group, "--monitor-interval", type=float, metavar="S", help="accepted for torchrun; exits are noticed at once")
     _add(
         group,

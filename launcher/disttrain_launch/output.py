@@ -76,11 +76,15 @@ class Output:
         if text:
             self._screens[STDERR].show_lines(b"", text.encode("utf-8", "replace"))
 
-    def close(self) -> None:
-        """Move the rest; the workers are gone."""
+    def end_workers(self) -> None:
+        """Move the rest; the workers are gone. Others may follow."""
         for pump in self._pumps.values():
+            if pump.fd in self._selector.get_map():
+                self._selector.unregister(pump.fd)
             pump.drain()
             pump.close()
+        self._pumps.clear()
+        self._is_paused = False
         for screen in self._screens.values():
             screen.restore()
 
