@@ -8,6 +8,7 @@ Secret of the job's token and doesn't hold it.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from disttrain.errors import LaunchError
 from disttrain_launch.submit.request import Submission
 
+_END_S = 15
+"""How long a launcher may take to end beyond the time that it gives its workers."""
 MAX_NAME = 63
 """Characters of a pod's host name, by RFC 1123."""
 _TOKEN_FOLDER = "/run/disttrain"
@@ -109,6 +112,8 @@ def _pod(job: Submission, args: argparse.Namespace, name: str, variables: Mappin
         container["workingDir"] = args.workdir
     return {
         "restartPolicy": "Never",
+        # The launcher is told to end first; its workers may still save.
+        "terminationGracePeriodSeconds": math.ceil(args.shutdown_timeout) + _END_S,
         "subdomain": name,
         "containers": [container],
         "volumes": [
