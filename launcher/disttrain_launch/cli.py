@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments) if command is None else command(arguments[1:])
     except DisttrainError as error:
-        print(error if error.operation == OPERATION else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
+        print(error if error.operation.startswith(OPERATION) else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
         return NOT_STARTED
     except OSError as error:
         remedy = _SHORTAGES.get(error.errno or 0)

@@ -210,7 +210,7 @@ def test_what_a_scheduler_refuses_is_handed_on(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("", "disttrain-launch submit: no cluster was named. Give slurm, kubernetes or ssh."),
+        ("", "disttrain-launch submit: no cluster was named. Give slurm, kubernetes or ssh;"),
         ("pbs train.py", "disttrain-launch submit: pbs is no cluster."),
         ("slurm", "disttrain-launch submit slurm: no script was given."),
         ("slurm missing.py", "the script missing.py does not exist"),

@@ -40,7 +40,7 @@ def submit(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
     if not argv or argv[0] not in _CLUSTERS:
         problem = f"{argv[0]} is no cluster." if argv else "no cluster was named."
-        raise LaunchError(SUBMIT, problem, "Give slurm, kubernetes or ssh.")
+        raise LaunchError(SUBMIT, problem, "Give slurm, kubernetes or ssh; a script called submit is ./submit.")
     cluster, rest = argv[0], argv[1:]
     operation = f"{SUBMIT} {cluster}"
     parser = make_parser()
