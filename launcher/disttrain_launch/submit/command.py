@@ -153,7 +153,8 @@ def _ssh(operation: str, args: argparse.Namespace, environ: Mapping[str, str]) -
         variables=chosen_variables(operation, args.env, environ),
         python_path=environ.get("PYTHONPATH"),
     )
-    return FanOut(operation, orders, args.shutdown_timeout).run()
+    num_spare = len(hosts) - job.least_nodes
+    return FanOut(operation, orders, num_spare=num_spare, shutdown_timeout_s=args.shutdown_timeout).run()
 
 
 def _write(operation: str, args: argparse.Namespace, text: str) -> None:

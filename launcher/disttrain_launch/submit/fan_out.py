@@ -33,12 +33,14 @@ _UNREACHED = 255
 class FanOut:
     """One job over ssh; `run` is called once.
 
-    Args: shutdown_timeout_s  what launchers give their workers after a signal.
+    Args: num_spare  how many hosts the job can do without;  shutdown_timeout_s  what launchers give their workers after
+          a signal.
     """
 
-    def __init__(self, operation: str, orders: Sequence[Order], shutdown_timeout_s: float) -> None:
+    def __init__(self, operation: str, orders: Sequence[Order], *, num_spare: int, shutdown_timeout_s: float) -> None:
         self._operation = operation
         self._orders = orders
+        self._num_spare = num_spare
         self._shutdown_timeout_s = shutdown_timeout_s
         self._selector = selectors.DefaultSelector()
         self._streams = Streams(self._selector)
@@ -48,6 +50,7 @@ class FanOut:
         self._last_lines: dict[int, str] = {}
         self._deadline_s: float | None = None
         self._is_stopping = False
+        self._was_signalled = False
 
     def run(self) -> int:
         """The job's exit code, as `disttrain-launch run` has it. Raises LaunchError when ssh cannot be started."""
@@ -115,6 +118,7 @@ class FanOut:
 
     def _hear(self, number: int) -> None:
         if number != signal.SIGCHLD:
+            self._was_signalled |= number in STOP_SIGNALS
             self._pass_on(number)
             return
         for node_rank, process in self._processes.items():
@@ -124,7 +128,7 @@ class FanOut:
     def _end(self, node_rank: int, end: Exit) -> None:
         self._ended[node_rank] = end
         self._last_lines[node_rank] = self._streams.drain(node_rank)
-        if end.exit_code and self._deadline_s is None:
+        if len(self._failed) > self._num_spare and self._deadline_s is None:
             self._deadline_s = time.monotonic() + (0.0 if end.exit_code == _UNREACHED else AGREE_S)
 
     def _stop(self) -> None:
@@ -148,18 +152,26 @@ class FanOut:
         pipe = self._processes[node_rank].stdin
         assert pipe is not None, "it was asked for"
         try:
-            pipe.write(line)
+            while line:
+                line = line[pipe.write(line) :]
         except BrokenPipeError:
             pass  # It has ended, and will be found so.
 
+    @property
+    def _failed(self) -> list[int]:
+        """Node ranks, in the order of their ends."""
+        return [node_rank for node_rank, end in self._ended.items() if end.exit_code]
+
     def _conclude(self) -> int:
-        failed = [node_rank for node_rank, end in self._ended.items() if end.exit_code]
-        if not failed:
+        failed = self._failed
+        if len(failed) <= self._num_spare:
             return 0
         # Ends come in any order here; where a worker failed, the launchers say on which node.
         said = (node_that_failed(self._last_lines[node_rank]) for node_rank in failed)
         first = next((node_rank for node_rank in said if node_rank in self._ended), failed[0])
         end = self._ended[first]
+        if self._was_signalled:
+            return end.exit_code  # No host is to blame, and the launchers have said why they end.
         what = "ssh ended with 255: not reached, or lost" if end.exit_code == _UNREACHED else str(end)
         host = self._orders[first].host
         self._streams.say(f"{OPERATION}: host {host} (node {first}) failed first: {what}\n")

@@ -129,6 +129,7 @@ def test_an_interrupt_reaches_the_workers(launches: Launches, ssh: str) -> None:
     ended = launches.end(started)
     assert sorted(ended.lines) == ["[rank 0] saved", "[rank 1] saved"]
     assert ended.exit_code == 128 + signal.SIGINT
+    assert ended.stderr.splitlines()[-1].startswith("disttrain-launch: stopped by SIGINT on node ")
 
 
 def test_nothing_is_left_where_nobody_can_say_goodbye(launches: Launches, ssh: str) -> None:
