@@ -73,6 +73,10 @@ def _natural(text: str) -> int:
     return value
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 # The job, as torchrun and disttrain-launch tell it to every worker. None: not started by a launcher.
 RANK = Setting[int | None]("RANK", _natural, None, "Global rank of this process.")
 WORLD_SIZE = Setting[int | None]("WORLD_SIZE", _natural, None, "Number of processes in the job.")
@@ -172,8 +176,8 @@ STORE_MAX_TOTAL_BYTES = Setting[int](
 )
 
 # Collectives.
-GLOO_SOCKET_IFNAME = Setting[str | None](
-    "GLOO_SOCKET_IFNAME", str, None, "Network interface that Gloo listens on; read by torch's Gloo itself."
+GLOO_SOCKET_IFNAME = Setting[tuple[str, ...] | None](
+    "GLOO_SOCKET_IFNAME", _names, None, "Network interfaces that Gloo listens on, comma-separated."
 )
 TIMEOUT_S = Setting[float](
     "DISTTRAIN_TIMEOUT_S", _positive, 600.0, "Seconds that a collective may take unless a group says otherwise."

@@ -100,16 +100,22 @@ class StoreAdapter(c10d.Store):
         return self
 
 
-def make_gloo(store: StoreAdapter, rank: int, size: int, timeout_s: float, hostname: str | None) -> Transport:
+def make_gloo(
+    store: StoreAdapter, rank: int, size: int, timeout_s: float, hostname: str | None, interfaces: Sequence[str]
+) -> Transport:
     """A Gloo mesh among `size` processes. Collective: blocks until all of them are connected.
 
-    `hostname` names the interface to listen on; None leaves the choice to Gloo (GLOO_SOCKET_IFNAME, the host's name).
+    It listens on each of the `interfaces`; without any, where `hostname` leads, or else the name of this host.
+    Raises: RuntimeError when an interface has no address.
     """
     gloo: Any = c10d.ProcessGroupGloo  # the stubs leave out the options that its constructor takes
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 2
-    options._devices = [gloo.create_default_device() if hostname is None else gloo.create_device(hostname=hostname)]
+    if interfaces:
+        options._devices = [gloo.create_device(interface=interface) for interface in interfaces]
+    else:
+        options._devices = [gloo.create_default_device() if hostname is None else gloo.create_device(hostname=hostname)]
     return gloo(store, rank, size, options)
 
 

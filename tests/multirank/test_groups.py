@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -74,6 +75,21 @@ def test_giving_up_ends_what_waits() -> None:
         with pytest.raises(GroupError, match="has been destroyed"):
             disttrain.barrier(group)
     disttrain.barrier()
+
+
+@on_ranks(2)
+def test_gloo_listens_where_it_is_told() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("GLOO_SOCKET_IFNAME", "nosuch0,lo")
+        with pytest.raises(BackendError, match=r"GLOO_SOCKET_IFNAME names nosuch0; there are .*\blo\b"):
+            disttrain.barrier(disttrain.new_group())
+        patched.setenv("GLOO_SOCKET_IFNAME", "lo, lo")
+        group = disttrain.new_group()
+        assert isinstance(group, ProcessGroup)
+        assert [sum_in(group) for _ in range(3)] == [1, 1, 1]
+        connections = psutil.Process().net_connections("tcp")
+        ends = {end.laddr.ip for end in connections if end.status == psutil.CONN_ESTABLISHED}
+        assert ends <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @on_ranks(4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Sequence
 
 import torch
 
+from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
@@ -25,8 +27,17 @@ class GlooBackend(C10dBackend):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
+        interfaces = GLOO_SOCKET_IFNAME.read() or ()
+        own = {name for _, name in socket.if_nameindex()}
+        if unknown := [name for name in interfaces if name not in own]:
+            raise BackendError(
+                "gloo",
+                f"{GLOO_SOCKET_IFNAME.name} names {', '.join(unknown)}; there are {', '.join(sorted(own))}.",
+                "Name one that all nodes of the job can be reached by.",
+                rank=membership.global_rank,
+            )
         self._transport = _c10d.make_gloo(
-            self._store, membership.rank, membership.size, membership.timeout_s, _listening_address()
+            self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
@@ -77,9 +88,7 @@ class GlooBackend(C10dBackend):
 
 
 def _listening_address() -> str | None:
-    """Where to listen: the interface that the user names, loopback for a job on loopback, else as the host is named."""
-    if GLOO_SOCKET_IFNAME.is_set():
-        return None
+    """Where to listen, unless interfaces are named: on loopback for a job on loopback, else as the host is named."""
     master_addr = MASTER_ADDR.read()
     if master_addr == "localhost":
         return "127.0.0.1"
