@@ -19,6 +19,8 @@ VARIABLE_PREFIXES = ("PET_", "DISTTRAIN_LAUNCH_")
 
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _ABSENT = object()
+_NO_FLAGS = {"script", "script_args", "new_token"}
+"""Only the command line has these."""
 
 # What says the same, or excludes it: where one source gives the flag, a weaker source's others are not looked at.
 _RIVALS = {
@@ -212,9 +214,9 @@ def _from_variables(
     parser: Parser, defaults: Mapping[str, Any], prefix: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in defaults.keys() - {"script", "script_args", "new_token"}:
+    for name in defaults:
         variable = prefix + name.upper()
-        if text := environ.get(variable):
+        if name not in _NO_FLAGS and (text := environ.get(variable)):
             parser.source = f"{variable}={text}: "
             found[name] = _value(parser, name, text, is_switch=defaults[name] is False)
     parser.source = ""
