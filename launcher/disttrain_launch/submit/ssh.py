@@ -1,6 +1,7 @@
-"""What ssh runs on each host, and what that is told on its standard input: nothing of the job stands in `ps`.
+"""What ssh runs on each host, and what that is told on its standard input.
 
-An order is one line of JSON: the launcher's arguments, variables, working directory and the job's token. Whatever
+Nothing has to survive a remote shell's quoting, and neither variables nor token show in `ps`. An order is one line of
+JSON: the launcher's arguments, variables, working directory and the job's token. Whatever
 follows are signals to pass on, a number a line (`far_end`).
 """
 
