@@ -1,8 +1,8 @@
 """What ssh runs on each host, and what that is told on its standard input.
 
 Nothing has to survive a remote shell's quoting, and neither variables nor token show in `ps`. An order is one line of
-JSON: the launcher's arguments, variables, working directory and the job's token. Whatever
-follows are signals to pass on, a number a line (`far_end`).
+JSON: the launcher's arguments, variables, working directory and the job's token. Whatever follows are signals to pass
+on, a number a line (`far_end`).
 """
 
 from __future__ import annotations
