@@ -182,8 +182,8 @@ def fake(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_now_sends_the_manifest_and_then_the_token(
     capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = {"items": [{"kind": "Service"}, {"kind": "Job", "metadata": {"name": "train", "uid": "u-1"}}]}
-    fake(folder, "kubectl", f"echo '{json.dumps(made)}'", monkeypatch)
+    made = [{"kind": "Service"}, {"kind": "Job", "metadata": {"name": "train", "uid": "u-1"}}]
+    fake(folder, "kubectl", "\n".join(f"echo '{json.dumps(each, indent=4)}'" for each in made), monkeypatch)
     text = shown(capsys, "kubernetes", "--image", "i", "--now", "--write", "job.json", "train.py")
     assert text == "job train was created; see kubectl logs -f job/train\n"
     written = Path("job.json").read_text()

@@ -129,8 +129,8 @@ def _kubernetes(operation: str, args: argparse.Namespace, environ: Mapping[str, 
         to += ["secret", "generic", kubernetes.secret_name(name), "--from-file=token=/dev/stdin"]
         print(f"{operation}: before, once: {OPERATION} --new-token - | {shlex.join(to)}", file=sys.stderr)
         return 0
-    made = json.loads(_send(operation, ("kubectl", "create", "-o", "json", "-f", "-"), text))
-    owner = next(item["metadata"] for item in made["items"] if item["kind"] == "Job")
+    made = _send(operation, ("kubectl", "create", "-o", "json", "-f", "-"), text)
+    owner = kubernetes.job_metadata(made)
     try:
         _send(operation, ("kubectl", "create", "-f", "-"), json.dumps(kubernetes.secret(name, new_token(), owner)))
     except LaunchError as error:

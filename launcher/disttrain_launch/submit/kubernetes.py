@@ -8,6 +8,7 @@ Secret of the job's token and doesn't hold it.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -65,6 +66,15 @@ def secret(name: str, token: str, owner: Json) -> Json:
     if "namespace" in owner:
         metadata["namespace"] = owner["namespace"]
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"token": token}}
+
+
+def job_metadata(made: str) -> Json:
+    """Of the Job among the objects that kubectl has made and prints, one JSON document after the other."""
+    decoder, at = json.JSONDecoder(), 0
+    while True:
+        document, at = decoder.raw_decode(made, len(made) - len(made[at:].lstrip()))
+        if document["kind"] == "Job":
+            return dict(document["metadata"])
 
 
 def job_name(job: Submission) -> str:
