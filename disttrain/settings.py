@@ -202,6 +202,13 @@ CHECKPOINT_ORPHAN_TIMEOUT_S = Setting[float](
     60.0,
     "Seconds that a process which writes saves waits for the other ranks' once its training process has ended.",
 )
+MEMORY_DIR = Setting[Path | None](
+    "DISTTRAIN_MEMORY_DIR",
+    Path,
+    None,
+    "Folder in this node's memory for what shall outlive workers, such as copies of saves; the launcher sets it, and "
+    "removes the folder when the job ends.",
+)
 
 # The flight recorder.
 FLIGHT_DIR = Setting[Path | None](

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from disttrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from disttrain.checkpoint.fits import LoadReport as LoadReport
     from disttrain.checkpoint.loading import load as load
+    from disttrain.checkpoint.peer_memory import PeerMemory as PeerMemory
     from disttrain.checkpoint.pending import PendingSave as PendingSave
     from disttrain.checkpoint.rng import RngState as RngState
     from disttrain.checkpoint.rng import rng_state as rng_state
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "Checkpointer": "checkpointer",
     "LoadReport": "fits",
     "LocalStorage": "storage",
+    "PeerMemory": "peer_memory",
     "PendingSave": "pending",
     "PerRank": "stateful",
     "RngState": "rng",

@@ -18,8 +18,10 @@ import xxhash
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
 from disttrain.checkpoint.job import Job
+from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.saving import all_outlines, contents_of, digest_of, items_of, metadata_of
@@ -105,8 +107,9 @@ class _Plan:
 class AsyncSaver:
     """Makes asynchronous saves one after the other, two at most at a time; what happens at a third: `when_busy`."""
 
-    def __init__(self, storage: Storage, when_busy: WhenBusy) -> None:
+    def __init__(self, storage: Storage, when_busy: WhenBusy, memory: NodeMemory | None = None) -> None:
         self._storage = storage
+        self._memory = memory
         self._when_busy = when_busy
         self._stager = Stager()
         self._slots = [Slot(), Slot()]
@@ -116,6 +119,7 @@ class AsyncSaver:
         self._plan: _Plan | None = None
         self._number = 0
         self._under_way: list[PendingSave] = []
+        self._untold: list[PendingSave] = []
 
     @property
     def writer_pid(self) -> int | None:
@@ -128,10 +132,10 @@ class AsyncSaver:
         path: Path,
         optimizers: Iterable[Optimizer] = (),
         *,
-        is_step: bool = False,
+        claim: Claim | None = None,
         keep: int | None = None,
     ) -> PendingSave:
-        """See `async_save`; `is_step`, `keep`: of a Checkpointer's saves."""
+        """See `async_save`; `claim`, `keep`: of a Checkpointer, of whose saves it is one."""
         council = Council("async_save")
         if self._session is not None and self._world is not council.world:
             self.close()
@@ -148,7 +152,7 @@ class AsyncSaver:
         if turn.drops is not None:
             self._drop(turn.drops)
         if turn.plans:
-            self._make_plan(council, described)
+            self._make_plan(council, described, claim)
         session, plan = self._session, self._plan
         assert session is not None
         assert plan is not None
@@ -157,19 +161,28 @@ class AsyncSaver:
         try:
             if described.digest != plan.own:
                 raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
-            target = Target(pending.path, session.save_id(pending.number), is_step)
+            target = Target(pending.path, session.save_id(pending.number), None if claim is None else claim.name)
             self._stage(session, plan, pending, slot, target, keep, described.tree, list(optimizers))
         except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
             self._finisher.submit(session.refuse, pending.number, as_ours(error))
+        untold, self._untold = self._untold, []
+        _tell_of_memory(untold)
         return pending
+
+    def finish(self) -> None:
+        """Wait for all saves that are under way; the next one is planned anew."""
+        for pending in self._under_way:
+            pending.wait()
+        self._plan = None
 
     def close(self) -> None:
         """Finish all saves and let go of the writer. Raises CheckpointError for the first one that has failed and was
         not told yet. Idempotent."""
-        for pending in self._under_way:
-            pending.wait()
-        failures = self._failures()
+        self.finish()
+        failures, ended = self._failures(), list(self._under_way)
         self._reset(joins=True)
+        _tell_of_memory([*self._untold, *ended])
+        self._untold.clear()
         if failures:
             raise _told(failures)
 
@@ -183,7 +196,9 @@ class AsyncSaver:
     def _turn(self, number: int, described: _Described) -> Turn:
         if self._session is None:
             return Turn(plans=True)
-        self._under_way = [save for save in self._under_way if not save.done() or save.failure() is not None]
+        ended = [save for save in self._under_way if save.done() and save.failure() is None]
+        self._under_way = [save for save in self._under_way if save not in ended]
+        self._untold += ended
         failures, is_busy = self._failures(), not any(slot.is_free for slot in self._slots)
         if failures:
             own = Turn(
@@ -202,8 +217,7 @@ class AsyncSaver:
 
     def _give_up(self, failure: Sequence[str]) -> None:
         """Raise, on all ranks, for a save that has failed; the next save starts anew."""
-        for pending in self._under_way:
-            pending.wait()
+        self.finish()
         rank = None if self._world is None else self._world.rank
         error = CheckpointError("async_save", *failure, rank=rank)
         for pending, other in self._failures()[1:]:
@@ -227,7 +241,7 @@ class AsyncSaver:
             dropped.staged.result()  # its memory is taken next
             dropped.drop()
 
-    def _make_plan(self, council: Council, described: _Described) -> None:
+    def _make_plan(self, council: Council, described: _Described, claim: Claim | None) -> None:
         """Plan together with all ranks. Raises CheckpointError, on all of them."""
 
         def work() -> bytes:
@@ -241,6 +255,8 @@ class AsyncSaver:
             return described.digest
 
         def decide(digests: list[bytes]) -> list[Any]:
+            if claim is not None:
+                claim.ensure()
             return [uuid4().hex, len(set(digests)) == 1, xxhash.xxh3_128_digest(b"".join(digests))]
 
         token, are_alike, digest = council.agree(work, decide)
@@ -249,7 +265,7 @@ class AsyncSaver:
         contents = contents_of(outlines) if council.rank == 0 else None
         self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents)
         if self._session is None:
-            self._session = Session(council.world, token)
+            self._session = Session(council.world, token, self._memory)
 
     def _taken(self, pending: PendingSave) -> Slot:
         """A slot for this save, as soon as there is one."""
@@ -307,6 +323,13 @@ def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> Checkpoint
     for pending, other in others:
         told.add_note(f"The save to {pending.path} failed too: {other.problem}")
     return told
+
+
+def _tell_of_memory(ended: Sequence[PendingSave]) -> None:
+    for save in ended:
+        if save.memory_problem:
+            problem = f"{save.path} is saved, but not with all its copies in memory: {save.memory_problem}"
+            warnings.warn(problem, RuntimeWarning, stacklevel=2)
 
 
 _CHANGED = "what there is to save has changed since the last save, and not so on the rank that came first."

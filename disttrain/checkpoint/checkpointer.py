@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -11,21 +13,27 @@ from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
+from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import remove_old
+from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.folders import steps
-from disttrain.checkpoint.loading import load_folder
+from disttrain.checkpoint.loading import load_folder, load_source
+from disttrain.checkpoint.memory_loading import kept_saves
+from disttrain.checkpoint.peer_memory import PeerMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.saving import save_folder
 from disttrain.checkpoint.storage import Storage, locate
-from disttrain.errors import CheckpointError
+from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 
 class Checkpointer:
     """Saves in `directory`, as folders `step-00000042`.
 
     Args: directory  made by the first save;  keep  how many saves stay, the newest ones; None: all of them;
-          every  how often `is_due` says so;  when_busy  what `async_save` does while two saves are under way.
-    Close it after the last `async_save`, or use it as a context manager.
+          every  how often `is_due` says so;  when_busy  what `async_save` does while two saves are under way;
+          peer_memory  keep the newest saves in the memory of nodes, too: `load` after a restart takes them from there.
+    Close it after the last `async_save`, or use it as a context manager. One job at a time may save to a directory: see
+    `claims.py`. `report` is that of the last load.
     All methods but `is_due` are collective: every rank of the default world, or one process without a world.
     """
 
@@ -37,6 +45,7 @@ class Checkpointer:
         every: int = 1,
         when_busy: WhenBusy = "wait",
         storage: Storage | None = None,
+        peer_memory: PeerMemory | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError("Checkpointer", f"keep is {keep}.", "Keep at least 1 save; None keeps all.")
@@ -50,7 +59,10 @@ class Checkpointer:
         self.keep = keep
         self.every = every
         self.when_busy = when_busy
+        self._memory = None if peer_memory is None else peer_memory.of(self.directory)
+        self._claim = Claim(self._storage, self.directory)
         self._saver: AsyncSaver | None = None
+        self.report = LoadReport()
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +87,11 @@ class Checkpointer:
         """
         self._check_step("Checkpointer.async_save", step)
         if self._saver is None:
-            self._saver = AsyncSaver(self._storage, self.when_busy)
+            self._saver = AsyncSaver(self._storage, self.when_busy, self._memory)
         listed = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        return self._saver.save(state, self._folder(step), listed, is_step=True, keep=self.keep)
+        pending = self._saver.save(state, self._folder(step), listed, claim=self._claim, keep=self.keep)
+        self._claim.outlive()
+        return pending
 
     @property
     def writer_pid(self) -> int | None:
@@ -87,32 +101,63 @@ class Checkpointer:
     def close(self) -> None:
         """Finish all saves. Raises CheckpointError for one that has failed and was not told yet. Idempotent."""
         saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close()
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            self._claim.close()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save a state as that of `step`, then remove the oldest saves. See `save` for what a state is.
 
-        Raises CheckpointError, on every rank: when it could not be saved, or when there is a save of `step`, with all
-        saves as they were; when an old save could not be removed, with `step` saved.
+        Raises CheckpointError, on every rank: when it could not be saved, when there is a save of `step`, or when
+        another job has the directory, with all saves as they were; when an old save could not be removed, with `step`
+        saved.
         """
         self._check_step("Checkpointer.save", step)
+        if self._memory is not None:
+            # The processes that write saves are those that keep them in memory.
+            self._save_and_wait(step, state)
+            return
         council = Council("Checkpointer.save")
-        save_folder(council, state, self._folder(step), self._storage, is_step=True)
+        save_folder(council, state, self._folder(step), self._storage, self._claim)
         council.agree(lambda: None, lambda _: remove_old(self._storage, self.directory, step, self.keep))
 
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
-        newest: int | None = Council("Checkpointer.latest").agree(
-            lambda: None, lambda _: max(self._steps(), default=None)
-        )
-        return newest
+        council = Council("Checkpointer.latest")
+        with kept_saves(council, self._memory) as kept:
+            return max((*self._agreed_steps(council), *(save.step for save in kept)), default=None)
 
-    def load(self, state: dict[str, Any], step: int | None = None) -> int:
-        """Load the save of `step` (default: the latest) into `state`, in place. Returns the step. See `load`."""
+    def load(
+        self,
+        state: dict[str, Any],
+        step: int | None = None,
+        *,
+        allow: Iterable[Misfit] = (),
+        rename: Rename | None = None,
+        convert: str | Iterable[str] = (),
+    ) -> int:
+        """Load the save of `step` (default: the latest) into `state`, in place.
+
+        From the memory of nodes where it is whole there, else from `directory`; a copy that turns out to be damaged is
+        told as a warning.
+        Args, errors: those of the function `load`; its report is in `report`. Returns: the step.
+        """
+        rules = Rules.of(allow, convert, rename)
         council = Council("Checkpointer.load")
-        found: int = council.agree(lambda: None, lambda _: self._found(step))
-        load_folder(council, state, self._folder(found), self._storage)
+        with kept_saves(council, self._memory) as kept:
+            steps = self._agreed_steps(council)
+            for save in kept:
+                if save.step < max(steps, default=0) if step is None else save.step != step:
+                    continue
+                try:
+                    self.report = load_source(council, state, save.open, rules)
+                    return save.step
+                except CheckpointCorruptError as error:
+                    warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=2)
+        found: int = council.agree(lambda: None, lambda _: self._wanted(steps, step))
+        self.report = load_folder(council, state, self._folder(found), self._storage, rules)
         return found
 
     def _folder(self, step: int) -> Path:
@@ -123,12 +168,24 @@ class Checkpointer:
         if step < 0:
             raise CheckpointError(operation, f"step is {step}.", "Count steps from 0.")
 
-    def _steps(self) -> list[int]:
-        """The steps that were saved whole, ascending."""
-        return list(steps(self._storage, self.directory))
+    def _save_and_wait(self, step: int, state: dict[str, Any]) -> None:
+        if self._saver is not None:
+            # This one must not be taken for one too many; and since all wait, all may plan.
+            self._saver.finish()
+        try:
+            self.async_save(step, state).result()
+        except CheckpointError:
+            # All ranks have it, and none must hear of it again.
+            with suppress(CheckpointError):
+                self.close()
+            raise
 
-    def _found(self, step: int | None) -> int:
-        steps = self._steps()
+    def _agreed_steps(self, council: Council) -> list[int]:
+        """The steps that were saved whole in `directory`, ascending."""
+        found: list[int] = council.agree(lambda: None, lambda _: list(steps(self._storage, self.directory)))
+        return found
+
+    def _wanted(self, steps: list[int], step: int | None) -> int:
         if not steps:
             raise CheckpointError("load", f"there is no save in {self.directory}.", "Save first, or look elsewhere.")
         if step is not None and step not in steps:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disttrain.checkpoint.claims import check_claim
 from disttrain.checkpoint.folders import STEP, remove_leftovers, remove_save, steps, temporary
 from disttrain.checkpoint.image import Written, file_name
 from disttrain.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedTensor, encode
@@ -39,11 +40,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes. `is_step`: one of a Checkpointer's, whose dead saves are all ours to remove."""
+    """Where a save goes. `claim`: the name of the claim (see `claims.py`) by which rank 0 saves a Checkpointer's step;
+    None for other saves, and empty on other ranks."""
 
     path: Path
     save_id: str
-    is_step: bool = False
+    claim: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -60,6 +62,7 @@ def check_names(names: Sequence[str]) -> None:
 @contextmanager
 def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
     """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
+    _check_claim(storage, target)
     remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
     if target.path.name in storage.names(target.path.parent):
         raise CheckpointError("save", f"{target.path} is there already.", "Save to a new place, or remove it first.")
@@ -71,8 +74,13 @@ def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
             _remove_if_there(storage, target.folder)
 
 
+def _check_claim(storage: Storage, target: Target) -> None:
+    if target.claim is not None:
+        check_claim(storage, target.path.parent, target.claim)
+
+
 def _is_ours(target: Target, name: str) -> bool:
-    return bool(STEP.fullmatch(name)) if target.is_step else name == target.path.name
+    return bool(STEP.fullmatch(name)) if target.claim is not None else name == target.path.name
 
 
 def _remove_if_there(storage: Storage, folder: Path) -> None:
@@ -89,6 +97,7 @@ def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[
     manifest = make_manifest(target.save_id, contents, written)
     storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
     storage.sync_folder(target.folder)
+    _check_claim(storage, target)
     storage.move(target.folder, target.path)
     storage.sync_folder(target.path.parent)
 

@@ -12,6 +12,8 @@ from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
 
 STEP = re.compile(r"step-(\d{8,})")
 TEMPORARY = re.compile(rf"(.+)\.tmp-[0-9a-f]{{32}}(?:{re.escape(HOLD_SUFFIX)})?")
+CLAIM = re.compile(r"\.claim-(\d{6,})\.tmp-[0-9a-f]{32}")
+"""What a job that saves to a directory leaves there as long as it lives, see `claims.py`."""
 
 
 def steps(storage: Storage, directory: Path) -> dict[int, Path]:

@@ -96,6 +96,9 @@ class FsspecStorage:
         """Nothing can be held."""
         return nullcontext()
 
+    def is_held(self, path: Path) -> None:
+        """None: nobody can know."""
+
     def remove_unless_held(self, path: Path) -> bool:
         """False: nobody can know whether the process that wrote it is alive."""
         return False

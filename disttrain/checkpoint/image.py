@@ -37,6 +37,10 @@ class Place(NamedTuple):
     offset: int
     num_bytes: int
 
+    def of(self, file: memoryview) -> memoryview:
+        """Its bytes, of those of the file."""
+        return file[self.offset : self.offset + self.num_bytes]
+
 
 @dataclass(frozen=True)
 class Image:

@@ -12,8 +12,8 @@ from disttrain.checkpoint.image import Image
 ARENA, SAVE, FAIL, END = "arena", "save", "fail", "end"
 """What a training process says: here is memory; save what is there; the save of this number cannot be; that was all."""
 
-BYTES, COMMITTED, DROPPED, FAILED = "bytes", "committed", "dropped", "failed"
-"""What a writer says: how far it is; how a save has ended."""
+BYTES, KEPT, COMMITTED, DROPPED, FAILED = "bytes", "kept", "committed", "dropped", "failed"
+"""What a writer says: how far it is; what of its copies in memory; how a save has ended."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Job:
 
     def to_plain(self) -> list[Any]:
         return [
-            self.number, str(self.target.path), self.target.save_id, self.target.is_step, self.keep, self.digest,
+            self.number, str(self.target.path), self.target.save_id, self.target.claim, self.keep, self.digest,
             self.arena, None if self.image is None else self.image.to_plain(),
             None if self.contents is None else self.contents.to_plain(), list(self.storage),
         ]  # fmt: skip
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Job:
-        number, path, save_id, is_step, keep, digest, arena, image, contents, (name, arguments) = plain
+        number, path, save_id, claim, keep, digest, arena, image, contents, (name, arguments) = plain
         return cls(
             number,
-            Target(Path(path), save_id, is_step),
+            Target(Path(path), save_id, claim),
             keep,
             digest,
             arena,

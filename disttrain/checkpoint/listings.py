@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.folders import TEMPORARY
+from disttrain.checkpoint.folders import CLAIM, TEMPORARY
 from disttrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from disttrain.checkpoint.progress import size_text
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
@@ -71,7 +71,7 @@ def described_folder(storage: Storage, folder: Path) -> dict[str, Any]:
     unfinished = []
     for name in storage.names(folder):
         if TEMPORARY.fullmatch(name):
-            unfinished += [] if name.endswith(HOLD_SUFFIX) else [name]
+            unfinished += [] if name.endswith(HOLD_SUFFIX) or CLAIM.fullmatch(name) else [name]
         elif MANIFEST in storage.names(folder / name):
             try:
                 described = described_save(read_manifest(storage, folder / name))

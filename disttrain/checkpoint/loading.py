@@ -17,7 +17,7 @@ from disttrain.checkpoint.manifest import Chunk, Manifest, read_manifest
 from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.stateful import PerRank, Value
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.storage import Readable, Storage, locate
 from disttrain.checkpoint.tree import Tree, local_parts, take_apart
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group import ProcessGroup
@@ -86,7 +86,7 @@ def load_folder(
     return load_source(council, state, lambda: open_save(storage, folder), rules or Rules())
 
 
-def open_save(storage: Storage, folder: Path) -> Source:
+def open_save(storage: Readable, folder: Path) -> Source:
     """A save of our own format. Raises CheckpointError when there is none."""
     manifest = read_manifest(storage, folder)
     return Source(str(folder), manifest, Reader(storage, folder, manifest))

@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.storage import Readable
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 FORMAT = "disttrain-checkpoint"
@@ -143,7 +143,7 @@ def decode(data: bytes, path: str) -> Manifest:
 _FOREIGN = "Give a folder that disttrain.checkpoint wrote."
 
 
-def read_manifest(storage: Storage, folder: Path) -> Manifest:
+def read_manifest(storage: Readable, folder: Path) -> Manifest:
     """The manifest of the save in `folder`. Raises CheckpointError when there is none."""
     names = storage.names(folder)
     if MANIFEST not in names:
@@ -152,7 +152,7 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
     return decode(read_small(storage, folder / MANIFEST), str(folder / MANIFEST))
 
 
-def read_small(storage: Storage, path: Path) -> bytes:
+def read_small(storage: Readable, path: Path) -> bytes:
     """All of a file."""
     with storage.open_file(path) as file:
         data = bytearray(file.num_bytes)

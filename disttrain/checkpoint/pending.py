@@ -13,7 +13,8 @@ class PendingSave:
     """`staged` and `committed` are futures: the values may be changed; `path` is a whole save.
 
     `committed` has the path, or None for a save that was skipped or given up for a newer one (`was_dropped`), or raises
-    CheckpointError. `num_bytes` of this rank's `total_bytes` have been written.
+    CheckpointError. `num_bytes` of this rank's `total_bytes` have been written. `memory_problem` says why copies in
+    memory (see `PeerMemory`) could not be kept, if so.
     """
 
     def __init__(self, path: Path, number: int = -1) -> None:
@@ -24,6 +25,7 @@ class PendingSave:
         self.num_bytes = 0
         self.total_bytes = 0
         self.was_dropped = False
+        self.memory_problem = ""
         self._mutex = threading.RLock()
 
     def result(self, timeout_s: float | None = None) -> Path | None:

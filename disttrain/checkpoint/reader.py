@@ -15,7 +15,7 @@ from disttrain.checkpoint.box import Box, spans
 from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.manifest import Chunk, Manifest, block_checksums
 from disttrain.checkpoint.plan import Read
-from disttrain.checkpoint.storage import ReadableFile, Storage
+from disttrain.checkpoint.storage import Readable, ReadableFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group.packing import unpack
 
@@ -26,7 +26,7 @@ _BUFFER_BYTES = 64 << 20
 class Reader:
     """Reads from one save; CheckpointCorruptError, naming file, tensor and offset, for bytes that were not saved."""
 
-    def __init__(self, storage: Storage, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, storage: Readable, folder: Path, manifest: Manifest) -> None:
         self.storage = storage
         self.folder = folder
         self._manifest = manifest

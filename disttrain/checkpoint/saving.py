@@ -14,6 +14,7 @@ import xxhash
 from disttrain import __version__
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
+from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
 from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
@@ -51,11 +52,13 @@ def save(
         "save", path, checkpoint_id, process_group, no_dist, storage_writer=storage_writer, planner=planner
     )
     storage, target = locate(where, storage)
-    save_folder(council, state_dict, target, storage, is_step=False)
+    save_folder(council, state_dict, target, storage)
 
 
-def save_folder(council: Council, state: dict[str, Any], path: Path, storage: Storage, *, is_step: bool) -> None:
-    """`save`, by ranks that have met already; `is_step`: as one of a Checkpointer's saves."""
+def save_folder(
+    council: Council, state: dict[str, Any], path: Path, storage: Storage, claim: Claim | None = None
+) -> None:
+    """`save`, by ranks that have met already; `claim`: of a Checkpointer, of whose saves it is one."""
     tree = Tree(council.operation)
     outline = Outline()
     with ExitStack() as held:
@@ -69,13 +72,15 @@ def save_folder(council: Council, state: dict[str, Any], path: Path, storage: St
         def begin(described: list[tuple[bytes, str]]) -> tuple[str, bool]:
             digests, names = zip(*described, strict=True)
             check_names(names)
-            target = Target(path, uuid4().hex, is_step)
+            if claim is not None:
+                claim.ensure()
+            target = Target(path, uuid4().hex, None if claim is None else claim.name)
             held.enter_context(temporary_folder(storage, target))
             return target.save_id, len(set(digests)) == 1
 
         save_id, are_alike = council.agree(describe, begin)
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
-        target = Target(path, save_id, is_step)
+        target = Target(path, save_id, None if claim is None else claim.name)
 
         def write() -> list[Any]:
             plan = plan_save(outlines)[council.rank]

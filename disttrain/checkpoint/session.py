@@ -17,7 +17,8 @@ import xxhash
 
 from disttrain.checkpoint.arena import Arena
 from disttrain.checkpoint.assembly import speak_for
-from disttrain.checkpoint.job import BYTES, COMMITTED, DROPPED, FAIL, FAILED, SAVE, Job
+from disttrain.checkpoint.job import BYTES, COMMITTED, DROPPED, FAIL, FAILED, KEPT, SAVE, Job
+from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.writer_link import WriterLink
 from disttrain.checkpoint.writer_process import BEGUN, NOT_BEGUN, fate_key
@@ -40,9 +41,9 @@ class Turn(NamedTuple):
 
 
 class Session:
-    """This rank's part; `token` is the same on all ranks."""
+    """This rank's part; `token` is the same on all ranks, `memory` where copies are kept."""
 
-    def __init__(self, world: World | None, token: str) -> None:
+    def __init__(self, world: World | None, token: str, memory: NodeMemory | None = None) -> None:
         self.token = token
         self.rank = 0 if world is None else world.rank
         self.size = 1 if world is None else world.world_size
@@ -56,7 +57,8 @@ class Session:
         whole = self._own_store if world is None else world.store
         assert whole is not None
         self._store = PrefixStore(name, whole)
-        self._config = [self.rank, self.size, name, store_to_plain(whole)]
+        kept = None if memory is None else memory.to_plain()
+        self._config = [self.rank, self.size, name, store_to_plain(whole), kept]
         self._link: WriterLink | None = None
         self._death = ""
         self._pending: dict[int, PendingSave] = {}
@@ -132,6 +134,8 @@ class Session:
             return
         if kind == BYTES:
             pending.num_bytes = rest[0]
+        elif kind == KEPT:
+            pending.memory_problem = rest[0]
         elif kind == COMMITTED:
             self._end(number, pending.path)
         elif kind == DROPPED:

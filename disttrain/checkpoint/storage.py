@@ -31,7 +31,19 @@ class ReadableFile(Protocol):
         ...
 
 
-class Storage(Protocol):
+class Readable(Protocol):
+    """What a load needs. Errors are OSError."""
+
+    def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
+        """Open a file for reading."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What is in a folder, sorted; nothing where there is no folder."""
+        ...
+
+
+class Storage(Readable, Protocol):
     """Folders and files. Errors are OSError."""
 
     def make_folder(self, path: Path) -> None:
@@ -40,14 +52,6 @@ class Storage(Protocol):
 
     def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
         """Write a new file of these parts; its content is durable on return. Parts stay as they are until then."""
-        ...
-
-    def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
-        """Open a file for reading."""
-        ...
-
-    def names(self, path: Path) -> list[str]:
-        """What is in a folder, sorted; nothing where there is no folder."""
         ...
 
     def sync_folder(self, path: Path) -> None:
@@ -64,6 +68,10 @@ class Storage(Protocol):
 
     def hold(self, path: Path) -> AbstractContextManager[None]:
         """Mark that a living process is writing to `path`, for as long as the block runs."""
+        ...
+
+    def is_held(self, path: Path) -> bool | None:
+        """Whether a living process holds `path`; None where nobody can know."""
         ...
 
     def remove_unless_held(self, path: Path) -> bool:
@@ -148,7 +156,7 @@ class LocalStorage:
     def hold(self, path: Path) -> Iterator[None]:
         # The kernel lets go of the lock when its process dies, however it dies.
         _make_parents(path)
-        lock = _lock_path(path)
+        lock, pid = _lock_path(path), os.getpid()
         descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -157,7 +165,24 @@ class LocalStorage:
                 pass
             yield
         finally:
-            lock.unlink(missing_ok=True)
+            if os.getpid() == pid:  # a fork that ends holds nothing
+                lock.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def is_held(self, path: Path) -> bool | None:
+        try:
+            descriptor = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system without locks
+            return None
+        else:
+            return False
+        finally:
             os.close(descriptor)
 
     def remove_unless_held(self, path: Path) -> bool:

@@ -22,7 +22,9 @@ from typing import Any
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
 from disttrain.checkpoint.commit import check_names, commit, remove_old, temporary_folder
 from disttrain.checkpoint.image import Image, Written, file_name
-from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, Job
+from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, KEPT, Job
+from disttrain.checkpoint.memory_saving import Copies
+from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
 from disttrain.errors import CheckpointError, DisttrainError
@@ -57,10 +59,13 @@ class Writer:
         first = wire.receive()
         if first is None:
             raise SystemExit(1)
-        (rank, size, name, store), _ = first
+        (rank, size, name, store, memory), _ = first
         self._rank = rank
         self._store: Store = PrefixStore(name, store_from_plain(store))
         self._assembly = Assembly("async_save", rank, size, self._store if size > 1 else None)
+        self._copies: Copies | None = None
+        if memory is not None:
+            self._copies = Copies(NodeMemory.from_plain(memory), rank, size, self._store)
 
     def run(self) -> None:
         threading.Thread(target=self._receive, daemon=True).start()
@@ -121,6 +126,8 @@ class Writer:
             def prepare() -> list[Any]:
                 nonlocal storage
                 storage = self._storage(name, arguments)
+                if self._copies is not None:
+                    self._copies.make_ready(job.target)
                 return [job.digest, job.target.path.name]
 
             def begin(ballots: list[list[Any]]) -> bool:
@@ -138,6 +145,8 @@ class Writer:
                 self._say(DROPPED, job.number)
                 return
             assert storage is not None
+            if self._copies is not None:
+                self._keep(job, self._copies)
             self._write(job, storage)
         self._say(COMMITTED, job.number)
 
@@ -148,6 +157,22 @@ class Writer:
             module, _, attribute = name.partition(":")
             self._storages[key] = getattr(importlib.import_module(module), attribute)(**arguments)
         return self._storages[key]
+
+    def _keep(self, job: Job, copies: Copies) -> None:
+        """Keep it in memory, as far as that can be: the disk has it all the same."""
+
+        def finish(rows: list[list[Any]]) -> tuple[bool, str]:
+            assert job.contents is not None
+            return copies.finish(job.target, job.contents, rows)
+
+        is_whole, problem = self._assembly.agree(lambda: copies.write(job.target, job.image, self._data(job)), finish)
+        if is_whole:
+            copies.keep(job.target)
+        self._say(KEPT, job.number, problem)
+
+    def _data(self, job: Job) -> memoryview:
+        """The file as it lies in shared memory."""
+        return memoryview(b"") if job.image is None else memoryview(self._arenas[job.arena])[: job.image.num_bytes]
 
     def _write(self, job: Job, storage: Storage) -> None:
         def write() -> list[Any]:
@@ -168,14 +193,10 @@ class Writer:
 
     def _parts(self, job: Job, image: Image, file: str, written: Written) -> Iterator[memoryview]:
         """The file's parts from shared memory, which is its image; tells how far it is."""
-        memory = memoryview(self._arenas[job.arena])
+        memory = self._data(job)
         done = told = 0
 
-        def data_of(number: int) -> memoryview:
-            place = image.places[number]
-            return memory[place.offset : place.offset + place.num_bytes]
-
-        for part in image.parts(file, data_of, written):
+        for part in image.parts(file, lambda number: image.places[number].of(memory), written):
             yield part
             done += len(part)
             if done >= told + _REPORT_EVERY_BYTES or done == image.num_bytes:

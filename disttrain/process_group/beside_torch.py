@@ -6,9 +6,7 @@ need not be on rank 0's node, so rank 0 says where it is itself.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +16,7 @@ from disttrain.errors import RendezvousError
 from disttrain.process_group._c10d import TorchTCPStore
 from disttrain.settings import MASTER_ADDR, TOKEN_FILE, TORCHELASTIC_RESTART_COUNT
 from disttrain.store import TCPStore, new_token, read_token
+from disttrain.store.addresses import own_address
 
 
 def open_under_torchrun(host: str, port: int, rank: int, name: str, timeout_s: float) -> TCPStore:
@@ -47,7 +46,7 @@ def open_beside(torch_store: Any, host: str, rank: int, key: str, timeout_s: flo
     if rank == 0:
         # A job's own token is known to all its ranks, and stays unsaid.
         told_token = None if job_token else new_token()
-        address, token = _own_address(host), job_token or told_token
+        address, token = own_address(host), job_token or told_token
         store = TCPStore(address, 0, is_master=True, timeout=timeout_s, wait_for_workers=False, token=token)
         torch_store.set(key, json.dumps({"host": address, "port": store.port, "token": told_token}))
         return store
@@ -63,11 +62,3 @@ def host_of(torch_store: Any) -> str:
     while hasattr(torch_store, "underlying_store"):
         torch_store = torch_store.underlying_store
     return getattr(torch_store, "host", None) or MASTER_ADDR.read() or "localhost"
-
-
-def _own_address(host: str) -> str:
-    """The address of this node that packets to `host` leave from, which its other clients can reach too."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-        probe.connect(address)  # of a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])

@@ -29,6 +29,8 @@ from disttrain_launch.report import ending
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.warden import Warden
 
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
+
 _LEAVE_S = 3.0
 """How long nodes wait for each other at the end, beyond the time that workers are given to stop."""
 
@@ -45,12 +47,18 @@ def run(spec: JobSpec) -> int:
     # A launcher inside a worker keeps the outer agent's name, so that the outer one finds its workers too.
     name = f"{outer}/{secrets.token_hex(8)}" if outer else secrets.token_hex(8)
     with ExitStack() as cleanup:
-        # The warden knows the folder before it is made, so that no moment is left in which it could stay behind.
+        # The warden knows the folders before they are made, so that no moment is left in which one could stay behind.
         folder = Path(_temporary_directory(), f"disttrain-{secrets.token_hex(8)}")
-        warden = Warden(name, folder, spec.stop_grace_s)
+        # For what shall outlive workers in memory, such as copies of saves.
+        memory = _SHARED_MEMORY / folder.name
+        folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
+        warden = Warden(name, folders, spec.stop_grace_s)
         cleanup.callback(warden.close)
-        folder.mkdir(mode=0o700)
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        for made in folders:
+            made.mkdir(mode=0o700)
+            cleanup.callback(shutil.rmtree, made, ignore_errors=True)
+        if memory in folders:
+            environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
         try:
             try:

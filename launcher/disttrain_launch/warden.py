@@ -2,7 +2,7 @@
 
 The agent may be killed with SIGKILL, and then can do nothing any more. The warden is forked from it before anything
 else is started, in a session of its own, and blocks on a pipe whose other end only the agent holds: when the pipe ends
-without a farewell, the warden stops the workers and all their children and removes the agent's folder.
+without a farewell, the warden stops the workers and all their children and removes the agent's folders.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from disttrain_launch.leftovers import stop_leftovers
@@ -21,16 +22,16 @@ _FAREWELL = b"farewell"
 class Warden:
     """Made once per agent, before any thread runs.
 
-    Args: agent  its name;  folder  of its temporary files;  grace_s  from SIGTERM to SIGKILL.
+    Args: agent  its name;  folders  of its temporary files;  grace_s  from SIGTERM to SIGKILL.
     """
 
-    def __init__(self, agent: str, folder: Path, grace_s: float) -> None:
+    def __init__(self, agent: str, folders: Sequence[Path], grace_s: float) -> None:
         assert threading.active_count() == 1, "a process with threads must not fork"
         read_fd, self._write_fd = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._write_fd)
-            _watch(read_fd, agent, folder, grace_s)
+            _watch(read_fd, agent, folders, grace_s)
         os.close(read_fd)
 
     def started(self, worker_pid: int) -> None:
@@ -50,7 +51,7 @@ class Warden:
             pass  # Somebody killed the warden; the agent still cleans up unless it is killed as well.
 
 
-def _watch(read_fd: int, agent: str, folder: Path, grace_s: float) -> None:
+def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float) -> None:
     """The warden's whole life; never returns."""
     try:
         os.setsid()
@@ -65,6 +66,7 @@ def _watch(read_fd: int, agent: str, folder: Path, grace_s: float) -> None:
             told += data
         if not told.endswith(_FAREWELL):
             stop_leftovers(agent, {int(pid) for pid in told.split()}, grace_s)
-            shutil.rmtree(folder, ignore_errors=True)
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)

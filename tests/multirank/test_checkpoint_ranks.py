@@ -231,7 +231,7 @@ class FullOnOneRank(LocalStorage):
         self.rank = rank
 
     def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
-        if get_rank() == self.rank:
+        if get_rank() == self.rank and path.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         super().write_file(path, parts)
 
@@ -254,7 +254,7 @@ def test_a_full_disk_on_one_rank_is_everybodys_error(rank_pool: RankPool, tmp_pa
     assert found == [found[0]] * 3
     assert found[0][0].startswith(f"on rank {failing_rank}: OSError: [Errno 28] No space left on device")
     assert found[0][1] == 1
-    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".claim-")] == ["step-00000001"]
 
 
 def load_damaged(path: str) -> tuple[str, str]:

@@ -23,7 +23,8 @@ def save_badly(directory: Path, step: int, fails_at: int, how: str) -> Checkpoin
     """What it raises."""
     storage = FaultyStorage(fails_at, how)
     try:
-        Checkpointer(directory, keep=1, storage=storage).save(step, {"w": torch.full((3000,), float(step))})
+        with Checkpointer(directory, keep=1, storage=storage) as checkpointer:
+            checkpointer.save(step, {"w": torch.full((3000,), float(step))})
     except CheckpointError as error:
         return error
     finally:

@@ -46,6 +46,7 @@ def test_a_checkpointer_keeps_the_newest(memory: Any) -> None:
         checkpointer.save(step, state(step))
     loaded = state(0)
     assert (checkpointer.latest(), checkpointer.load(loaded, 2), loaded["w"][0]) == (3, 2, 2)
+    checkpointer.close()
     assert {Path(name).parent.name for name in memory.find("/runs")} == {"step-00000002", "step-00000003"}
     with pytest.raises(CheckpointError, match="there already"):
         checkpointer.save(3, state(4))

@@ -15,6 +15,11 @@ from disttrain.checkpoint import Checkpointer, LocalStorage
 from disttrain.errors import CheckpointError
 
 
+def names_in(directory: Path) -> list[str]:
+    """What is there, but for the claim of the Checkpointer that lives."""
+    return sorted(name for name in os.listdir(directory) if not name.startswith(".claim-"))
+
+
 class FullDisk(LocalStorage):
     """Has room for `num_bytes` in each file."""
 
@@ -39,7 +44,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, num_bytes: int) -> No
     full = Checkpointer(tmp_path, storage=FullDisk(num_bytes))
     with pytest.raises(CheckpointError, match=r"Checkpointer\.save: OSError: .*No space left .* Free some space"):
         full.save(2, {"w": torch.zeros(1000)})
-    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert names_in(tmp_path) == ["step-00000001"]
     assert full.latest() == 1
 
 
@@ -48,7 +53,7 @@ def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     assert checkpointer.latest() is None
     for step in (5, 10, 15):
         checkpointer.save(step, {"step": step})
-    assert sorted(os.listdir(checkpointer.directory)) == ["step-00000010", "step-00000015"]
+    assert names_in(checkpointer.directory) == ["step-00000010", "step-00000015"]
     assert checkpointer.latest() == 15
     state = {"step": 0}
     assert checkpointer.load(state, 10) == 10
@@ -61,14 +66,14 @@ def test_a_save_of_an_older_step_stays(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=1)
     for step in (20, 10):
         checkpointer.save(step, {"step": step})
-    assert os.listdir(tmp_path) == ["step-00000010"]
+    assert names_in(tmp_path) == ["step-00000010"]
 
 
 def test_all_saves_are_kept_when_asked(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=None)
     for step in range(4):
         checkpointer.save(step, {"step": step})
-    assert len(os.listdir(tmp_path)) == 4
+    assert len(names_in(tmp_path)) == 4
 
 
 def test_leftovers_of_dead_saves_go_and_nothing_else(tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(tmp_path: Path) -> None:
     assert checkpointer.latest() is None
     with LocalStorage().hold(tmp_path / alive):
         checkpointer.save(4, {"x": 1})
-        assert sorted(os.listdir(tmp_path)) == [
+        assert names_in(tmp_path) == [
             "mine.tmp-1",
             f"other.tmp-{'c' * 32}",
             alive,
@@ -126,3 +131,15 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
     checkpointer.save(1, {"x": 1})
     with pytest.raises(CheckpointError, match=r"has no save of step 2\. It has steps \[1\]"):
         checkpointer.load({"x": 0}, 2)
+
+
+def test_a_load_takes_what_the_function_takes(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"old": torch.arange(3), "more": 1})
+    state = {"new": torch.zeros(3), "left": 7}
+    with pytest.raises(CheckpointError, match="more"):
+        checkpointer.load(state)
+    step = checkpointer.load(state, allow=["missing", "unexpected"], rename={"old": "new"}, convert="n*")
+    assert (step, state["new"].tolist(), state["left"]) == (1, [0.0, 1.0, 2.0], 7)
+    report = checkpointer.report
+    assert (report.missing, report.unexpected, report.converted) == (("left",), ("more",), ("new",))

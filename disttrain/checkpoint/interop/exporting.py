@@ -105,7 +105,7 @@ def save_as(council: Council, state: dict[str, Any], target: Path, storage: Stor
         own = temporary(target, council.agree(lambda: None, begin))
         if council.rank == 0:
             held.callback(_remove_if_there, storage, own)
-        save_folder(council, state, own, storage, is_step=False)
+        save_folder(council, state, own, storage)
         export(council, lambda: open_save(storage, own), target, storage, form)
 
 

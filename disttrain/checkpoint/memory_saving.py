@@ -1,0 +1,107 @@
+"""A writer's part of keeping a save in memory: its file on its own node, a copy of it on the next one.
+
+What cannot be kept is told, and fails no save: the disk is there for that. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgpack
+
+from disttrain.checkpoint.commit import Contents, Target, make_manifest
+from disttrain.checkpoint.exchange import Address, FileServer, put_file
+from disttrain.checkpoint.image import Image, Written, file_name
+from disttrain.checkpoint.keepers import keeper_of
+from disttrain.checkpoint.manifest import MANIFEST, encode
+from disttrain.checkpoint.peer_memory import NodeMemory, kept_name
+from disttrain.store import Store
+
+
+class Copies:
+    """One rank's, of all saves of a session. Args: store  of the session, which its writers share."""
+
+    def __init__(self, memory: NodeMemory, rank: int, size: int, store: Store) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._store = store
+        self._keeper = keeper_of(rank, size, memory.node_size(size))
+        self._server: FileServer | None = None
+        self._trouble = ""
+
+    def make_ready(self, target: Target) -> None:
+        """Make room, and be there for those whose copies this rank keeps; before the ranks meet."""
+        self._trouble = _attempt(lambda: self._memory.make_room(_name(target)))
+        if self._keeper is not None and self._server is None:
+            self._trouble = _attempt(self._serve) or self._trouble
+
+    def write(self, target: Target, image: Image | None, data: memoryview) -> list[Any]:
+        """Keep this rank's file, `data`. Returns: for `finish`."""
+        if image is None:
+            return [True, "", Written().to_plain()]
+        file, written = file_name(self._rank), Written(image.saved_file())
+        is_kept, problem = self._keep_twice(target, file, data, lambda: _look_through(image, file, data, written))
+        return [is_kept, self._trouble or problem, written.to_plain()]
+
+    def finish(self, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> tuple[bool, str]:
+        """On rank 0, from what each has kept. Returns: whether the save is whole in memory; what has gone wrong."""
+        problems = [f"on rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(rows) if problem]
+        is_whole = all(is_kept for is_kept, _, _ in rows)
+        if is_whole:
+            written = [Written.from_plain(row, file_name(rank)) for rank, (_, _, row) in enumerate(rows)]
+            manifest = memoryview(encode(make_manifest(target.save_id, contents, written)))
+            is_whole, problem = self._keep_twice(target, MANIFEST, manifest, lambda: None)
+            problems += [problem] if problem else []
+        return is_whole, problems[0] if problems else ""
+
+    def keep(self, target: Target) -> None:
+        """It has become whole: it stays until there is a newer one. What fails here is found at a load."""
+        _attempt(lambda: self._memory.keep(_name(target)))
+
+    def _keep_twice(self, target: Target, file: str, data: memoryview, beside: Callable[[], None]) -> tuple[bool, str]:
+        """Keep a file here and with the keeper, and do something `beside`. Returns: whether one has it; a problem."""
+        save = _name(target)
+        with ThreadPoolExecutor(1) as sender:
+            sent = sender.submit(_attempt, lambda: self._send(save, file, data))
+            problem = _attempt(lambda: self._memory.write(save, file, [data]))
+            beside()
+            not_sent = sent.result()
+        has_one = not problem or (self._keeper is not None and not not_sent)
+        return has_one, problem or not_sent
+
+    def _send(self, save: str, file: str, data: memoryview) -> None:
+        if self._keeper is not None:
+            # The ranks have met since it was written.
+            key = _address_key(self._keeper)
+            if not self._store.check([key]):
+                raise ConnectionError(f"rank {self._keeper} takes no copies")
+            put_file(Address(*msgpack.unpackb(self._store.get(key))), save, file, data)
+
+    def _serve(self) -> None:
+        self._server = FileServer(self._memory, self._store)
+        self._store.set(_address_key(self._rank), msgpack.packb(self._server.address))
+
+
+def _name(target: Target) -> str:
+    return kept_name(target.path.name, target.save_id)
+
+
+def _address_key(rank: int) -> str:
+    return f"memory/{rank}"
+
+
+def _look_through(image: Image, file: str, data: memoryview, written: Written) -> None:
+    """Enter all chunks in `written`."""
+    for _ in image.parts(file, lambda number: image.places[number].of(data), written):
+        pass
+
+
+def _attempt(act: Callable[[], None]) -> str:
+    """What went wrong, in words; nothing when all went well."""
+    try:
+        act()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}."
+    return ""

@@ -1,0 +1,21 @@
+"""A file system without locks; torch-free."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from disttrain.checkpoint.storage import LocalStorage
+
+
+class LocklessStorage(LocalStorage):
+    """Nobody can know who is alive."""
+
+    def hold(self, path: Path) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_held(self, path: Path) -> bool | None:
+        return None
+
+    def remove_unless_held(self, path: Path) -> bool:
+        return False

@@ -1,0 +1,107 @@
+"""Claims of a directory, of processes that take turns in every order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from disttrain.checkpoint import LocalStorage, claims
+from disttrain.checkpoint.claims import Claim, check_claim
+from disttrain.errors import CheckpointError
+from tests.multirank.lockless_storage import LocklessStorage
+
+
+class Processes:
+    """Makes claims that seem to be of different processes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self._monkeypatch = monkeypatch
+        self.directory = directory
+        self.storage = LocalStorage()
+
+    def claim(self, process: str) -> Claim:
+        made = Claim(self.storage, self.directory)
+        self._monkeypatch.setattr(claims, "_this_process", lambda: process * 16)
+        made.ensure()
+        return made
+
+    def check(self, claim: Claim) -> None:
+        check_claim(self.storage, self.directory, claim.name)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Processes:
+    return Processes(monkeypatch, tmp_path / "runs")
+
+
+def test_the_later_one_is_refused_and_leaves_nothing(processes: Processes) -> None:
+    first = processes.claim("a")
+    with pytest.raises(CheckpointError, match=rf"another job \(process {os.getpid()} on .*\) saves to .*runs as well"):
+        processes.claim("b")
+    assert sorted(os.listdir(processes.directory)) == [first.name, f"{first.name}.lock"]
+    processes.check(first)
+    first.close()
+    first.close()
+    assert os.listdir(processes.directory) == []
+    processes.check(processes.claim("b"))
+
+
+def test_claims_of_one_process_are_one_jobs(processes: Processes) -> None:
+    first, second = processes.claim("a"), processes.claim("a")
+    first.ensure()
+    for claim in (first, second):
+        processes.check(claim)
+    first.close()
+    processes.check(second)
+
+
+def test_a_claim_goes_with_its_owner(processes: Processes) -> None:
+    processes.claim("a")
+    assert os.listdir(processes.directory) == []
+
+
+def test_a_claim_that_outlives_its_owner_is_the_next_ones_to_remove(processes: Processes) -> None:
+    claim = processes.claim("a")
+    claim.outlive()
+    name = claim.name
+    del claim
+    check_claim(processes.storage, processes.directory, name)  # its writer goes on
+    second = processes.claim("b")
+    with pytest.raises(CheckpointError, match="has taken over"):
+        check_claim(processes.storage, processes.directory, name)
+    processes.check(second)
+
+
+def test_a_fork_ends_no_claim(processes: Processes) -> None:
+    claim = processes.claim("a")
+    pid = os.fork()
+    if pid == 0:
+        claim.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    processes.check(claim)
+    with pytest.raises(CheckpointError, match="as well"):
+        processes.claim("b")
+
+
+def test_without_locks_the_later_one_takes_over(processes: Processes) -> None:
+    processes.storage = LocklessStorage()
+    first = processes.claim("a")
+    processes.check(first)
+    second = processes.claim("b")
+    with pytest.raises(CheckpointError, match=r"another job \(process \d+ on .*\) has taken over"):
+        processes.check(first)
+    processes.check(second)
+    assert os.listdir(processes.directory) == [second.name]
+
+
+def test_of_two_at_the_same_time_the_one_that_comes_first_in_order_stays(processes: Processes) -> None:
+    """Both have made theirs before either looks at the other's."""
+    first = processes.claim("a")
+    (processes.directory / f"{first.name[:18]}{'c' * 32}").mkdir()  # one number, a later ID
+    with processes.storage.hold(processes.directory / f"{first.name[:18]}{'c' * 32}"):
+        processes.check(first)
+        with pytest.raises(CheckpointError, match="as well"):
+            processes.claim("b")

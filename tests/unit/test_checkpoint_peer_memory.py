@@ -1,0 +1,130 @@
+"""One node's memory of saves: what stays, what is torn, and who may put something there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disttrain.checkpoint import Checkpointer, PeerMemory
+from disttrain.checkpoint.exchange import Address, FileServer, put_file, remote_file
+from disttrain.checkpoint.peer_memory import NodeMemory
+from disttrain.errors import CheckpointError
+
+A, B, C = (f"step-{step:08d}.{digit * 32}" for step, digit in ((1, "a"), (2, "b"), (3, "c")))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> NodeMemory:
+    return NodeMemory(tmp_path / "memory")
+
+
+@pytest.fixture
+def server(memory: NodeMemory) -> Iterator[FileServer]:
+    server = FileServer(memory, None)
+    yield server
+    server.close()
+
+
+def put(memory: NodeMemory, save: str, data: bytes = b"abc") -> None:
+    memory.write(save, "x", [memoryview(data)])
+
+
+def test_the_newest_whole_save_stays_until_another_is_whole(memory: NodeMemory) -> None:
+    put(memory, A)
+    memory.keep(A)
+    memory.make_room(B)
+    put(memory, B)
+    assert sorted(os.listdir(memory.root)) == [A, B]
+    memory.make_room(C)  # B has never become whole
+    put(memory, C)
+    memory.keep(C)
+    assert sorted(os.listdir(memory.root)) == [A, C]
+    memory.make_room(B)
+    assert os.listdir(memory.root) == [C]
+
+
+def test_a_save_under_way_twice_is_the_same(memory: NodeMemory) -> None:
+    put(memory, A, b"first")
+    memory.make_room(A)
+    put(memory, A, b"again")
+    assert (memory.root / A / "x").read_bytes() == b"again"
+    assert memory.holdings()[0].has == {"x": 5}
+
+
+def test_files_are_for_their_owner_only(memory: NodeMemory) -> None:
+    put(memory, A)
+    assert (memory.root / A / "x").stat().st_mode & 0o777 == 0o600
+    assert (memory.root / A).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_goes_to_another_node_and_back(memory: NodeMemory, server: FileServer) -> None:
+    data = os.urandom(9 << 20)
+    put_file(server.address, A, "x", memoryview(data))
+    assert memory.holdings()[0].has == {"x": len(data)}
+    with remote_file(server.address, A, "x") as file:
+        assert file.num_bytes == len(data)
+        buffer = bytearray(6 << 20)
+        assert file.read_at(1000, memoryview(buffer)) == len(buffer)
+        assert buffer == data[1000 : 1000 + len(buffer)]
+        assert file.read_at(len(data) - 10, memoryview(buffer)) == 10
+        assert buffer[:10] == data[-10:]
+    put_file(server.address, A, "empty", memoryview(b""))
+    with remote_file(server.address, A, "empty") as file:
+        assert file.num_bytes == 0
+
+
+def test_a_stranger_gets_and_leaves_nothing(memory: NodeMemory, server: FileServer) -> None:
+    put(memory, A)
+    stranger = Address(server.address.host, server.address.port, "another secret of someone")
+    with pytest.raises(ConnectionError), remote_file(stranger, A, "x"):
+        pass
+    with pytest.raises(OSError, match=r"connection|reset|pipe"):
+        put_file(stranger, A, "y", memoryview(b"abc"))
+    assert memory.holdings()[0].has == {"x": 3}
+
+
+def test_who_listens_must_know_the_secret_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        port = impostor.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                connection.recv(64, socket.MSG_WAITALL)
+                connection.sendall(bytes(32))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ConnectionError, match="is not of this job"):
+            put_file(Address("127.0.0.1", port, "secret of the job"), A, "x", memoryview(b"abc"))
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", "a/b", ""])
+def test_names_lead_nowhere_else(memory: NodeMemory, server: FileServer, name: str) -> None:
+    with pytest.raises(OSError, match="is not one of a save"):
+        put_file(server.address, A, name, memoryview(b"abc"))
+    with pytest.raises(OSError, match="is not one of a save"), remote_file(server.address, name, "x"):
+        pass
+
+
+def test_a_file_that_breaks_off_is_not_there(memory: NodeMemory) -> None:
+    def broken() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        raise ConnectionResetError("gone")
+
+    with pytest.raises(ConnectionResetError):
+        memory.write(A, "x", broken())
+    assert [dict(holding.has) for holding in memory.holdings()] == [{}]
+    assert os.listdir(memory.root / A) == []
+
+
+def test_there_must_be_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"DISTTRAIN_MEMORY_DIR is not set\. Start the job by disttrain-launch"):
+        Checkpointer(tmp_path, peer_memory=PeerMemory())
