@@ -211,6 +211,12 @@ MEMORY_DIR = Setting[Path | None](
 )
 
 # The flight recorder.
+FLIGHT_RECORDER = Setting[bool](
+    "DISTTRAIN_FLIGHT_RECORDER",
+    _switch,
+    True,
+    "0: no flight recorder, unless the script calls `flight_recorder.enable`; 1: each job has one.",
+)
 FLIGHT_DIR = Setting[Path | None](
     "DISTTRAIN_FLIGHT_DIR",
     Path,
@@ -221,7 +227,7 @@ FLIGHT_SOFT_LIMIT_S = Setting[float | None](
     "DISTTRAIN_FLIGHT_SOFT_LIMIT_S",
     _positive,
     None,
-    "Seconds that a rank may wait before all ranks dump; unset: a quarter of the default group's timeout, 60 at most.",
+    "Seconds that a rank may wait before all ranks dump; unset: a quarter of the default group's timeout, 2 to 60.",
 )
 FLIGHT_ENDS_JOB = Setting[bool](
     "DISTTRAIN_FLIGHT_ENDS_JOB", _switch, False, "1: a rank that has waited so long then ends itself, and so the job."

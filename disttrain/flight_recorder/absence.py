@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from disttrain.flight_recorder.dump import RING, Dump
+from disttrain.flight_recorder.dump_words import EXIT
 from disttrain.flight_recorder.match import Match
 from disttrain.flight_recorder.record import Failure, Record
 from disttrain.flight_recorder.thread_state import IO_CALLS, RUNNING
@@ -79,7 +80,7 @@ def what_became_of(found: Match, rank: int, *, was_broken: bool) -> tuple[Cause,
         return Cause.RAISED, f"it ended with {failure.kind} ({failure.message}) at {place(dump, failure.stack)}"
     if dump.reason == RING:
         return _without_word(dump, was_broken)
-    if dump.reason == "exit":
+    if dump.reason == EXIT:
         return Cause.ENDED, "its script has come to its end"
     return _at_work(dump)
 

@@ -30,12 +30,12 @@ class Analysis:
     notes: tuple[str, ...]
 
 
-def analyze(path: Path) -> Analysis:
-    """Analyze the newest job that has dumps in the folder `path`; or the one dump in the file `path`.
+def analyze(path: Path, job: str | None = None) -> Analysis:
+    """Analyze `job` (None: the newest) of those with dumps in the folder `path`; or the one dump in the file `path`.
 
     Raises: FlightDumpError when `path` is not there or cannot be listed.
     """
-    read, notes = _read(path)
+    read, notes = _read([file for file in _files(path) if job is None or f".{job}." in file.name])
     chosen = _newest_job(read, notes)
     dumps = _one_for_each_rank(chosen, notes)
     return Analysis(tuple(judge(match(dumps))), tuple(dumps), tuple(notes))
@@ -45,12 +45,12 @@ def _last_s(dump: Dump) -> float:
     return max((max(record.enqueued_s, record.completed_s or 0.0) for record in dump.records), default=0.0)
 
 
-def _read(path: Path) -> tuple[list[Dump], list[str]]:
+def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
     dumps: list[Dump] = []
     notes: list[str] = []
     of_torch: list[TorchDump] = []
     num_foreign, shared = 0, Shared()
-    for file in _files(path):
+    for file in files:
         if file.suffix == STACKS_SUFFIX:
             continue  # read with its ring
         is_ours = file.suffix in (SUFFIX, RING_SUFFIX)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgpack
 
+from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
@@ -25,7 +26,7 @@ from disttrain.flight_recorder.record import (
 )
 
 MAGIC: Final = b"disttrain flight recorder\n"
-VERSION: Final = 3
+VERSION: Final = DUMP_VERSION
 SUFFIX: Final = ".flight"
 RING: Final = "ring"
 """The reason of a dump that its process did not make: it was read from the process's ring."""
@@ -81,7 +82,7 @@ class Dump:
 
 def dump_name(dump: Dump) -> str:
     """The file's name in a folder that several worlds may share."""
-    return f"rank-{dump.rank:05d}.{dump.job}{SUFFIX}"
+    return f"{rank_name(dump.rank, dump.job)}{SUFFIX}"
 
 
 def write_dump(file: Path, dump: Dump) -> None:

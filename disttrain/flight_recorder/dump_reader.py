@@ -32,6 +32,7 @@ from disttrain.flight_recorder.record import (
 )
 
 MAX_FILE_BYTES: Final = 256 << 20
+_MAX_HEADER_BYTES: Final = 1 << 16
 MAX_WORLD_SIZE: Final = 1 << 20
 _KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record", "end"}
 _STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
@@ -69,6 +70,16 @@ def read_dump(file: Path, shared: Shared | None = None) -> Dump:
         return decode(data, shared)
     except FlightDumpError as error:
         raise _unusable(file, error.problem) from None
+
+
+def reason_of(file: Path) -> str:
+    """Why the dump in `file` was made, without reading all of it. Raises FlightDumpError when that cannot be told."""
+    try:
+        with file.open("rb") as stream:
+            kind, header = next(_unpacker(stream.read(_MAX_HEADER_BYTES)))
+        return as_text(checked_header(header)["reason"] if kind == "dump" else None)
+    except (OSError, StopIteration, *_WRONG):
+        raise _unusable(file, "has no header that can be read") from None
 
 
 def decode(data: bytes, shared: Shared | None = None) -> Dump:

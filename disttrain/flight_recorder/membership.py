@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disttrain.flight_recorder.dump import RING
+from disttrain.flight_recorder.dump_words import EXIT
 from disttrain.flight_recorder.match import Match
 from disttrain.flight_recorder.record import State, ranks_text
 from disttrain.flight_recorder.verdict import Kind, Verdict
@@ -47,7 +48,7 @@ def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
             dump = found.dumps.get(rank)
             if dump is None or dump.reason == RING or any(group.group_name == name for group in dump.groups):
                 continue
-            if rank not in waiting and dump.reason != "exit":
+            if rank not in waiting and dump.reason != EXIT:
                 continue
             to_blame.add(rank)
             alike = [group.group_name for group in dump.groups if set(group.ranks) == set(wait.record.site.ranks)]

@@ -11,38 +11,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import platform
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
+from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
-from disttrain.flight_recorder.dump import VERSION, Dump, dump_name, write_dump
-from disttrain.flight_recorder.python_stacks import (
-    LIBRARIES,
-    PACKAGE,
-    VERSIONS,
-    Symbols,
-    failure_of,
-    thread_stacks,
-)
-from disttrain.flight_recorder.record import GroupProgress
+from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
 from disttrain.flight_recorder.ring import Ring
-from disttrain.flight_recorder.ring_reader import decode_ring
+from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
 
 if TYPE_CHECKING:
-    import torch
-
     from disttrain.errors import DisttrainError
+    from disttrain.flight_recorder.dump import Dump
     from disttrain.process_group import ProcessGroup, World
 
-MAX_ERROR_CHARS: Final = 500
+_MAX_ERROR_CHARS: Final = 500
 MAX_SITES: Final = 8192
 """How many call sites and stacks are known at a time; those beyond are learnt anew."""
 _NUM_UNDER_WAY: Final = 64
@@ -50,7 +43,7 @@ _JOB_KEY: Final = "flight_recorder/job"
 
 _getframe: Final = sys._getframe
 _now_ns: Final = time.monotonic_ns
-_pack_into: Final = layout.SLOT.pack_into
+_pack_into: Final = layout.BEGUN_SLOT.pack_into
 _SLOT_BYTES: Final = layout.SLOT.size
 _SLOT_WORDS: Final = layout.SLOT_WORDS
 _ENDED_WORD: Final = layout.ENDED_WORD
@@ -110,9 +103,14 @@ class FlightRecorder:
         return self._world
 
     @property
+    def job(self) -> str:
+        """The name that the ranks of this world have drawn together; files of theirs have it in their names."""
+        return str(self._header["job"])
+
+    @property
     def name(self) -> str:
         """How the files of this rank begin: `rank-00003.` and the job's name."""
-        return f"rank-{self.world.rank:05d}.{self._header['job']}"
+        return rank_name(self.world.rank, self.job)
 
     def attach(self, world: World, folder: Path | None = None) -> None:
         """Record `world`'s operations from now on, in place of another recorder.
@@ -120,26 +118,29 @@ class FlightRecorder:
         With `folder`, the ring is a file there, so that it is left when the process is killed. Every rank that attaches
         does so before its first operation. Raises OSError when the file cannot be made.
         """
-        is_new = self._world is not world
-        self._world = world
-        if is_new:
+        if self._world is not world:
             job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
             self._header = {
-                "version": VERSION,
+                "version": DUMP_VERSION,
                 "rank": world.rank,
                 "world_size": world.world_size,
                 "job": job,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "started_s": time.time(),
-                "versions": VERSIONS,
+                "versions": {
+                    "disttrain": __version__,
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                },
                 "package": PACKAGE,
                 "libraries": LIBRARIES,
                 "epoch_ns": time.time_ns() - _now_ns(),
                 "main_thread": threading.main_thread().ident,
             }
             if folder is not None:
-                self._use(Ring(self._num_records, folder / f"{self.name}{layout.SUFFIX}"))
+                self._use(Ring(self._num_records, folder / f"{rank_name(world.rank, job)}{layout.SUFFIX}"))
+            self._world = world
             self.describe("ring", self._header)
         world.recorder = self
 
@@ -178,10 +179,10 @@ class FlightRecorder:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
-    ) -> int:
-        """Record a call that is about to be handed to its transport. Returns: its number."""
+    ) -> tuple[int, int, int]:
+        """Record a call that is about to be handed to its transport. Returns: its number, and where its slot is."""
         stack: list[Any] = []
-        place = 0
+        address = 0
         if self._num_frames:
             try:
                 frame: Any = _getframe(_DEPTH)
@@ -189,7 +190,7 @@ class FlightRecorder:
                 frame = _getframe(1)
             code = frame.f_code
             # The instruction's address: whoever holds the stack keeps the code there.
-            place = id(code) + frame.f_lasti
+            address = id(code) + frame.f_lasti
             file = code.co_filename
             for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
                 stack += (frame.f_code, frame.f_lasti)
@@ -199,10 +200,11 @@ class FlightRecorder:
         if len(inputs) == 1 and len(outputs) == 1:
             tensor, output = inputs[0], outputs[0]
             brought = None if output is tensor else output.shape
-            key: Any = (operation, group.group_name, peer_rank, place, tensor.shape, tensor.dtype, brought)
+            key: Any = operation, group.group_name, peer_rank, address, tensor.shape, tensor.dtype, brought
         else:
             shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
-            key = (operation, group.group_name, peer_rank, place, *shapes, tuple([t.dtype for t in inputs or outputs]))
+            dtypes = tuple([tensor.dtype for tensor in inputs or outputs])
+            key = operation, group.group_name, peer_rank, address, *shapes, dtypes
         for site in self._sites.get(key, ()):
             if site[0] == stack:
                 break
@@ -211,53 +213,39 @@ class FlightRecorder:
         _, site_number, counter, messages = site
         if not sequence and messages is not None:
             sequence = next(messages)
-        world, label = group.world, self._label
-        if world.action is not label[0] or world.module is not label[1]:
+        world = group.world
+        action, module, label = self._label
+        if world.action is not action or world.module is not module:
             label = self._new_label(world.action, world.module)
-        number, slot = next(self._slots)
+        record = number, slot, _ = self._next_place()
         self._words[counter] = sequence
-        _pack_into(self._memory, slot, number, site_number, label[2], sequence, 0, _now_ns(), 0, number)
-        return number
+        _pack_into(self._memory, slot, number, site_number, label, sequence, _now_ns(), number)
+        return record
 
-    def end(self, number: int, error: DisttrainError | None) -> None:
-        """Record that the host has waited for call `number`."""
+    def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
+        """Record that the host has waited for the call of `record`, unless another has got its slot."""
         words = self._words
-        word = self._first_word + _SLOT_WORDS * (number % self._num_records)
+        number, _, word = record
         if words[word] == number:
             if error is not None:
                 with self._lock:
                     if self._ring.is_full:
                         self._forget()
-                    self._ring.describe("error", number, str(error)[:MAX_ERROR_CHARS])
+                    self._ring.describe("error", number, str(error)[:_MAX_ERROR_CHARS])
                 words[word + layout.SEQUENCE_WORD] |= layout.FAILED_BIT
             words[word + _ENDED_WORD] = _now_ns()
 
+    def content(self) -> bytes:
+        """The ring at this moment."""
+        with self._lock:
+            return self._ring.content()
+
     def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
         """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
-        assert self.world is not None
-        with self._lock:
-            content = self._ring.content()
-        dump, _ = decode_ring(content)
-        return replace(
-            dump,
-            groups=self._progress(dump),
-            dumped_s=time.time(),
-            reason=reason,
-            failure=None if error is None else failure_of(error, MAX_ERROR_CHARS),
-            threads=thread_stacks(),
-            device_is_busy=device_is_busy,
-        )
+        # Here: what reads rings takes longer to load than all of a world's start.
+        from disttrain.flight_recorder.snapshot import take_snapshot
 
-    def _progress(self, dump: Dump) -> tuple[GroupProgress, ...]:
-        """Of all groups of the world, those too that have had no call yet or wait for their first to connect."""
-        on_record = {group.group_name: group for group in dump.groups}
-        for group in self.world.groups:
-            progress = on_record.get(group.group_name) or GroupProgress(
-                group.group_name, group.ranks, 0, group.axis_name
-            )
-            connecting = group.come_to[1] if group.is_connecting else ""
-            on_record[group.group_name] = replace(progress, connecting=connecting)
-        return tuple(on_record.values())
+        return take_snapshot(self.world, self.content(), reason, error, device_is_busy=device_is_busy)
 
     def dump(
         self,
@@ -274,6 +262,8 @@ class FlightRecorder:
                  device_is_busy  whether its GPU has not come to the end of what is queued, if somebody has looked.
         Returns: the file. Raises: OSError when it cannot be written, FlightDumpError before `attach`.
         """
+        from disttrain.flight_recorder.dump import dump_name, write_dump  # as above
+
         dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
         file = Path(path)
         if file.is_dir():
@@ -284,10 +274,11 @@ class FlightRecorder:
     def _use(self, ring: Ring) -> None:
         self._ring = ring
         self._memory, self._words = ring.memory, ring.words
-        self._slots_at, self._first_word = ring.slots_at, ring.first_word
-        # One `next` for a number and its slot: threads may come here together.
-        places = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
-        self._slots = zip(itertools.count(), itertools.cycle(places))
+        self._slots_at = ring.slots_at
+        slots = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
+        words = range(ring.first_word, ring.first_word + _SLOT_WORDS * ring.num_slots, _SLOT_WORDS)
+        # One call for a number and its place: threads may come here together.
+        self._next_place = zip(itertools.count(), itertools.cycle(slots), itertools.cycle(words)).__next__
 
     def _frames_of_file(self, file: str) -> range:
         """As many frames as to keep for calls from `file`; looked up once for each."""
@@ -295,7 +286,7 @@ class FlightRecorder:
         self._frames_to_keep[file] = frames
         return frames
 
-    def _new_label(self, action: str, module: str) -> tuple[str, str, int]:
+    def _new_label(self, action: str, module: str) -> int:
         with self._lock:
             entry = self._labels.get((action, module))
             if entry is None:
@@ -303,8 +294,9 @@ class FlightRecorder:
                 entry = self._labels[action, module] = self._describe("label", number, action, module)
                 if len(self._labels) > MAX_SITES or self._ring.is_full:
                     self._forget()
-            self._label = (action, module, entry[1])
-            return self._label
+            label: int = entry[1]
+            self._label = (action, module, label)
+            return label
 
     def _new_site(
         self,

@@ -43,7 +43,12 @@ class Ring:
         if file is not None:
             self._fd = _locked(file)
             os.ftruncate(self._fd, 0)
-            os.ftruncate(self._fd, self._entries_at)
+            try:
+                # Where the disk is full this fails; to write to a page that cannot be had would end the process.
+                os.posix_fallocate(self._fd, 0, self._entries_at)
+            except OSError:
+                self.close()
+                raise
         # Whole pages are mapped; what lies beyond the slots in the last one is written through the descriptor only.
         self.memory = mmap.mmap(self._fd, self._entries_at)
         self.words = memoryview(self.memory).cast("Q")

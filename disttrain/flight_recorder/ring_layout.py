@@ -33,6 +33,8 @@ SLOT: Final = struct.Struct("@QIIIIQQQ")
 
 The number is written first and last: where both differ, the process died between them.
 """
+BEGUN_SLOT: Final = struct.Struct("@QIII4xQ8xQ")
+"""The same to write for a call that has begun: without `failed` and `ended_ns`, which become zeros."""
 SLOT_WORDS: Final = SLOT.size // 8
 SEQUENCE_WORD: Final = 2
 ENDED_WORD: Final = 4

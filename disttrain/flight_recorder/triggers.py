@@ -1,4 +1,4 @@
-"""What makes a rank write its dump: SIGUSR2, an exception that ends the process, its normal end.
+"""What makes a rank write its dump: SIGUSR2, an exception that ends the process, the end of its world.
 
 A rank that hangs sits in a transport's C++ code, where Python runs no signal handlers. So the signal goes the way of
 `faulthandler`, whose handler is C: it writes into a pipe, and a thread that reads from it makes the dump.
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from disttrain.errors import DisttrainError, SettingError
+from disttrain.errors import DisttrainError, StoreError
+from disttrain.flight_recorder.dump_words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
 from disttrain.flight_recorder.folders import private_folder
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring import remove_stale
@@ -29,43 +30,62 @@ from disttrain.settings import FLIGHT_DIR, FLIGHT_ENDS_JOB, FLIGHT_SOFT_LIMIT_S
 
 _log = logging.getLogger(__name__)
 
+_SIGNAL: Final = "SIGUSR2"
+_MIN_SOFT_LIMIT_S: Final = 2.0
 _MAX_SOFT_LIMIT_S: Final = 60.0
 _KEPT_S: Final = 86400.0
 """How long what a dead process has left in the private folder stays there."""
 
 
 def enable(world: World | None = None) -> FlightRecorder:
-    """Record `world` (default: this process's) from now on; a second call for the same world changes nothing.
+    """Record `world` (default: this process's) from now on; where that is done already, nothing changes.
+
+    Each job records from init_process_group on, unless DISTTRAIN_FLIGHT_RECORDER says otherwise: then call this after
+    it, on every rank, before the first collective. It also finds the recorder that is there.
 
     The ring is a file in DISTTRAIN_FLIGHT_DIR, else in a private folder, until the world is destroyed. A watchdog has
     all ranks dump when one of them waits for longer than DISTTRAIN_FLIGHT_SOFT_LIMIT_S. With DISTTRAIN_FLIGHT_DIR set,
-    the rank writes a dump there on SIGUSR2, on an uncaught exception and when it ends, too.
-    Call it after init_process_group, on every rank, before the first collective.
-    Raises: GroupError before init_process_group, SettingError when the folder cannot be made.
+    the rank writes a dump there on SIGUSR2, on an uncaught exception and at its world's end, too.
+    Raises: GroupError before init_process_group, SettingError for a setting that cannot be.
     """
     world = current_world("flight_recorder.enable") if world is None else world
     if isinstance(world.recorder, FlightRecorder):
         return world.recorder
-    asked_folder = FLIGHT_DIR.read()
-    if asked_folder is not None:
-        _make_folder(asked_folder, world)
+    soft_limit_s = FLIGHT_SOFT_LIMIT_S.read() or min(max(world.timeout_s / 4, _MIN_SOFT_LIMIT_S), _MAX_SOFT_LIMIT_S)
+    ends_job = FLIGHT_ENDS_JOB.read()
+    asked_folder = _made_asked_folder()
     recorder = FlightRecorder()
     try:
         folder = asked_folder or _made_private_folder()
         recorder.attach(world, folder)
-    except OSError as problem:
-        _log.warning("the flight recorder keeps its records in memory only: %s", problem)
+        recorder.when_closed(Watchdog(recorder, folder, soft_limit_s, ends_job=ends_job).close)
+    except (OSError, StoreError) as problem:
+        _log.warning("the flight recorder watches for no hangs, and may write no files: %s", problem)
         recorder.attach(world)
-    else:
-        soft_limit_s = FLIGHT_SOFT_LIMIT_S.read() or min(world.timeout_s / 4, _MAX_SOFT_LIMIT_S)
-        watchdog = Watchdog(recorder, folder, soft_limit_s, ends_job=FLIGHT_ENDS_JOB.read())
-        recorder.when_closed(watchdog.close)
-        recorder.when_closed(lambda: atexit.unregister(recorder.close))
     if asked_folder is not None:
-        Triggers(recorder, asked_folder).install()
-    else:
-        atexit.register(recorder.close)
+        triggers = Triggers(recorder, asked_folder)
+        triggers.install()
+        recorder.when_closed(triggers.close)
+    atexit.register(recorder.close)
+    recorder.when_closed(lambda: atexit.unregister(recorder.close))
     return recorder
+
+
+def _made_asked_folder() -> Path | None:
+    """DISTTRAIN_FLIGHT_DIR; None when it is unset, or cannot be made: one rank must not fail for that."""
+    folder = FLIGHT_DIR.read()
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        _log.warning(
+            "%s=%r cannot be made: %s. Name a folder that every rank may write to.",
+            FLIGHT_DIR.name,
+            str(folder),
+            problem.strerror,
+        )
+        return None
+    return folder
 
 
 def _made_private_folder() -> Path:
@@ -79,64 +99,61 @@ def _made_private_folder() -> Path:
     return folder
 
 
-_SIGNAL: Final = "SIGUSR2"
-
-
 class Triggers:
-    """Makes `recorder` dump into `folder` when something happens to this process. One for a process is enough."""
+    """Makes `recorder` dump into `folder` when something happens to this process, or its world ends."""
 
     def __init__(self, recorder: FlightRecorder, folder: Path) -> None:
         self._recorder = recorder
         self._folder = folder
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
-        self._has_failed = False
+        self._is_done = False
+        self._reading, self._writing = os.pipe()
+        # A handler must never wait, not even for a pipe that nobody empties.
+        os.set_blocking(self._writing, False)
 
     def install(self) -> None:
-        reading, writing = os.pipe()
-        # A handler must never wait, not even for a pipe that nobody empties.
-        os.set_blocking(writing, False)
         previous = signal.getsignal(signal.SIGUSR2)
         is_taken = previous not in (signal.SIG_DFL, signal.SIG_IGN, None)
-        faulthandler.register(signal.SIGUSR2, file=writing, all_threads=False, chain=is_taken)
-        threading.Thread(
-            target=self._dump_on_signal, args=(reading,), name="disttrain flight recorder", daemon=True
-        ).start()
+        faulthandler.register(signal.SIGUSR2, file=self._writing, all_threads=False, chain=is_taken)
+        threading.Thread(target=self._dump_on_signal, name="disttrain flight recorder", daemon=True).start()
         sys.excepthook = self._on_exception
-        atexit.register(self._on_exit)
 
-    def _dump_on_signal(self, reading: int) -> None:
-        while os.read(reading, 1 << 16):
+    def close(self) -> None:
+        """The world ends: dump what it was, and leave signal and hook to those who had them before."""
+        if os.getpid() != self._pid:
+            return  # A child that was forked off shares the hooks, but is no rank.
+        is_done, self._is_done = self._is_done, True
+        if not is_done:
+            # `finally: destroy_process_group()` comes before the hook.
+            error = sys.exc_info()[1]
+            self._dump(EXIT if error is None else EXCEPTION, error)
+        # Launchers signal whoever has a ring: without the handler that would end the process.
+        self._recorder.ring.close()
+        faulthandler.unregister(signal.SIGUSR2)
+        os.close(self._writing)
+        # Somebody may have put a hook of their own before ours, which then stays and only passes on.
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._previous_hook
+
+    def _dump_on_signal(self) -> None:
+        while os.read(self._reading, 1 << 16):
             self._dump(_SIGNAL)
+        os.close(self._reading)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        self._has_failed = True
-        self._dump("uncaught exception", error)
+        if os.getpid() == self._pid and not self._is_done:
+            self._is_done = self._dump(UNCAUGHT_EXCEPTION, error)
+            if self._is_done:
+                self._recorder.close()  # The dump says all that the ring does.
+            else:
+                atexit.unregister(self._recorder.close)
         self._previous_hook(kind, error, where)
 
-    def _on_exit(self) -> None:
-        if not self._has_failed:
-            self._dump("exit")
-
-    def _dump(self, reason: str, error: BaseException | None = None) -> None:
-        # A child that was forked off shares the hooks, but is no rank.
-        if os.getpid() != self._pid:
-            return
+    def _dump(self, reason: str, error: BaseException | None = None) -> bool:
         try:
             self._recorder.dump(self._folder, reason, error)
-            if reason != _SIGNAL:
-                self._recorder.close()  # The dump says all that the ring does.
         except (OSError, DisttrainError) as problem:
             _log.error("the flight recorder cannot write its dump: %s", problem)
-
-
-def _make_folder(folder: Path, world: World) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(
-            "flight_recorder.enable",
-            f"{FLIGHT_DIR.name}={str(folder)!r} cannot be made: {error.strerror}.",
-            "Name a folder that every rank may write to, or unset it.",
-            rank=world.rank,
-        ) from None
+            return False
+        return True

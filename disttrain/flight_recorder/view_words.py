@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from disttrain.flight_recorder.dump import RING, Dump
+from disttrain.flight_recorder.dump_words import EXIT
 from disttrain.flight_recorder.record import SEND, Record, Stack
 from disttrain.flight_recorder.wording import user_stack
 
@@ -32,7 +33,7 @@ def doing(dump: Dump) -> str:
     if dump.reason == RING:
         at = f", at {_line_in(dump, dump.main_stack)}" if dump.threads else ""
         return f"left no dump but its last records{at}"
-    if dump.reason == "exit":
+    if dump.reason == EXIT:
         return "came to the end of its script"
     where = "in a collective" if dump.is_in_transport else "in Python"
     return f"{where} at {_line_in(dump, dump.main_stack)}"

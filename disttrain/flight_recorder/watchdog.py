@@ -8,7 +8,6 @@ C and needs no lock, writes all stacks to a file beside the ring, where the sign
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import logging
@@ -19,26 +18,28 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 import torch
 
-from disttrain.errors import DisttrainError, FlightDumpError
-from disttrain.flight_recorder.analysis import analyze
+from disttrain.errors import DisttrainError, FlightDumpError, StoreError
 from disttrain.flight_recorder.clock import ask_clock, serve_clock
-from disttrain.flight_recorder.python_stacks import PACKAGE
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
-from disttrain.store import PrefixStore
+from disttrain.flight_recorder.symbols import PACKAGE
 from disttrain.store.responder import Responder
+
+if TYPE_CHECKING:
+    from disttrain.flight_recorder.analysis import Analysis
 
 _log = logging.getLogger(__name__)
 
 MAX_BEAT_S: Final = 5.0
 _INSIDE: Final = f"{PACKAGE}process_group/"
-_OUR_THREADS: Final = "disttrain flight"
 _VERDICT_AFTER_S: Final = 3.0
 """How long the others may take to dump before the verdict is read from the folder."""
+_RANK_0_FIRST_S: Final = 1.0
+"""How much later than rank 0 the rank that has waited gives the verdict, if rank 0 cannot."""
 
 
 class Waiting:
@@ -61,7 +62,7 @@ class Waiting:
 
 
 class Watchdog:
-    """Watches `recorder`'s world until it is closed.
+    """Watches `recorder`'s world until it is closed; rank 0 logs the verdict.
 
     Args: folder  for dumps and stacks;  soft_limit_s  how long a rank may wait;  ends_job  whether the process that has
           waited then ends itself, after the dumps.
@@ -75,30 +76,31 @@ class Watchdog:
         self._beat_s = min(soft_limit_s / 4, MAX_BEAT_S)
         self._inside, self._on_device = Waiting(), Waiting()
         self._num_stalls = 0
-        self._verdict_due_s: float | None = None
-        self._closing = threading.Event()
+        self._verdict_due_s = math.inf
+        self._has_waited = False
+        self._knows_clock = False
+        self._wake = threading.Event()
+        self._is_closing = False
         self._pid = os.getpid()
         world = recorder.world
-        self._store = PrefixStore("flight", world.store)
-        self._clock_store = self._store.clone() if world.rank == 0 and world.world_size > 1 else None
+        self._responder: Responder | None = None
+        if world.world_size > 1:
+            self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
+            if world.rank == 0:
+                clock_store = self._responder.store
+                self._started(lambda: serve_clock(clock_store))
         self._stacks_file = folder / f"{recorder.name}{STACKS_SUFFIX}"
         self._stacks = _private_file(self._stacks_file)
-        self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
         self._thread = self._started(self._watch)
-        if self._clock_store is not None:
-            clock_store = self._clock_store
-            self._started(lambda: serve_clock(clock_store))
-        atexit.register(self.close)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        atexit.unregister(self.close)
-        if os.getpid() != self._pid or self._closing.is_set():
+        if os.getpid() != self._pid or self._is_closing:
             return
-        self._closing.set()
-        self._responder.close()
-        if self._clock_store is not None:
-            self._clock_store.close()
+        self._is_closing = True
+        self._wake.set()
+        if self._responder is not None:
+            self._responder.close()
         if self._thread is not threading.current_thread():
             self._thread.join(self._beat_s)
         faulthandler.cancel_dump_traceback_later()
@@ -106,25 +108,37 @@ class Watchdog:
         self._stacks_file.unlink(missing_ok=True)
 
     def _started(self, run: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=run, name=f"{_OUR_THREADS} watchdog", daemon=True)
+        thread = threading.Thread(target=run, name="disttrain flight watchdog", daemon=True)
         thread.start()
         return thread
 
     def _watch(self) -> None:
         self._beat()
-        world = self._recorder.world
-        if world.rank and (clock := ask_clock(self._store)) is not None:
-            self._recorder.describe("clock", *clock)
-        while not self._closing.wait(self._beat_s):
-            self._beat()
+        # Here: nobody waits for this thread to load it, and in a hang files may be out of reach.
+        from disttrain.flight_recorder.analysis import analyze
+
+        next_beat_s = time.monotonic() + self._beat_s
+        while not self._is_closing:
+            self._wake.wait(max(0.0, min(next_beat_s, self._verdict_due_s) - time.monotonic()))
+            self._wake.clear()
             now_s = time.monotonic()
-            if (waited_s := self._waited_s(now_s)) >= self._soft_limit_s:
-                self._inside.told()
-                self._on_device.told()
-                self._tell(waited_s)
-            if self._verdict_due_s is not None and now_s >= self._verdict_due_s:
-                self._verdict_due_s = None
-                self._say_verdict()
+            if now_s >= next_beat_s and not self._is_closing:
+                next_beat_s = now_s + self._beat_s
+                self._look(now_s)
+            if now_s >= self._verdict_due_s:
+                self._verdict_due_s = math.inf
+                self._give_verdict(analyze)
+
+    def _look(self, now_s: float) -> None:
+        self._beat()
+        if self._responder is not None and self._recorder.world.rank and not self._knows_clock:
+            self._knows_clock = True
+            if (clock := ask_clock(self._responder.store)) is not None:
+                self._recorder.describe("clock", *clock)
+        if (waited_s := self._waited_s(now_s)) >= self._soft_limit_s:
+            self._inside.told()
+            self._on_device.told()
+            self._tell(waited_s)
 
     def _beat(self) -> None:
         self._recorder.ring.beat()
@@ -145,20 +159,24 @@ class Watchdog:
 
     def _tell(self, waited_s: float) -> None:
         """Let all ranks know; of several that find out at once, the first speaks for all."""
-        rank = self._recorder.world.rank
         number = self._num_stalls + 1
-        notice = json.dumps({"rank": rank, "number": number, "waited_s": round(waited_s, 1)})
-        if not self._responder.tell(notice.encode(), f"stall {number}"):
-            self._dump(f"rank {rank} has waited for {waited_s:.0f} s")
+        rank = self._recorder.world.rank
+        notice = json.dumps({"rank": rank, "number": number, "waited_s": round(waited_s, 1)}).encode()
+        if self._responder is None or not self._responder.tell(notice, f"stall {number}"):
+            self._hear(notice)
 
     def _hear(self, notice: bytes) -> bool:
         said = json.loads(notice)
         self._num_stalls = max(self._num_stalls, said["number"])
         reason = f"rank {said['rank']} has waited for {said['waited_s']:.0f} s"
         self._dump(reason)
-        if said["rank"] == self._recorder.world.rank:
+        rank = self._recorder.world.rank
+        self._has_waited = said["rank"] == rank
+        if self._has_waited:
             _log.warning("%s; all ranks dump to %s, and `disttrain-flight` says why", reason, self._folder)
-            self._verdict_due_s = time.monotonic() + _VERDICT_AFTER_S
+        if self._has_waited or rank == 0:
+            self._verdict_due_s = time.monotonic() + _VERDICT_AFTER_S + (_RANK_0_FIRST_S if rank else 0.0)
+            self._wake.set()
         return True
 
     def _dump(self, reason: str) -> None:
@@ -174,20 +192,30 @@ class Watchdog:
             return None
         return not torch.cuda.default_stream(device).query()
 
-    def _say_verdict(self) -> None:
-        try:
-            analysis = analyze(self._folder)
-        except FlightDumpError as error:
-            _log.error("%s", error)
-        else:
-            num_dumps, world_size = len(analysis.dumps), self._recorder.world.world_size
-            summary = analysis.verdicts[0].summary
-            _log.warning("from the dumps of %d of %d ranks: %s", num_dumps, world_size, summary)
-        if self._ends_job:
+    def _give_verdict(self, analyze: Callable[[Path, str], Analysis]) -> None:
+        if self._is_first():
+            try:
+                analysis = analyze(self._folder, self._recorder.job)
+            except FlightDumpError as error:
+                _log.error("%s", error)
+            else:
+                num_dumps, world_size = len(analysis.dumps), self._recorder.world.world_size
+                summary = analysis.verdicts[0].summary
+                _log.warning("from the dumps of %d of %d ranks: %s", num_dumps, world_size, summary)
+        if self._ends_job and self._has_waited:
             _log.error("the flight recorder ends this process, since DISTTRAIN_FLIGHT_ENDS_JOB is set")
             logging.shutdown()
             sys.stderr.flush()
             os._exit(1)
+
+    def _is_first(self) -> bool:
+        """True for the one rank that gives this stall's verdict; for each that does where the store is gone."""
+        rank = str(self._recorder.world.rank)
+        try:
+            store = None if self._responder is None else self._responder.store
+            return store is None or store.compare_set(f"verdict/{self._num_stalls}", "", rank).decode() == rank
+        except StoreError:
+            return True
 
 
 def _main_place() -> tuple[int, int]:

@@ -6,10 +6,12 @@ has a world of its own, which comes first.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 
@@ -18,8 +20,10 @@ from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
-from disttrain.settings import LOCAL_RANK, TIMEOUT_S
+from disttrain.settings import FLIGHT_RECORDER, LOCAL_RANK, TIMEOUT_S
 from disttrain.store import PrefixStore, Store
+
+_RECORDER: Final = "disttrain.flight_recorder.triggers"
 
 
 class _ThreadWorld(threading.local):
@@ -85,7 +89,7 @@ def init_process_group(
     else:
         opened = store
         rendezvous.join(PrefixStore(prefix, store), place, timeout_s)
-    _default.process_world = World(
+    world = World(
         PrefixStore(prefix, opened),
         place.rank,
         place.world_size,
@@ -95,17 +99,21 @@ def init_process_group(
         options=pg_options,
         owned_store=opened if store is None else None,
     )
-    if register_with_torch:
-        try:
-            _default.process_world.default_group.to_torch()
-        except BaseException:
-            destroy_process_group()
-            raise
+    enter_process_world(world, register_with_torch=register_with_torch)
 
 
-def enter_process_world(world: World) -> None:
-    """Make this process a rank of `world`, until destroy_process_group."""
+def enter_process_world(world: World, *, register_with_torch: bool = False) -> None:
+    """Make this process a rank of `world`, until destroy_process_group, and have its calls recorded."""
     _default.process_world = world
+    try:
+        if FLIGHT_RECORDER.read():
+            # By its name: the recorder lies above this layer, which knows only what `observer.Recorder` says.
+            importlib.import_module(_RECORDER).enable(world)
+        if register_with_torch:
+            world.default_group.to_torch()
+    except BaseException:
+        destroy_process_group()
+        raise
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

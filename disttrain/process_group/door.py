@@ -52,9 +52,9 @@ def issue(
         call = Call(operation, group, sequence, inputs, outputs, peer_rank, world.observers, world.action, world.module)
         call.enqueued()
     recorder = world.recorder
-    number = -1
+    record = None
     if recorder is not None:
-        number = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank)
+        record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank)
     try:
         if world.compares_calls and sequence:
             group.waiting_in = sequence
@@ -65,26 +65,26 @@ def issue(
             group.waiting_in = sequence
             started.wait()
             if recorder is not None:
-                recorder.end(number, None)
+                recorder.end(record, None)
             if call is not None:
                 call.completed(None)
             return None
     except Exception as error:
         place = (operation, group, sequence, inputs, outputs, peer_rank)
-        raise _answer(error, call or Call(*place, (), world.action, world.module), number) from error
-    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, number)
+        raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
+    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, record)
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work if async_op else None
 
 
-def _answer(error: Exception, call: Call, number: int) -> DisttrainError:
+def _answer(error: Exception, call: Call, record: Any) -> DisttrainError:
     """What `error` of a transport means, once whoever listens has been told."""
     group, recorder = call.group, call.group.world.recorder
     if type(error) in REFUSALS and call.sequence:
         group.world.refusals.add(group, call.operation, error, call.operation, was_counted=True)
     answer = call.failure(error)
-    if recorder is not None and number >= 0:
-        recorder.end(number, answer)
+    if recorder is not None and record is not None:
+        recorder.end(record, answer)
     call.completed(answer)
     return answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -48,12 +48,12 @@ class Recorder(Protocol):
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
-    ) -> int:
-        """As `Observer.enqueued`, called by `issue` itself. Returns: a number for `end`."""
+    ) -> Any:
+        """As `Observer.enqueued`, called by `issue` itself. Returns: what `end` is to be given, never None."""
         ...
 
-    def end(self, number: int, error: DisttrainError | None) -> None:
-        """As `Observer.completed`; once for each number."""
+    def end(self, record: Any, error: DisttrainError | None) -> None:
+        """As `Observer.completed`; once for each call."""
         ...
 
     def close(self) -> None:

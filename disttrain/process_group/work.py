@@ -63,14 +63,14 @@ class Work:
     returns at once, so that the host runs ahead.
     """
 
-    __slots__ = ("_call", "_error", "_number", "_place", "_started")
+    __slots__ = ("_call", "_error", "_place", "_record", "_started")
 
-    def __init__(self, started: TransportWork, place: Place, call: Call | None, number: int = -1) -> None:
-        """`number` is the recorder's; negative when nobody records."""
+    def __init__(self, started: TransportWork, place: Place, call: Call | None, record: Any = None) -> None:
+        """`record` is the recorder's; None when nobody records."""
         self._started = started
         self._place = place
         self._call = call
-        self._number = number
+        self._record = record
         self._error: DisttrainError | None = None
 
     def wait(self, timeout: Duration | None = None) -> bool:
@@ -87,21 +87,21 @@ class Work:
         except Exception as error:
             call = Call(*self._place) if self._call is None else self._call
             self._error = call.failure(error)
-            if self._number >= 0:
+            if self._record is not None:
                 self._tell_recorder(self._error)
             call.completed(self._error)
             raise self._error from error
-        if self._number >= 0:
+        if self._record is not None:
             self._tell_recorder(None)
         if self._call is not None:
             self._call.completed(None)
         return True
 
     def _tell_recorder(self, error: DisttrainError | None) -> None:
-        number, self._number = self._number, -1
+        record, self._record = self._record, None
         recorder = self._place[1].world.recorder
         if recorder is not None:
-            recorder.end(number, error)
+            recorder.end(record, error)
 
     def is_completed(self) -> bool:
         """True when the collective has ended, well or not; never waits."""

@@ -25,7 +25,7 @@ class Responder:
     """Member `rank`: answers with what `answer` returns, over a connection of its own, until it is closed.
 
     `hear` is given each notice, and again from time to time, ever more rarely, until it returns True. It may be called
-    from several threads.
+    from several threads. `store` is that connection; what others wait for there ends with it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Responder:
         answer: Callable[[], bytes],
         hear: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
-        self._store = PrefixStore(name, store).clone()
+        self.store = PrefixStore(name, store).clone()
         self._rank = rank
         self._answer = answer
         self._hear = hear
@@ -53,20 +53,20 @@ class Responder:
         question = f"{self._rank}.{self._num_questions}"
         keys = {rank: f"{question}/{rank}" for rank in ranks}
         try:
-            self._store.append("board", _QUESTION + question.encode() + b"\n")
+            self.store.append("board", _QUESTION + question.encode() + b"\n")
             try:
-                self._store.wait(list(keys.values()), timeout_s)
+                self.store.wait(list(keys.values()), timeout_s)
             except StoreTimeoutError:
-                keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            return dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+                keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+            return dict(zip(keys, self.store.multi_get(list(keys.values())), strict=True))
         except StoreError:
             return {}
 
     def tell(self, notice: bytes, name: str) -> bool:
         """Show all members `notice`, one line, unless one of this name has been shown; False when the store is gone."""
         try:
-            if self._store.compare_set(f"notice/{name}", "", notice) == notice:
-                self._store.append("board", _NOTICE + notice + b"\n")
+            if self.store.compare_set(f"notice/{name}", "", notice) == notice:
+                self.store.append("board", _NOTICE + notice + b"\n")
         except StoreError:
             return False
         return True
@@ -74,7 +74,7 @@ class Responder:
     def hear_again(self) -> None:
         """Hear all notices in this thread, now: those too that the other one has not come to yet."""
         try:
-            board = self._store.get("board") if self._store.check(["board"]) else b""
+            board = self.store.get("board") if self.store.check(["board"]) else b""
         except StoreError:
             return  # without a store there is nothing to hear
         for line in board.splitlines():
@@ -84,17 +84,17 @@ class Responder:
     def withdraw(self, name: str) -> None:
         """What the notice of this name says is so no longer."""
         try:
-            self._store.set(f"withdrawn/{name}", b"")
+            self.store.set(f"withdrawn/{name}", b"")
         except StoreError:
             return  # nobody is left who could read it
 
     def is_withdrawn(self, name: str) -> bool:
-        return self._store.check([f"withdrawn/{name}"])
+        return self.store.check([f"withdrawn/{name}"])
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         atexit.unregister(self.close)
-        self._store.close()
+        self.store.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSING_S)
 
@@ -104,7 +104,7 @@ class Responder:
         while True:
             try:
                 seen = board
-                board = self._store.watch("board", seen or None, again_s if self._unsettled else _IDLE_S) or b""
+                board = self.store.watch("board", seen or None, again_s if self._unsettled else _IDLE_S) or b""
                 again_s = _AGAIN_S
                 for line in board[len(seen) :].splitlines():
                     self._read(line[:1], line[1:])
@@ -116,6 +116,6 @@ class Responder:
 
     def _read(self, kind: bytes, text: bytes) -> None:
         if kind == _QUESTION:
-            self._store.set(f"{text.decode()}/{self._rank}", self._answer())
+            self.store.set(f"{text.decode()}/{self._rank}", self._answer())
         elif not self._hear(text):
             self._unsettled.append(text)

@@ -70,7 +70,7 @@ class Agent:
         self._running: set[int] = set()
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
-        self._dump_folder = dump_folder(environ, spec)
+        self._dump_folder = dump_folder(environ)
         self._supervision = Supervision(
             range(spec.num_local_workers),
             num_nodes=spec.num_nodes,
@@ -78,7 +78,7 @@ class Agent:
             host=host,
             stop_grace_s=spec.stop_grace_s,
             shutdown_timeout_s=spec.shutdown_timeout_s,
-            asks_for_dumps=self._dump_folder is not None,
+            asks_for_dumps=True,
         )
 
     def run(self, place: Place, meeting: Meeting) -> Outcome:
@@ -183,7 +183,6 @@ class Agent:
                     for local_rank in self._running:
                         self._workers[local_rank].send(number, with_children=with_children)
                 case AskForDumps():
-                    assert self._dump_folder is not None, "only then they are asked for"
                     sessions = {self._workers[local_rank].pid for local_rank in self._running}
                     self._deadline_s = time.monotonic() + ask_for_dumps(self._dump_folder, sessions)
                 case SetDeadline(after_s):

@@ -10,22 +10,32 @@ from pathlib import Path
 from disttrain import settings
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import analyze
+from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
+from disttrain.flight_recorder.dump_reader import reason_of
+from disttrain.flight_recorder.dump_words import END_REASONS
+from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
 from disttrain.flight_recorder.verdict import Kind
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.outcome import Failed, Outcome
 
+_FOLDER = "flight"
 DUMP_S = 1.0
 """How long workers may take to dump."""
 
 
-def dump_folder(environ: Mapping[str, str], spec: JobSpec) -> Path | None:
-    """What DISTTRAIN_FLIGHT_DIR says, else a folder among the logs; None where no logs are kept."""
-    asked = settings.FLIGHT_DIR.read(environ)
-    if asked is not None or spec.logs.directory is None:
-        return asked
-    return spec.logs.directory / "flight"
+def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path) -> dict[str, str]:
+    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`."""
+    folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / _FOLDER
+    return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
+
+
+def dump_folder(environ: Mapping[str, str]) -> Path:
+    """What `with_dump_folder` has set."""
+    folder = settings.FLIGHT_DIR.read(environ)
+    assert folder is not None, "launch sets it"
+    return folder
 
 
 def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
@@ -45,15 +55,49 @@ def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
     return DUMP_S if is_asked else 0.0
 
 
-def verdict_text(folder: Path | None, outcome: Outcome, started_s: float) -> str:
-    """What the dumps of a job that failed say about why; empty when there are none since `started_s`."""
-    if folder is None or not isinstance(outcome, Failed) or not folder.is_dir():
+def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+    """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
+
+    Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
+    """
+    if not folder.is_dir():
         return ""
+    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
+    is_own = own_folder in folder.parents
+    if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = "there are dumps from while the job ran."
+    if not found:
+        return ""
+    if is_own:
+        folder = _kept(own_folder) / folder.relative_to(own_folder / _FOLDER)
+    return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+
+
+def _kept(own_folder: Path) -> Path:
+    """Move the dumps out of `own_folder`, to a place that others cannot read either. Returns: where they are."""
+    dumps = own_folder / _FOLDER
+    dumps.chmod(0o700)
+    return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
+
+
+def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
     try:
         analysis = analyze(folder)
     except FlightDumpError:
         return ""
-    verdict = analysis.verdicts[0]
-    if not any(dump.started_s >= started_s for dump in analysis.dumps) or verdict.kind is Kind.NOTHING_WRONG:
+    verdict, dumps = analysis.verdicts[0], analysis.dumps
+    if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
         return ""
-    return f"{OPERATION}: flight recorder: {verdict.summary}\n    more: disttrain-flight {folder}\n"
+    if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
+        # Whoever lies elsewhere would be blamed for having left nothing.
+        ranks = ranks_text(dump.rank for dump in dumps)
+        return f"of {ranks} only; put the dumps of all nodes into one folder."
+    return verdict.summary
+
+
+def _is_of_the_run(dump: Path) -> bool:
+    """True for what a rank has not written just because it ended."""
+    try:
+        return reason_of(dump) not in END_REASONS
+    except FlightDumpError:
+        return False

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain import settings
-from disttrain_launch.dumps import dump_folder
 from disttrain_launch.job import JobSpec
 from disttrain_launch.rendezvous_state import Place
 
@@ -56,8 +55,6 @@ def worker_environment(
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if spec.num_local_workers > 1 and not settings.NUM_THREADS.is_set(inherited):
         environ[settings.NUM_THREADS.name] = "1"
-    if (folder := dump_folder(inherited, spec)) is not None:
-        environ[settings.FLIGHT_DIR.name] = str(folder.absolute())
     environ.pop(settings.TOKEN_FILE.name, None)
     if meeting.token_file is not None:
         environ[settings.TOKEN_FILE.name] = str(meeting.token_file.absolute())

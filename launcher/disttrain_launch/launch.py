@@ -17,7 +17,7 @@ from disttrain.errors import LaunchError, StoreAddressError
 from disttrain.store import ServerProcess, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, free_port, is_loopback
 from disttrain_launch.agent import Agent
-from disttrain_launch.dumps import DUMP_S, dump_folder, verdict_text
+from disttrain_launch.dumps import DUMP_S, dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import OPERATION, JobSpec
@@ -57,6 +57,7 @@ def run(spec: JobSpec) -> int:
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
+        environ = with_dump_folder(environ, spec, folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
@@ -69,7 +70,8 @@ def run(spec: JobSpec) -> int:
                 signals.interrupts = True
                 if link is not None:
                     outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
-                agent.output.say(ending(outcome, spec) + verdict_text(dump_folder(environ, spec), outcome, started_s))
+                why = story(dump_folder(environ), folder, outcome, spec, started_s)
+                agent.output.say(ending(outcome, spec) + why)
                 agent.output.flush()
                 return outcome.exit_code
             finally:

@@ -23,7 +23,6 @@ from typing import Final
 import torch._dynamo  # noqa: F401 -- what torch imports late is no part of a run
 
 import disttrain
-from disttrain.flight_recorder import enable
 from disttrain.store import TCPStore
 from tests.flight_corpus import anonymous
 from tests.flight_corpus.case import Case
@@ -139,7 +138,6 @@ def be_rank(forked: Forked) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     disttrain.init_process_group("gloo", timeout=case.timeout_s)
-    enable()
     case.run(forked.rank)
 
 

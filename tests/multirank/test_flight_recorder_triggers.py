@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.errors import SettingError
 from disttrain.flight_recorder import Dump, Kind, Verdict, analyze, enable
 from disttrain.flight_recorder.record import State
 from disttrain.flight_recorder.verdict import Cause
-from disttrain.process_group import World
+from disttrain.process_group import World, entered_world
 from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore
 
@@ -27,7 +27,6 @@ import os
 import sys
 import torch
 import disttrain
-from disttrain.flight_recorder import enable
 
 
 def leave():
@@ -39,7 +38,6 @@ def leave():
 
 
 disttrain.init_process_group(timeout=60)
-enable()
 disttrain.all_reduce(torch.ones(4))
 print("begun", flush=True)
 if disttrain.get_rank() == 1:
@@ -159,10 +157,12 @@ def test_a_rank_is_killed(job: Job) -> None:
     assert "it left no dump but its last records" in verdict.summary
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(FLIGHT_DIR.name, str(tmp_path / "file" / "dumps"))
-    world = World(HashStore(), 0, 1, backend="fake", timeout_s=1.0)
-    with pytest.raises(SettingError, match=r"DISTTRAIN_FLIGHT_DIR='.*' cannot be made: Not a directory"):
-        enable(world)
-    assert world.observers == ()
+    with entered_world(World(HashStore(), 0, 1, backend="fake", timeout_s=1.0)) as world:
+        assert enable(world).ring.file is not None
+        assert enable(world) is world.recorder
+    assert re.search(r"DISTTRAIN_FLIGHT_DIR='.*' cannot be made: Not a directory", caplog.text)

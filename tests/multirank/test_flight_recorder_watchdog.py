@@ -22,7 +22,6 @@ import logging
 import sys
 import torch
 import disttrain
-from disttrain.flight_recorder import enable
 
 
 def stay():
@@ -38,10 +37,9 @@ def hold_the_lock():
 
 logging.basicConfig(level=logging.WARNING)
 disttrain.init_process_group(timeout=100)
-recorder = enable()
 disttrain.all_reduce(torch.ones(4))
 print("begun", flush=True)
-if disttrain.get_rank() == 1:
+if disttrain.get_rank() == int(sys.argv[2]):
     {"stay": stay, "hold": hold_the_lock}[sys.argv[1]]()
 disttrain.all_reduce(torch.ones(4))  # waiting
 disttrain.destroy_process_group()
@@ -51,12 +49,13 @@ disttrain.destroy_process_group()
 class Job:
     """Two ranks that run `JOB` with a short soft limit, and a store of their own."""
 
-    def __init__(self, folder: Path, case: str, **variables: str) -> None:
+    def __init__(self, folder: Path, case: str, absent_rank: int = 1, **variables: str) -> None:
         self.script = folder / "job.py"
         self.script.write_text(JOB)
         self.dumps = folder / "dumps"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [self._start(case, rank, variables) for rank in range(WORLD_SIZE)]
+        case_of_job = (case, str(absent_rank))
+        self.ranks = [self._start(case_of_job, rank, variables) for rank in range(WORLD_SIZE)]
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -67,7 +66,7 @@ class Job:
     def line_of(self, comment: str) -> int:
         return next(number for number, line in enumerate(JOB.splitlines(), 1) if line.endswith(f"# {comment}"))
 
-    def _start(self, case: str, rank: int, more: dict[str, str]) -> subprocess.Popen[str]:
+    def _start(self, case: tuple[str, str], rank: int, more: dict[str, str]) -> subprocess.Popen[str]:
         variables = {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": "1",
@@ -80,7 +79,7 @@ class Job:
             **more,
         }
         pipe = subprocess.PIPE
-        command = [sys.executable, self.script, case]
+        command = [sys.executable, self.script, *case]
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **variables}
         )
@@ -90,8 +89,8 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def started(case: str, **variables: str) -> Job:
-        jobs.append(Job(tmp_path, case, **variables))
+    def started(case: str, absent_rank: int = 1, **variables: str) -> Job:
+        jobs.append(Job(tmp_path, case, absent_rank, **variables))
         return jobs[0]
 
     yield started
@@ -133,6 +132,23 @@ def test_a_verdict_while_the_job_hangs_and_nothing_but_dumps_after_its_end(start
     job.ranks[1].stdin = None
     assert [rank.wait(LIMIT_S) for rank in job.ranks] == [0, 0]
     assert {file.suffix for file in job.dumps.iterdir()} == {".flight"}
+
+
+def test_rank_0_gives_the_verdict_of_what_another_finds_also_without_a_folder(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = start("stay", 0, DISTTRAIN_FLIGHT_DIR="", TMPDIR=str(tmp_path))
+    assert "rank 1 has waited for " in _said(job, 1, "all ranks dump to")
+    assert "Rank 0 did not come to all_reduce #2" in _said(job, 0, "from the dumps of 2 of 2 ranks")
+    (folder,) = tmp_path.glob("disttrain-flight-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
+    assert {file.suffix for file in folder.iterdir()} == {".flight", ".ring", ".stacks"}
+
+
+def test_another_rank_gives_the_verdict_where_rank_0_cannot(start: Callable[..., Job]) -> None:
+    job = start("hold", 0)
+    assert "Rank 0 did not come to all_reduce #2" in _said(job, 1, "from the dumps of 2 of 2 ranks")
 
 
 def test_a_rank_that_holds_the_interpreters_lock_is_seen_in_its_ring(start: Callable[..., Job]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder import analyze
@@ -13,10 +16,8 @@ if TYPE_CHECKING:
 FAILING = """
     import os, time, torch
     import disttrain
-    from disttrain.flight_recorder import enable
 
     disttrain.init_process_group(timeout=100)
-    enable()
     rank = disttrain.get_rank()
     others = disttrain.new_group([0, 2])
     disttrain.all_reduce(torch.ones(4))
@@ -55,6 +56,64 @@ def test_the_verdict_is_printed_and_the_dumps_are_kept(launches: Launches) -> No
 
 def _line_of(comment: str) -> int:
     return next(number for number, line in enumerate(FAILING.splitlines(), 1) if line.endswith(f"# {comment}"))
+
+
+RAISING = """
+    import sys, torch
+    import disttrain
+
+    disttrain.init_process_group(timeout=60)
+    disttrain.all_reduce(torch.ones(4))
+    print("ready", flush=True)
+    if sys.argv[1:] == ["stay"]:
+        sys.stdin.read()
+        import time; time.sleep(100)
+    if sys.argv[1:] == ["raise"] and disttrain.get_rank() == 1:
+        raise ValueError("bad batch")
+    disttrain.all_reduce(torch.ones(4))
+    disttrain.destroy_process_group()
+"""
+
+
+def _kept(launches: Launches) -> list[Path]:
+    return sorted(launches.folder.glob("disttrain-*"))
+
+
+def test_without_logs_a_job_that_fails_has_a_verdict_too_and_its_dumps_are_kept(launches: Launches) -> None:
+    ended = launches.run("--nproc-per-node", "2", launches.script(RAISING), "raise")
+    assert ended.exit_code == 1
+    assert "disttrain-launch: flight recorder: Rank 1 did not come to all_reduce #2 of group world" in ended.stderr
+    assert "it ended with ValueError (bad batch)" in ended.stderr
+    (folder,) = _kept(launches)
+    assert f"more: disttrain-flight {folder}\n" in ended.stderr
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [dump.rank for dump in analyze(folder).dumps] == [0, 1]
+    shutil.rmtree(folder)
+
+
+def test_of_a_job_that_ends_well_nothing_is_left(launches: Launches) -> None:
+    ended = launches.run("--nproc-per-node", "2", launches.script(RAISING))
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert _kept(launches) == []
+
+
+def test_dumps_that_were_asked_for_are_kept(launches: Launches) -> None:
+    process = launches.start("--nproc-per-node", "2", launches.script(RAISING), "stay")
+    launches.ready(process, 2)
+    process.send_signal(signal.SIGUSR2)
+    deadline_s = time.monotonic() + 30
+    while len(list(launches.folder.glob("disttrain-*/flight/*.flight"))) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)  # a process that dumps tells nobody
+    process.send_signal(signal.SIGTERM)
+    ended = launches.end(process)
+    assert ended.exit_code == 128 + signal.SIGTERM
+    (folder,) = _kept(launches)
+    assert (
+        f"flight recorder: there are dumps from while the job ran.\n    more: disttrain-flight {folder}" in ended.stderr
+    )
+    assert [dump.reason for dump in analyze(folder).dumps] == ["SIGUSR2", "SIGUSR2"]
+    shutil.rmtree(folder)
 
 
 def test_who_does_not_record_is_not_signalled(launches: Launches) -> None:

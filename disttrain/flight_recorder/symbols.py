@@ -1,0 +1,62 @@
+"""Code objects and offsets as lines and names, and whose code it is: disttrain's, a library's or the user's."""
+
+from __future__ import annotations
+
+import os
+import site
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final
+
+import torch
+
+PACKAGE: Final = f"{Path(__file__).parents[1]}/"
+"""Where disttrain lies: frames from here are ours, not the user's."""
+
+# `sysconfig` knows more, and takes as long to load as the rest of a recorder's start.
+LIBRARIES: Final = tuple(
+    dict.fromkeys(
+        [
+            *(
+                f"{folder}/"
+                for folder in (*site.getsitepackages(), Path(os.__file__).parent, Path(torch.__file__).parents[1])
+            ),
+            "<frozen ",
+        ]
+    )
+)
+"""How the file names of installed libraries begin: frames from there say less than the user's own."""
+
+Lines = tuple[tuple[str, int, str], ...]
+"""File, line and function, innermost first."""
+
+
+class Symbols:
+    """Turns code objects and offsets into lines and names; remembers each, since training is a loop."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[tuple[Any, ...], Lines] = {}
+        self._lines: dict[tuple[CodeType, int], tuple[str, int, str]] = {}
+
+    def stack(self, raw: Sequence[Any]) -> Lines:
+        """The stack of `code, offset, code, offset, ...`, without disttrain's own frames."""
+        key = tuple(raw)
+        stack = self._stacks.get(key)
+        if stack is None:
+            lines = (self._line(code, offset) for code, offset in zip(key[::2], key[1::2], strict=True))
+            stack = self._stacks[key] = tuple(line for line in lines if not line[0].startswith(PACKAGE))
+        return stack
+
+    def _line(self, code: CodeType, offset: int) -> tuple[str, int, str]:
+        line = self._lines.get((code, offset))
+        if line is None:
+            line = self._lines[code, offset] = code.co_filename, _number(code, offset), code.co_qualname
+        return line
+
+
+def _number(code: CodeType, offset: int) -> int:
+    for start, end, number in code.co_lines():
+        if start <= offset < end and number is not None:
+            return number
+    return code.co_firstlineno

@@ -1,0 +1,113 @@
+"""Every job records from its start: what it takes from the process for that, and that all of it is given back."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import disttrain
+from disttrain.errors import GroupError, SettingError
+from disttrain.flight_recorder import FlightRecorder, enable, read_dump
+from disttrain.process_group import current_world
+from disttrain.store import HashStore
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for whoever names none."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("DISTTRAIN_FLIGHT_DIR", raising=False)
+    yield tmp_path / f"disttrain-flight-{os.getuid()}"
+    if disttrain.is_initialized():
+        disttrain.destroy_process_group()
+
+
+def _join(world_size: int = 1) -> None:
+    disttrain.init_process_group("fake", store=HashStore(), rank=0, world_size=world_size)
+
+
+def test_a_job_records_and_leaves_nothing(private: Path) -> None:
+    threads = set(threading.enumerate())
+    _join()
+    recorder = current_world().recorder
+    assert isinstance(recorder, FlightRecorder)
+    assert enable() is recorder
+    disttrain.all_reduce(torch.ones(4))
+    assert [record.site.operation for record in recorder.snapshot("asked for").records] == ["all_reduce"]
+    assert {file.suffix for file in private.iterdir()} == {".ring", ".stacks"}
+    assert private.stat().st_mode & 0o777 == 0o700
+    disttrain.destroy_process_group()
+    assert list(private.iterdir()) == []
+    assert set(threading.enumerate()) == threads
+
+
+def test_the_setting_turns_it_off_and_a_call_on_again(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_RECORDER", "0")
+    _join()
+    assert current_world().recorder is None
+    assert not private.exists()
+    assert enable() is current_world().recorder
+
+
+def test_a_setting_that_cannot_be_leaves_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_SOFT_LIMIT_S", "soon")
+    with pytest.raises(SettingError, match="DISTTRAIN_FLIGHT_SOFT_LIMIT_S='soon' is not valid"):
+        _join()
+    with pytest.raises(GroupError):
+        current_world()
+
+
+def test_in_a_folder_the_end_is_dumped_and_signal_and_hook_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
+    hook, threads = sys.excepthook, set(threading.enumerate())
+    for _ in range(2):
+        _join()
+        assert sys.excepthook != hook
+        disttrain.destroy_process_group()
+        assert sys.excepthook == hook
+        assert not faulthandler.unregister(signal.SIGUSR2)
+    assert [read_dump(file).reason for file in (tmp_path / "dumps").iterdir()] == ["exit", "exit"]
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_the_exception_is_in_the_dump_of_a_world_that_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> None:
+        try:
+            raise ValueError("bad batch")
+        finally:
+            disttrain.destroy_process_group()
+
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
+    _join()
+    with pytest.raises(ValueError, match="bad batch"):
+        train()
+    (file,) = (tmp_path / "dumps").iterdir()
+    dump = read_dump(file)
+    assert dump.failure is not None
+    assert (dump.reason, dump.failure.kind, dump.failure.message) == ("exception", "ValueError", "bad batch")
+
+
+def test_on_a_full_disk_it_records_in_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    _join()
+    disttrain.all_reduce(torch.ones(4))
+    recorder = enable()
+    assert recorder.ring.file is None
+    assert len(recorder.snapshot("asked for").records) == 1
+    assert "watches for no hangs, and may write no files: [Errno 28] No space left on device" in caplog.text
