@@ -36,7 +36,6 @@ _RIVALS = {
 
 # torchrun's flags that have no effect here, and what to do instead.
 _UNSUPPORTED = {
-    "--rdzv-conf": "Use --join-timeout for how long nodes wait for each other.",
     "--start-method": "Workers are started by exec.",
     "--event-log-handler": "Use --log-dir.",
     "--run-path": "Give the script as it is.",
@@ -55,6 +54,8 @@ two nodes:    disttrain-launch --new-token job.token     (once; copy the file to
               disttrain-launch --nnodes 2 --node-rank 0 --master-addr HOST0 --master-port 29500 \\
                   --token-file job.token --nproc-per-node 8 train.py
               and the same with --node-rank 1 on the other
+2 to 4 nodes: --nnodes 2:4 --max-restarts 3, with --rdzv-endpoint HOST0:29500 in place of the --master flags; nodes may
+              come and go, the script resumes from its checkpoint (docs/launching.md)
 Slurm:        disttrain-launch submit slurm --now --nnodes 2 --nproc-per-node 8 train.py; or srun disttrain-launch ...
               Also by Kubernetes, MPI and ssh, without flags about nodes: docs/clusters.md
 variables:    DISTTRAIN_LAUNCH_NNODES=2, or torchrun's PET_NNODES=2, is --nnodes 2; so for every flag, 1 for a switch
@@ -117,8 +118,8 @@ def _add_size(parser: Parser) -> None:
     add_flag(
         group, "--nproc-per-node", default="1", metavar="N", help="workers on this node: a number, gpu, cpu or auto"
     )
-    add_flag(group, "--nnodes", default="1", metavar="N", help="nodes of the job (default: 1)")
-    add_flag(group, "--node-rank", type=int, metavar="K", help="which of them this is, from 0")
+    add_flag(group, "--nnodes", default="1", metavar="N", help="nodes of the job, or MIN:MAX (default: 1)")
+    add_flag(group, "--node-rank", type=int, metavar="K", help="which of them this is; 0 keeps the store")
     add_flag(group, "--oversubscribe", action="store_true", help="allow more workers than GPUs")
 
 
@@ -139,8 +140,14 @@ def _add_meeting(parser: Parser) -> None:
     add_flag(
         group, "--new-token", metavar="FILE", help="write a fresh token to FILE, or - for standard output, and exit"
     )
+    add_flag(group, "--join-timeout", type=float, metavar="S", help="seconds to wait for nodes (default: 300)")
     add_flag(
-        group, "--join-timeout", type=float, default=300.0, metavar="S", help="seconds to wait for nodes (default: 300)"
+        group,
+        "--rdzv-conf",
+        default="",
+        metavar="K=V,...",
+        help="in seconds: join_timeout, last_call_timeout (30), close_timeout (3), keep_alive_interval (1); "
+        "keep_alive_max_attempt (8)",
     )
 
 
@@ -161,7 +168,15 @@ def _add_logs(parser: Parser) -> None:
 
 def _add_ending(parser: Parser) -> None:
     group = parser.add_argument_group("ending")
-    add_flag(group, "--max-restarts", type=int, default=0, metavar="N", help="only 0: a failed job is not restarted")
+    add_flag(group, "--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
+    add_flag(
+        group,
+        "--max-quick-failures",
+        type=int,
+        default=3,
+        metavar="N",
+        help="failures of one rank in a row, each within 10 s, that end the job anyway (default: 3; 0: never)",
+    )
     add_flag(
         group, "--monitor-interval", type=float, metavar="S", help="accepted for torchrun; exits are noticed at once"
     )

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.outcome import Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 
 MAX_LINES = 40
 _HINTS: dict[int, str] = {
@@ -17,17 +17,17 @@ _HINTS: dict[int, str] = {
 _FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
 
 
-def ending(outcome: Outcome, spec: JobSpec) -> str:
-    """What to say at the end; empty when all went well."""
+def ending(outcome: Outcome, spec: JobSpec, note: str = "") -> str:
+    """What to say at the end, with `note` after it; empty when all went well."""
     match outcome:
         case Succeeded():
             return ""
         case Failed():
-            return _failure(outcome)
+            return _failure(outcome) + (f"    {note}\n" if note else "")
         case Interrupted(number, node_rank, host):
             where = f" on node {node_rank} ({host})" if spec.num_nodes > 1 else ""
             return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
-        case Lost(problem):
+        case Lost(problem) | Changed(problem):
             return f"{OPERATION}: {problem}\n"
 
 

@@ -59,11 +59,15 @@ class Streams:
         if text:
             self.screens[STDERR].show_lines(b"", text.encode("utf-8", "replace"))
 
-    def close(self) -> None:
-        """Move the rest; the processes are gone."""
+    def end_all(self) -> None:
+        """Move the rest; the processes are gone. Others may follow."""
         for pump in self._pumps.values():
+            if pump.fd in self._selector.get_map():
+                self._selector.unregister(pump.fd)
             pump.drain()
             pump.close()
+        self._pumps.clear()
+        self._is_paused = False
         for screen in self.screens.values():
             screen.restore()
 

@@ -67,7 +67,7 @@ class FanOut:
                 for process in self._processes.values():
                     process.kill()
                     process.wait()
-                self._streams.close()
+                self._streams.end_all()
                 self._streams.flush()
                 self._selector.close()
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -150,17 +149,24 @@ def test_a_signal_before_the_end_lets_workers_save(launches: Launches, slurm: Sl
     assert out.read_text().count("disttrain-launch: stopped by SIGTERM") == 2
 
 
-def test_a_range_of_nodes_takes_what_there_is(launches: Launches, slurm: Slurm) -> None:
-    shown = submit(launches, slurm, "--nnodes", "1:2", launches.script(MEETING))
-    assert "#SBATCH --nodes=1-2\n" in shown.stdout
-    assert "#SBATCH --no-kill\n" in shown.stdout
-    assert run(launches, slurm, "sbatch", "--test-only", str(_file(launches, shown.stdout))).returncode == 0
-
-
-def _file(launches: Launches, text: str) -> Path:
-    path = launches.folder / "range.sh"
-    path.write_text(text)
-    return path
+def test_an_elastic_job_goes_on_without_a_node(launches: Launches, slurm: Slurm) -> None:
+    """The second node's launcher is killed; the first node's worker starts again, alone."""
+    script = launches.script("""
+        import os, signal, sys, time
+        print("world", os.environ["WORLD_SIZE"], flush=True)
+        if os.environ["WORLD_SIZE"] == "1":
+            sys.exit(0)
+        if os.environ["GROUP_RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(100)
+    """)
+    both = ("--sbatch", "nodes=2")
+    flags = ("--nnodes", "1:2", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=2,keep_alive_max_attempt=3")
+    assert submit(launches, slurm, "--write", "job.sh", *both, *flags, script).returncode == 0
+    run(launches, slurm, "sbatch", "--wait", "job.sh")
+    said = (launches.folder / "out").read_text()
+    assert said.count("world 2") == 2, said
+    assert said.count("world 1") == 1, said
 
 
 def _wait(is_so: Callable[[], bool]) -> None:

@@ -161,3 +161,9 @@ def _seen(process: psutil.Process) -> str:
         return f"{process.cmdline()} {process.environ()}"
     except psutil.Error:
         return ""
+
+
+def test_an_elastic_job_does_without_a_host(launches: Launches, ssh: str) -> None:
+    conf = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=2")
+    ended = run(launches, ssh, ("127.0.0.1", "unreachable"), *conf, launches.script(WORKER))
+    assert (ended.exit_code, ended.lines) == (0, [f"[rank 0] rank 0 of 1 {CHOSEN} []"]), ended.stderr
