@@ -3,9 +3,11 @@
     python benchmarks/checkpoint.py [--mib 2048] [--rounds 5] [--directory DIR]
 
 "plain" writes the same bytes with four threads to four files through the page cache and syncs them, "plain direct" does
-so with O_DIRECT: what the machine itself takes. Before each read the files are dropped from the page cache. "stall" is
-the time until an asynchronous save gives the caller its tensors back, when it has been used before. Bytes read: three
-ranks load what four have saved. Writes benchmarks/results/checkpoint.json.
+so with O_DIRECT, as the plain read does: what the machine itself takes. Before each read the files are dropped from the
+page cache. "stall" is the time until an asynchronous save gives the caller its tensors back, when it has been used
+before; that of small tensors is the processor's time of the calling thread. Bytes read: three ranks load what four have
+saved. "4 ranks, replicated": all want the same bytes, and read them for each other, or each for itself. The load of the
+machine is that at the beginning and at the end. Writes benchmarks/results/checkpoint.json.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,13 +37,15 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
-from disttrain import get_rank, get_world_size, init_device_mesh
+from disttrain import barrier, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, LocalStorage, load, save
 from disttrain.dtensor import Shard, distribute_tensor
-from disttrain.testing import run_threads
+from disttrain.testing import RankPool, run_threads
 
 NUM_FILES = 4
 NUM_SMALL = 10_000
+NUM_SMALL_STAGED = 2_000
+NUM_RANKS = 4
 PIECE_BYTES = 16 << 20
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 State = dict[str, torch.Tensor]
@@ -71,12 +76,15 @@ def write_plainly(folder: Path, data: memoryview, flags: int) -> None:
 
 
 def read_plainly(folder: Path, data: memoryview) -> None:
+    """By as many threads as files, past the page cache."""
     size = len(data) // NUM_FILES
 
     def read(number: int) -> None:
-        with (folder / str(number)).open("rb", buffering=0) as file:
-            for start in range(number * size, (number + 1) * size, PIECE_BYTES):
-                file.readinto(data[start : min(start + PIECE_BYTES, (number + 1) * size)])
+        descriptor = os.open(folder / str(number), os.O_RDONLY | os.O_DIRECT)
+        for start in range(0, size, PIECE_BYTES):
+            piece = data[number * size + start : number * size + min(start + PIECE_BYTES, size)]
+            os.preadv(descriptor, [piece], start)
+        os.close(descriptor)
 
     with ThreadPoolExecutor(NUM_FILES) as pool:
         list(pool.map(read, range(NUM_FILES)))
@@ -159,11 +167,53 @@ def stalls(directory: Path, state: State, rounds: int) -> dict[str, list[float]]
     return taken
 
 
+def small_stalls(directory: Path) -> list[float]:
+    """The host's work in asynchronous saves of small tensors, when there is a plan and room."""
+    state = dict(list(small_state().items())[:NUM_SMALL_STAGED])
+    taken = []
+    with Checkpointer(directory / "async", keep=1) as checkpointer:
+        for step in range(10):
+            start_s = time.thread_time()
+            pending = checkpointer.async_save(step, state)
+            taken.append(time.thread_time() - start_s)
+            pending.result()
+    shutil.rmtree(directory / "async")
+    return taken[2:]
+
+
+def load_alike(folder: str, num_elements: int, rounds: int) -> dict[str, list[float]]:
+    """A rank's part: load what all ranks want, in both ways in turn; the slowest rank's time is everybody's."""
+    state = {f"layer{number}": torch.zeros(num_elements // 16) for number in range(16)}
+    taken: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, shares_reads in (("read for each other", True), ("read for itself", False)):
+            if get_rank() == 0:
+                forget(Path(folder))
+            barrier()
+            start_s = time.perf_counter()
+            load(state, folder, shares_reads=shares_reads)
+            barrier()
+            taken.setdefault(f"{NUM_RANKS} ranks, replicated: {name}", []).append(time.perf_counter() - start_s)
+    return taken
+
+
+def shared_reads(directory: Path, state: State, rounds: int) -> dict[str, list[float]]:
+    folder = directory / "alike"
+    save(state, folder)
+    num_elements = sum(tensor.numel() for tensor in state.values())
+    with RankPool() as pool:
+        arguments = {"folder": str(folder), "num_elements": num_elements, "rounds": rounds}
+        taken: dict[str, list[float]] = pool.run(NUM_RANKS, load_alike, arguments)[0]
+    shutil.rmtree(folder)
+    return taken
+
+
 class Counting(LocalStorage):
     """Counts the bytes of tensors that are read."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.mutex = threading.Lock()
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[Any]:
@@ -176,7 +226,8 @@ class _Counted:
         self._file, self._counter, self.num_bytes = file, counter, file.num_bytes
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
-        self._counter.num_bytes += len(buffer)
+        with self._counter.mutex:
+            self._counter.num_bytes += len(buffer)
         return self._file.read_at(offset, buffer)
 
 
@@ -212,6 +263,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="on the disk that is measured; default: the temporary one")
     arguments = parser.parse_args()
+    loads = [os.getloadavg()[0]]
     directory = Path(tempfile.mkdtemp(dir=arguments.directory))
     state, small = large_state(arguments.mib), small_state()
     memory = memoryview(mmap.mmap(-1, arguments.mib << 20))
@@ -223,6 +275,8 @@ def main() -> None:
             for name, time_s in one_round(directory, state, memory, small).items():
                 taken.setdefault(name, []).append(time_s)
         taken |= stalls(directory, state, arguments.rounds)
+        taken[f"stall: {NUM_SMALL_STAGED} small tensors, processor"] = small_stalls(directory)
+        taken |= shared_reads(directory, state, arguments.rounds)
         ratio = read_ratio(directory)
     finally:
         shutil.rmtree(directory)
@@ -236,6 +290,8 @@ def main() -> None:
         "read / plain": medians["read: disttrain"] / medians["read: plain"],
         "read / torch": medians["read: disttrain"] / medians["read: torch"],
         "bytes read / bytes needed": ratio,
+        "replicated: read for each other / for itself": medians[f"{NUM_RANKS} ranks, replicated: read for each other"]
+        / medians[f"{NUM_RANKS} ranks, replicated: read for itself"],
     }
     for kind in ("write", "read"):
         case = f"{NUM_SMALL} small tensors, {kind}"
@@ -250,7 +306,7 @@ def main() -> None:
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in packages},
         },
-        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release()},
+        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release(), "load": [*loads, os.getloadavg()[0]]},
         "mib": arguments.mib,
         "ratios": ratios,
         "median_s": medians,

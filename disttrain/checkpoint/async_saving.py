@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
@@ -27,7 +28,7 @@ from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.saving import all_outlines, contents_of, digest_of, items_of, metadata_of
 from disttrain.checkpoint.session import Session, Turn
 from disttrain.checkpoint.staging import Stager
-from disttrain.checkpoint.storage import LocalStorage, Portable, Storage
+from disttrain.checkpoint.storage import LocalStorage, Portable, Storage, locate
 from disttrain.checkpoint.submission import Slot, Submission, as_ours
 from disttrain.checkpoint.tree import Tree, take_apart
 from disttrain.checkpoint.writer import image_of, in_file_order
@@ -47,7 +48,8 @@ def async_save(
 ) -> PendingSave:
     """`save`, but return as soon as the values are safe from what comes next; a process of its own writes them.
 
-    Args:    optimizers  those whose next step is the next to write the parameters and their own state, on GPUs: their
+    Args:    storage, path  as in `save`; the storage must be `Portable`, since the other process has it as well
+             optimizers  those whose next step is the next to write the parameters and their own state, on GPUs: their
                          step waits, on the GPU, for the copies. What they don't own, the current stream waits for at
                          once; nothing waits on the host.
     Returns: PendingSave; `.result()` waits for the commit.
@@ -56,13 +58,14 @@ def async_save(
     Two saves may be under way; a third waits for the first. `Checkpointer` has other ways.
     """
     council = Council("async_save")
+    storage, target = locate(path, storage)
     if council.world is None:
-        saver = AsyncSaver(storage or LocalStorage(), "wait")
-        pending = saver.save(state_dict, Path(path), optimizers)
+        saver = AsyncSaver(storage, "wait")
+        pending = saver.save(state_dict, target, optimizers)
         saver.let_go()
         return pending
     savers = council.world.companion(_WorldSavers, _WorldSavers)
-    return savers.of(storage or LocalStorage()).save(state_dict, Path(path), optimizers)
+    return savers.of(storage).save(state_dict, target, optimizers)
 
 
 class _WorldSavers:
@@ -136,11 +139,23 @@ class AsyncSaver:
         keep: int | None = None,
     ) -> PendingSave:
         """See `async_save`; `claim`, `keep`: of a Checkpointer, of whose saves it is one."""
+        with uncollected():
+            return self._save(state, path, optimizers, claim, keep)
+
+    def _save(
+        self,
+        state: dict[str, Any],
+        path: Path,
+        optimizers: Iterable[Optimizer],
+        claim: Claim | None,
+        keep: int | None,
+    ) -> PendingSave:
         council = Council("async_save")
         if self._session is not None and self._world is not council.world:
             self.close()
         self._world = council.world
-        pending = PendingSave(path.absolute(), self._number)
+        where = path.absolute() if isinstance(self._storage, LocalStorage) else path
+        pending = PendingSave(where, self._number)
         self._number += 1
         described = _Described(council, state)
         turn = self._turn(pending.number, described)
@@ -250,6 +265,7 @@ class AsyncSaver:
             if not isinstance(self._storage, Portable):
                 kind = type(self._storage).__name__
                 raise CheckpointError("async_save", f"a {kind} has no recipe.", "Use `save`, or give it one.")
+            self._storage.recipe()
             if council.world is not None:
                 store_to_plain(council.world.store)
             return described.digest

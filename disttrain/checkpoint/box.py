@@ -39,6 +39,10 @@ class Box:
         """The same elements, counted from `origin`."""
         return Box(tuple(a - b for a, b in zip(self.origin, origin, strict=True)), self.shape)
 
+    def moved_by(self, origin: tuple[int, ...]) -> Box:
+        """The reverse of `seen_from`."""
+        return Box(tuple(a + b for a, b in zip(self.origin, origin, strict=True)), self.shape)
+
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + size) for start, size in zip(self.origin, self.shape, strict=True))
 
@@ -69,3 +73,27 @@ def spans(shape: tuple[int, ...], box: Box, max_gap: int) -> Iterator[tuple[int,
     for row in itertools.product(*rows):
         base = sum(place * stride for place, stride in zip(row, strides, strict=False))
         yield base + first, base + last + 1
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Elements `start` to `stop` of a row-major tensor of `shape`, as boxes that are each without gaps, ascending."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,), (stop - start,)) if shape else Box((), ())
+        return
+    row_size = math.prod(shape[1:])
+    first, last = -(-start // row_size), stop // row_size  # the rows that are there as a whole
+    if first > last:  # all lies within one row
+        yield from _in_row(shape, last, start - last * row_size, stop - last * row_size)
+        return
+    if start < first * row_size:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row_size, row_size)
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, 0, stop - last * row_size)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of_range(shape[1:], start, stop):
+        yield Box((row, *box.origin), (1, *box.shape))

@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 
 ALIGNMENT = 4096
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 8 << 20
 _NUM_THREADS = 4
 
 

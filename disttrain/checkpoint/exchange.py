@@ -161,10 +161,15 @@ class RemoteFile:
     def __init__(self, connection: socket.socket, save: str, file: str) -> None:
         self._connection = connection
         self._name = (save, file)
+        self._mutex = threading.Lock()
         self.num_bytes = self.read_at(0, memoryview(b""))
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset` on; returns how many bytes there were, or the file's size for an empty one."""
+        with self._mutex:  # question and answer go together
+            return self._read_at(offset, buffer)
+
+    def _read_at(self, offset: int, buffer: memoryview) -> int:
         _send_frame(self._connection, [READ, *self._name, offset, len(buffer)])
         answer = _receive_frame(self._connection)
         _check(answer)

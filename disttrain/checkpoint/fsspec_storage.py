@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgpack
+from fsspec.implementations.memory import MemoryFileSystem
 
 from disttrain.checkpoint.folders import TEMPORARY
 from disttrain.checkpoint.manifest import MANIFEST
 from disttrain.checkpoint.storage import ReadableFile
+from disttrain.errors import CheckpointError
+
+_INSTEAD = "Use `save`, or a file system that strings and numbers describe, such as a URL's."
 
 
 class _RemoteFile:
@@ -33,13 +38,26 @@ class _RemoteFile:
 
 
 class FsspecStorage:
-    """A file system of fsspec; paths are its own, such as `bucket/runs/lm`. Satisfies `Storage`.
+    """A file system of fsspec; paths are its own, such as `bucket/runs/lm`. Satisfies `Storage` and `Portable`.
 
     Args: system  such as `fsspec.filesystem("s3", anon=False)`.
     """
 
     def __init__(self, system: fsspec.AbstractFileSystem) -> None:
         self._system = system
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        """Raises CheckpointError for a file system that another process cannot have."""
+        kind = type(self._system).__name__
+        if isinstance(self._system, MemoryFileSystem):
+            raise CheckpointError("async_save", f"what a {kind} holds, no other process sees.", _INSTEAD)
+        options = self._system.to_dict()
+        try:
+            msgpack.packb(options)
+        except (TypeError, ValueError, OverflowError) as error:
+            problem = f"the options of this {kind} cannot be given to another process: {error}."
+            raise CheckpointError("async_save", problem, _INSTEAD) from error
+        return f"{__name__}:{storage_of.__name__}", {"options": options}
 
     def make_folder(self, path: Path) -> None:
         self._system.makedirs(str(path), exist_ok=True)
@@ -102,6 +120,11 @@ class FsspecStorage:
     def remove_unless_held(self, path: Path) -> bool:
         """False: nobody can know whether the process that wrote it is alive."""
         return False
+
+
+def storage_of(options: dict[str, Any]) -> FsspecStorage:
+    """What `FsspecStorage.recipe` describes."""
+    return FsspecStorage(fsspec.AbstractFileSystem.from_dict(options))
 
 
 def open_url(url: str) -> tuple[FsspecStorage, Path]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
-from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.filling import Loaded, fill
 from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules, compare, judge, report_of, with_names
-from disttrain.checkpoint.manifest import Chunk, Manifest, read_manifest
-from disttrain.checkpoint.plan import plan_load
+from disttrain.checkpoint.garbage import uncollected
+from disttrain.checkpoint.manifest import Manifest, read_manifest
 from disttrain.checkpoint.reader import Reader
-from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import Readable, Storage, locate
-from disttrain.checkpoint.tree import Tree, local_parts, take_apart
-from disttrain.errors import CheckpointCorruptError, CheckpointError
+from disttrain.checkpoint.tree import Tree, take_apart
+from disttrain.errors import CheckpointError
 from disttrain.process_group import ProcessGroup
 
 
@@ -33,14 +30,6 @@ class Source:
     own_name: Callable[[Tree, str], str] | None = None
 
 
-@dataclass
-class _Loaded:
-    """What a load brings besides tensors that are filled in place: by name, for `Tree.put`."""
-
-    tensors: dict[str, torch.Tensor]
-    values: dict[str, Any]
-
-
 def load(
     state_dict: dict[str, Any],
     path: str | Path | None = None,
@@ -49,6 +38,7 @@ def load(
     allow: Iterable[Misfit] = (),
     rename: Rename | None = None,
     convert: str | Iterable[str] = (),
+    shares_reads: bool = True,
     checkpoint_id: str | Path | None = None,
     storage_reader: None = None,
     planner: None = None,
@@ -63,6 +53,8 @@ def load(
                       "mismatched" in kind, shape or dtype
              rename   the state's name for a name in the save, as a function or a dict of those that differ
              convert  names, or patterns such as "model/*", of tensors whose dtype may differ from the saved one
+             shares_reads  what several ranks want alike, one of them reads for all; False: each for itself, which is
+                      faster where storage is faster than the network
              checkpoint_id, process_group, no_dist  as in torch.distributed.checkpoint: another word for path; the
                       default group; this process alone. storage_reader and planner are refused.
     Returns: what was left alone, and what was converted; the same on every rank.
@@ -76,7 +68,7 @@ def load(
         "load", path, checkpoint_id, process_group, no_dist, storage_reader=storage_reader, planner=planner
     )
     storage, folder = locate(where, storage)
-    return load_folder(council, state_dict, folder, storage, rules)
+    return load_source(council, state_dict, lambda: open_save(storage, folder), rules, shares_reads=shares_reads)
 
 
 def load_folder(
@@ -92,13 +84,20 @@ def open_save(storage: Readable, folder: Path) -> Source:
     return Source(str(folder), manifest, Reader(storage, folder, manifest))
 
 
-def load_source(council: Council, state: dict[str, Any], open_source: Callable[[], Source], rules: Rules) -> LoadReport:
+def load_source(
+    council: Council,
+    state: dict[str, Any],
+    open_source: Callable[[], Source],
+    rules: Rules,
+    *,
+    shares_reads: bool = True,
+) -> LoadReport:
     """`load` from a save of any format, which each rank opens for itself."""
     tree = Tree(council.operation)
     source: Source | None = None
     manifest = Manifest("", 0, "", {}, {}, {}, {})
     misfits = Misfits([], [], {}, [])
-    loaded = _Loaded({}, {})
+    loaded = Loaded()
 
     def look() -> list[Any]:
         nonlocal tree, source, manifest, misfits
@@ -119,57 +118,17 @@ def load_source(council: Council, state: dict[str, Any], open_source: Callable[[
             )
         return judge(where, rules, [rest for _, _, *rest in found])
 
-    def read() -> None:
-        nonlocal loaded
-        assert source is not None
-        loaded = _read(source.reader, manifest, tree, set(misfits.mismatched), council.rank)
-
     def hand_over() -> None:
         for name, value in {**loaded.tensors, **loaded.values}.items():
             tree.put(name, value)
         for listener in tree.listeners:
             listener()
 
-    report = council.agree(look, decide)
-    council.agree(read)
+    with uncollected():
+        report = council.agree(look, decide)
+        assert source is not None
+        # Names that only this rank gives would make a plan that only this rank has.
+        shares_reads = shares_reads and rules.rename is None
+        loaded = fill(council, source.reader, manifest, tree, set(misfits.mismatched), shares_reads=shares_reads)
     council.agree(hand_over)
     return report_of(report)
-
-
-def _read(reader: Reader, manifest: Manifest, tree: Tree, left_alone: set[str], rank: int) -> _Loaded:
-    made: dict[str, torch.Tensor] = {}
-    for name in (*manifest.tensors, *manifest.same_as):
-        make = None if name in tree.leaves else tree.make_for(name)
-        saved = manifest.tensor_named(name)
-        if make is not None and saved is not None:
-            made[name] = make(name.rpartition("/")[2], saved.shape, dtype_named(saved.dtype))
-    known = {
-        name: tensor
-        for name, tensor in tree.tensors.items()
-        if name not in left_alone and manifest.tensor_named(name) is not None
-    }
-    targets = {name: local_parts(tensor) for name, tensor in {**known, **made}.items()}
-    with torch.no_grad():
-        reader.read_tensors(plan_load(manifest, targets), targets)
-    return _Loaded(made, _read_values(reader, manifest, tree, left_alone, rank))
-
-
-def _read_values(reader: Reader, manifest: Manifest, tree: Tree, left_alone: set[str], rank: int) -> dict[str, Any]:
-    def is_wanted(name: str) -> bool:
-        return (name in tree.leaves or tree.make_for(name) is not None) and name not in left_alone
-
-    values = reader.read_values({name: chunk for name, chunk in manifest.values.items() if is_wanted(name)})
-    owners = {name: owner_of(chunks, rank) for name, chunks in manifest.per_rank.items() if is_wanted(name)}
-    own = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
-    wrapped = {
-        name: Value(value) if isinstance(tree.leaves.get(name), Value) else value for name, value in values.items()
-    }
-    return {**wrapped, **{name: PerRank(value, owners[name]) for name, value in own.items()}}
-
-
-def owner_of(chunks: Mapping[int, Chunk], rank: int) -> int:
-    """Whose value this rank gets: its own, or that of another where it did not save."""
-    saved = sorted(chunks)
-    if not saved:
-        raise CheckpointCorruptError("load", "a value per rank has no rank.", "Load another save.")
-    return rank if rank in chunks else saved[rank % len(saved)]

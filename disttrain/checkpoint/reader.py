@@ -1,9 +1,15 @@
-"""Reading: the blocks that hold what is wanted, each verified, and nothing else."""
+"""Reading: the blocks that hold what is wanted, each verified, and nothing else; several fetches at a time.
+
+Each thread reads into memory of its own that the disk can write to, verifies it while it is in the processor's cache,
+and copies it to the tensors, while other threads wait for the disk.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,32 +17,59 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttrain.checkpoint.box import Box, spans
-from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.fetches import Fetch, plan_fetches
+from disttrain.checkpoint.local_file import PAGE_BYTES, aligned_memory
 from disttrain.checkpoint.manifest import Chunk, Manifest, block_checksums
+from disttrain.checkpoint.open_files import OpenFiles
 from disttrain.checkpoint.plan import Read
+from disttrain.checkpoint.scattering import Targets, scatter
 from disttrain.checkpoint.storage import Readable, ReadableFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group.packing import unpack
 
-_BUFFER_BYTES = 64 << 20
-"""How much is read at once before it goes to its tensor."""
+NUM_THREADS = 4
 
 
 class Reader:
     """Reads from one save; CheckpointCorruptError, naming file, tensor and offset, for bytes that were not saved."""
+
+    can_share = True
+    """Whether the manifest alone says where bytes are, so that ranks can read for each other."""
 
     def __init__(self, storage: Readable, folder: Path, manifest: Manifest) -> None:
         self.storage = storage
         self.folder = folder
         self._manifest = manifest
 
-    def read_tensors(self, reads: Sequence[Read], targets: Mapping[str, Mapping[Box, torch.Tensor]]) -> None:
+    def read_tensors(self, reads: Sequence[Read], targets: Targets) -> None:
         """Fill the targets, local tensors by where in the whole they lie, from `reads` in the order of files."""
-        for file_name, of_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
-            with self.opened(file_name) as file:
-                for read in of_file:
-                    self.read(file, read, targets[read.name][read.wanted])
+        fetches = plan_fetches(reads, self._manifest.block_bytes)
+        largest = max((fetch.num_bytes for fetch in fetches), default=0)
+        own = threading.local()
+
+        def fill(fetch: Fetch) -> None:
+            if not hasattr(own, "memory"):
+                own.memory = FetchMemory(largest)
+            data = own.memory.for_fetch(fetch)
+            self.bring(files, fetch, data)
+            scatter(fetch, data, targets)
+
+        with OpenFiles(self.opened, [fetch.file for fetch in fetches]) as files, devices_caught_up(targets):
+            if len(fetches) == 1:
+                fill(fetches[0])
+                return
+            with ThreadPoolExecutor(NUM_THREADS, "disttrain-read") as pool:
+                finish_all([pool.submit(fill, fetch) for fetch in fetches])
+
+    def bring(self, files: OpenFiles, fetch: Fetch, data: memoryview) -> None:
+        """Fill `data` with what is fetched, verified. Any thread may call it."""
+        with files.use(fetch.file) as file:
+            num_read = file.read_at(fetch.start, data)
+        for piece in fetch.pieces:
+            begin = piece.offset - fetch.start
+            end = begin + piece.stop - piece.start
+            self._verify(piece.reads[0].name, piece.chunk, piece.start, data[begin:end], num_read >= end)
 
     def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
         """The values in these chunks, by the same names."""
@@ -46,7 +79,7 @@ class Reader:
             with self.opened(file_name) as file:
                 for name, chunk in of_file:
                     data = np.empty(chunk.num_bytes, np.uint8)
-                    self._read_blocks(file, name, chunk, 0, data.data)
+                    self._read_chunk(file, name, chunk, data.data)
                     values[name] = self.unpacked(file_name, name, data.tobytes())
         return values
 
@@ -74,44 +107,22 @@ class Reader:
                     "load", f"{self.folder / name} has {file.num_bytes} bytes, {saved.num_bytes} were saved.", _REMEDY
                 )
             header = Chunk(name, 0, saved.header_bytes, Box((), ()), saved.header_checksums)
-            self._read_blocks(file, "the header", header, 0, memoryview(bytearray(saved.header_bytes)))
+            self._read_chunk(file, "the header", header, memoryview(bytearray(saved.header_bytes)))
             yield file
 
-    def read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
-        """Fill `local`, this rank's memory of the box `read.wanted`, with what `read` brings."""
-        chunk, dtype = read.chunk, dtype_named(read.dtype)
-        for part in read.box.split(_BUFFER_BYTES // dtype.itemsize):
-            values = self._read_part(file, read.name, chunk, part.seen_from(chunk.box.origin), dtype)
-            local[part.seen_from(read.wanted.origin).slices()].copy_(values)
+    def _read_chunk(self, file: ReadableFile, name: str, chunk: Chunk, data: memoryview) -> None:
+        num_read = file.read_at(chunk.offset, data)
+        self._verify(name, chunk, 0, data, num_read == len(data))
 
-    def _read_part(self, file: ReadableFile, name: str, chunk: Chunk, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """The elements in `box`, counted from the chunk's beginning."""
-        block_bytes = self._manifest.block_bytes
-        shape = chunk.box.shape or (1,)
-        row_bytes = chunk.num_bytes // shape[0]
-        first_row, num_rows = (box.origin[0], box.shape[0]) if box.shape else (0, 1)
-        # The buffer begins with a block and spans whole rows; pages of blocks that are not read stay untouched.
-        begin = first_row * row_bytes // block_bytes * block_bytes
-        end = (first_row + num_rows) * row_bytes
-        buffer = np.empty(min(-(-end // block_bytes) * block_bytes, chunk.num_bytes) - begin, np.uint8)
-        for first, last in _block_ranges(chunk.box.shape, box, dtype.itemsize, block_bytes):
-            start, stop = first * block_bytes, min(last * block_bytes, chunk.num_bytes)
-            self._read_blocks(file, name, chunk, start, buffer[start - begin : stop - begin].data)
-        rows = torch.from_numpy(buffer[first_row * row_bytes - begin : end - begin]).view(dtype)
-        if not box.shape:
-            return rows.view(())
-        return rows.view(num_rows, *shape[1:])[(slice(None), *box.slices()[1:])]
-
-    def _read_blocks(self, file: ReadableFile, name: str, chunk: Chunk, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with whole blocks of the chunk from byte `start` on."""
-        block_bytes = self._manifest.block_bytes
-        num_read = file.read_at(chunk.offset + start, buffer)
-        if not chunk.checksums and num_read == len(buffer):  # of a format that has none
+    def _verify(self, name: str, chunk: Chunk, start: int, data: memoryview, is_whole: bool) -> None:
+        """Raise where whole blocks, from byte `start` of the chunk on, are not as they were saved."""
+        if not chunk.checksums and is_whole:  # of a format that has none
             return
-        found = block_checksums(buffer, block_bytes)
+        block_bytes = self._manifest.block_bytes
+        found = block_checksums(data, block_bytes)
         first = start // block_bytes * 8
         saved = chunk.checksums[first : first + len(found)]
-        if found == saved and num_read == len(buffer):
+        if found == saved and is_whole:
             return
         wrong = next((at for at in range(0, len(found), 8) if found[at : at + 8] != saved[at : at + 8]), 0)
         offset = chunk.offset + start + wrong // 8 * block_bytes
@@ -123,16 +134,37 @@ class Reader:
         )
 
 
+class FetchMemory:
+    """Memory for any fetch of at most `num_bytes`, that direct I/O can write to."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = aligned_memory(num_bytes + PAGE_BYTES)
+
+    def for_fetch(self, fetch: Fetch) -> memoryview:
+        """Lies in its page as the fetch does in the file's."""
+        first = fetch.start % PAGE_BYTES
+        return self._memory[first : first + fetch.num_bytes]
+
+
+def finish_all(running: Sequence[Future[Any]]) -> None:
+    """Wait for all of them. Raises the first error, and lets what has not begun then be."""
+    try:
+        for future in running:
+            future.result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+@contextmanager
+def devices_caught_up(targets: Targets) -> Iterator[None]:
+    """Threads have streams of their own: what the caller was given before is done before, and theirs at the end."""
+    devices = {tensor.device for boxes in targets.values() for tensor in boxes.values() if tensor.is_cuda}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    yield
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
 _REMEDY = "Load another save; this one was damaged after it was written."
-
-
-def _block_ranges(shape: tuple[int, ...], box: Box, item_size: int, block_bytes: int) -> list[tuple[int, int]]:
-    """Which blocks of a chunk of `shape` hold the elements in `box`: (first, last + 1), ascending, none twice."""
-    ranges: list[tuple[int, int]] = []
-    for start, end in spans(shape, box, block_bytes // item_size):
-        first, last = start * item_size // block_bytes, -(-end * item_size // block_bytes)
-        if ranges and first <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], last)
-        else:
-            ranges.append((first, last))
-    return ranges

@@ -16,6 +16,7 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
+from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
@@ -61,7 +62,7 @@ def save_folder(
     """`save`, by ranks that have met already; `claim`: of a Checkpointer, of whose saves it is one."""
     tree = Tree(council.operation)
     outline = Outline()
-    with ExitStack() as held:
+    with ExitStack() as held, uncollected():
 
         def describe() -> tuple[bytes, str]:
             nonlocal tree, outline

@@ -7,17 +7,21 @@ step; what they don't own is copied first, and the current stream waits for that
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.arena import Arena
-from disttrain.checkpoint.image import Image
+from disttrain.checkpoint.image import Image, Place
 from disttrain.checkpoint.writer import Item
 from disttrain.dtensor import DTensor
+
+_SMALL_ELEMENTS = 1 << 15
+"""Of larger tensors each copy is worth a call, and several threads."""
 
 _SPARE_BYTES = 2 << 30
 """How much memory of a GPU a copy on it must leave free."""
@@ -61,7 +65,7 @@ class Stager:
         owned = _owned_storages(optimizers)
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         last: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for item, place in zip(items, image.places, strict=True):
+        for item, place in _not_packed(items, image.places, arena):
             pair = (_target(arena, place.offset, item.tensor), item.tensor.detach())
             queue = last if item.tensor.untyped_storage().data_ptr() in owned else by_device
             queue.setdefault(item.tensor.device, []).append(pair)
@@ -111,6 +115,26 @@ def can_copy_on_device(items: Sequence[Item]) -> bool:
 def copied(items: Sequence[Item]) -> list[Item]:
     """The same items with tensors of their own, on their devices, in the order of the current stream."""
     return [Item(item.name, item.box, item.tensor.detach().clone(), item.is_value) for item in items]
+
+
+def _not_packed(items: Sequence[Item], places: Sequence[Place], arena: Arena) -> Iterator[tuple[Item, Place]]:
+    """Copy small tensors on the CPU, many with one call: the image has no gaps. Returns: the others."""
+    for dtype, run in itertools.groupby(zip(items, places, strict=True), key=lambda pair: _packing_dtype(pair[0])):
+        if dtype is None:
+            yield from run
+            continue
+        packed = list(run)
+        begin, last = packed[0][1].offset, packed[-1][1]
+        region = arena.bytes[begin : last.offset + last.num_bytes].view(dtype)
+        with torch.no_grad():
+            torch.cat([item.tensor.reshape(-1) for item, _ in packed], out=region)
+
+
+def _packing_dtype(item: Item) -> torch.dtype | None:
+    """The dtype of what may be packed; None for what is large, elsewhere or not just its bytes."""
+    tensor = item.tensor
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype if is_plain and tensor.numel() <= _SMALL_ELEMENTS else None
 
 
 def _target(arena: Arena, offset: int, source: torch.Tensor) -> torch.Tensor:

@@ -9,20 +9,18 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from disttrain.checkpoint.local_file import LocalFile
 from disttrain.errors import CheckpointError
 
 HOLD_SUFFIX = ".lock"
-_READ_BYTES = 4 << 20
-_NUM_READERS = 4
 
 
 class ReadableFile(Protocol):
-    """An open file."""
+    """An open file, which several threads may read at once."""
 
     num_bytes: int
 
@@ -88,29 +86,6 @@ class Portable(Protocol):
         ...
 
 
-class _LocalFile:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.num_bytes = os.fstat(descriptor).st_size
-
-    def read_at(self, offset: int, buffer: memoryview) -> int:
-        if len(buffer) < 2 * _READ_BYTES:
-            return self._read(offset, buffer)
-        # One thread leaves a disk idle half of the time.
-        starts = range(0, len(buffer), _READ_BYTES)
-        with ThreadPoolExecutor(_NUM_READERS) as pool:
-            return sum(pool.map(lambda start: self._read(offset + start, buffer[start : start + _READ_BYTES]), starts))
-
-    def _read(self, offset: int, buffer: memoryview) -> int:
-        done = 0
-        while done < len(buffer):
-            num_read = os.preadv(self._descriptor, [buffer[done:]], offset + done)
-            if num_read == 0:
-                break
-            done += num_read
-        return done
-
-
 class LocalStorage:
     """A local or shared POSIX file system. Satisfies `Storage` and `Portable`."""
 
@@ -129,11 +104,8 @@ class LocalStorage:
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[ReadableFile]:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield _LocalFile(descriptor)
-        finally:
-            os.close(descriptor)
+        with closing(LocalFile(path)) as file:
+            yield file
 
     def names(self, path: Path) -> list[str]:
         try:

@@ -9,7 +9,8 @@ import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.loading import Source, open_save, owner_of
+from disttrain.checkpoint.filling import owner_of
+from disttrain.checkpoint.loading import Source, open_save
 from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.stateful import PerRank
 from disttrain.checkpoint.storage import Storage, locate

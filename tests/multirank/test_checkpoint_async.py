@@ -55,13 +55,27 @@ def save_and_overwrite(directory: str) -> list[Any]:
             pending.append(checkpointer.async_save(step, state))
             overwrite(state)
         paths = [save.result(LIMIT_S) for save in pending]
-        assert [str(path) for path in paths] == [f"{directory}/step-0000000{step}" for step in range(1, 6)]
+        folder = directory.partition("://")[2] or directory
+        assert [str(path) for path in paths] == [f"{folder}/step-0000000{step}" for step in range(1, 6)]
         assert all(save.progress == 1.0 and save.staged.done() and not save.was_dropped for save in pending)
     return [loaded(checkpointer, step) for step in range(1, 6)]
 
 
-def test_values_are_those_at_the_call(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert rank_pool.run(3, save_and_overwrite, {"directory": str(tmp_path)}) == [[1, 2, 3, 4, 5]] * 3
+@pytest.mark.parametrize("protocol", ["", "file://", "local://"])
+def test_values_are_those_at_the_call(rank_pool: RankPool, tmp_path: Path, protocol: str) -> None:
+    """On files, and on what the writers reach through fsspec."""
+    assert rank_pool.run(3, save_and_overwrite, {"directory": f"{protocol}{tmp_path}"}) == [[1, 2, 3, 4, 5]] * 3
+
+
+def save_to_memory() -> str:
+    with Checkpointer("memory://runs") as checkpointer, pytest.raises(CheckpointError) as caught:
+        checkpointer.async_save(1, {"step": 1})
+    return str(caught.value)
+
+
+def test_what_no_other_process_sees_is_refused(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, save_to_memory):
+        assert "what a MemoryFileSystem holds, no other process sees. Use `save`" in found
 
 
 def save_thrice(directory: str, when_busy: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +91,8 @@ class CountedFile:
         self.num_bytes = file.num_bytes
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
-        self.counter.num_bytes += len(buffer)
+        with self.counter.mutex:
+            self.counter.num_bytes += len(buffer)
         return self.file.read_at(offset, buffer)
 
 
@@ -99,6 +101,7 @@ class Counting(LocalStorage):
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.mutex = threading.Lock()
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[ReadableFile]:
@@ -130,6 +133,37 @@ def test_each_rank_reads_only_what_it_needs(rank_pool: RankPool, tmp_path: Path)
     needed_bytes = 32 << 20
     for num_bytes in rank_pool.run(3, load_large, {"path": path}):
         assert needed_bytes <= num_bytes <= 1.1 * needed_bytes
+
+
+def replicated_state(value: float) -> dict[str, torch.Tensor]:
+    """24 MiB on all ranks, and 24 MiB in halves, each on two of four ranks."""
+    mesh = init_device_mesh("cpu", (2, get_world_size() // 2))
+    halves = torch.full((6, 1 << 20), value)
+    return {
+        "plain": torch.full((6 << 20,), value),
+        "halves": distribute_tensor(halves, mesh, [Replicate(), Shard(0)], src_data_rank=None),
+    }
+
+
+def save_replicated(path: str) -> None:
+    save(replicated_state(7.0), path)
+
+
+def load_replicated(path: str, shares_reads: bool) -> int:
+    state, storage = replicated_state(0.0), Counting()
+    load(state, path, storage=storage, shares_reads=shares_reads)
+    assert all(tensor.eq(7).all() for tensor in (state["plain"], state["halves"].to_local()))
+    return storage.num_bytes
+
+
+def test_what_all_ranks_want_is_read_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "save")
+    rank_pool.run(4, save_replicated, {"path": path})
+    shared = rank_pool.run(4, load_replicated, {"path": path, "shares_reads": True})
+    assert 48 << 20 <= sum(shared) <= 1.01 * (48 << 20)
+    assert max(shared) <= 1.3 * (12 << 20)
+    each = rank_pool.run(4, load_replicated, {"path": path, "shares_reads": False})
+    assert all(36 << 20 <= num_bytes <= 1.01 * (36 << 20) for num_bytes in each)
 
 
 class Model(nn.Module):
@@ -277,3 +311,39 @@ def test_a_flip_that_one_rank_sees_is_everybodys_error(rank_pool: RankPool, tmp_
         assert f"{file} does not have the bytes of" in found[0][0]
         raw[-1] ^= 1
         file.write_bytes(raw)
+
+
+class Broken(LocalStorage):
+    """Fails on one rank, at each read of much."""
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[ReadableFile]:
+        with super().open_file(path) as file:
+            yield BrokenFile(file) if path.suffix == ".safetensors" and get_rank() == 1 else file
+
+
+class BrokenFile:
+    def __init__(self, file: ReadableFile) -> None:
+        self.file = file
+        self.num_bytes = file.num_bytes
+
+    def read_at(self, offset: int, buffer: memoryview) -> int:
+        if len(buffer) > 1 << 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self.file.read_at(offset, buffer)
+
+
+def load_broken(path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(replicated_state(0.0), path, storage=Broken())
+    state = replicated_state(0.0)
+    load(state, path)
+    assert state["plain"].eq(7).all()
+    return caught.value.problem
+
+
+def test_who_fails_to_read_for_others_keeps_nobody_waiting(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "save")
+    rank_pool.run(4, save_replicated, {"path": path})
+    found = rank_pool.run(4, load_broken, {"path": path}, timeout_s=20.0)
+    assert set(found) == {"on rank 1: OSError: [Errno 5] Input/output error."}

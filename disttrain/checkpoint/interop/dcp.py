@@ -6,11 +6,11 @@ of ranks wrote them.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name
@@ -134,14 +134,20 @@ class DcpReader(ForeignReader):
         # Items of tensors of one shape have the same pickle.
         self._known: dict[bytes, Any] = {}
 
-    def read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
+    def _located(self, reads: Sequence[Read]) -> list[Read]:
+        located = []
+        for file_name, of_file in itertools.groupby(reads, key=lambda read: read.chunk.file):
+            with self.opened(file_name) as file:
+                located += [self._in_item(file, read) for read in of_file]
+        return located
+
+    def _in_item(self, file: ReadableFile, read: Read) -> Read:
         where = f"{read.name!r} in {self.folder / read.chunk.file}"
         archive = Archive(file, read.chunk.offset, read.chunk.num_bytes, where, self._known)
         stored = archive.tensor(archive.root)
         if stored is None or (stored.shape, dtype_name(stored.dtype)) != (read.chunk.box.shape, read.dtype):
             raise CheckpointError("load_dcp", f"{where} is not what {METADATA} says.", "Load another save.")
-        chunk = replace(chunk_of(read.chunk.file, stored), box=read.chunk.box)
-        super().read(file, replace(read, chunk=chunk), local)
+        return replace(read, chunk=replace(chunk_of(read.chunk.file, stored), box=read.chunk.box))
 
     def unpacked(self, file_name: str, name: str, data: bytes) -> Any:
         archive = Archive(_Bytes(data), 0, len(data), f"{name!r} in {self.folder / file_name}")

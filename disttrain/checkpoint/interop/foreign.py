@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from disttrain.checkpoint.interop.torch_zip import StoredTensor, strided
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.reader import Reader
+from disttrain.checkpoint.scattering import Targets
 from disttrain.checkpoint.storage import ReadableFile
 from disttrain.errors import CheckpointError
 
@@ -51,6 +53,8 @@ def manifest_of(
 class ForeignReader(Reader):
     """Reads chunks that have no checksums, from files of any size."""
 
+    can_share = False
+
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadableFile]:
         with ExitStack() as stack:
@@ -60,11 +64,22 @@ class ForeignReader(Reader):
                 raise CheckpointError("load", f"{self.folder / name} is missing.", "Load another save.") from None
             yield file
 
-    def read(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
+    def read_tensors(self, reads: Sequence[Read], targets: Targets) -> None:
+        located = self._located(reads)
+        super().read_tensors([read for read in located if not isinstance(read.chunk, StridedChunk)], targets)
+        strided_reads = [read for read in located if isinstance(read.chunk, StridedChunk)]
+        for file_name, of_file in itertools.groupby(strided_reads, key=lambda read: read.chunk.file):
+            with self.opened(file_name) as file:
+                for read in of_file:
+                    self._read_strided(file, read, targets[read.name][read.wanted])
+
+    def _located(self, reads: Sequence[Read]) -> Sequence[Read]:
+        """The same reads, with the chunks that hold the elements and nothing else."""
+        return reads
+
+    def _read_strided(self, file: ReadableFile, read: Read, local: torch.Tensor) -> None:
         chunk = read.chunk
-        if not isinstance(chunk, StridedChunk):
-            super().read(file, read, local)
-            return
+        assert isinstance(chunk, StridedChunk)
         data = np.empty(chunk.num_bytes, np.uint8)
         if file.read_at(chunk.offset, data.data) < len(data):
             raise CheckpointError("load", f"{read.name!r} in {self.folder / chunk.file} ends early.", "Load another.")

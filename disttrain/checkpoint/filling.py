@@ -1,0 +1,134 @@
+"""What a load brings to a rank: tensors are filled as they lie, values are returned.
+
+What several ranks want alike, one of them reads for all, where they have a process group for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.manifest import Chunk, Manifest
+from disttrain.checkpoint.plan import Outline, plan_load
+from disttrain.checkpoint.reader import Reader
+from disttrain.checkpoint.saving import all_outlines, digest_of
+from disttrain.checkpoint.scattering import Targets
+from disttrain.checkpoint.sharing import plan_shared, shared_boxes
+from disttrain.checkpoint.spreading import spread
+from disttrain.checkpoint.stateful import PerRank, Value
+from disttrain.checkpoint.tree import Tree, local_parts, sharding_of
+from disttrain.errors import CheckpointCorruptError
+
+
+@dataclass
+class Loaded:
+    """What a load brings besides tensors that are filled in place: by name, for `Tree.put`."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def fill(
+    council: Council, reader: Reader, manifest: Manifest, tree: Tree, left_alone: set[str], *, shares_reads: bool
+) -> Loaded:
+    """Fill the tree's tensors but those `left_alone`; `shares_reads`: ranks may read for each other.
+
+    The manifest has the names of the tree; where ranks read for each other it is the same on all of them.
+    Raises CheckpointError, on every rank, when that failed on some. Collective.
+    """
+    loaded = Loaded()
+    targets: Targets = {}
+    outline = Outline()
+
+    def prepare() -> list[Any]:
+        nonlocal targets, outline
+        loaded.tensors.update(_made(manifest, tree))
+        tensors = {**_known(manifest, tree, left_alone), **loaded.tensors}
+        targets = {name: local_parts(tensor) for name, tensor in tensors.items()}
+        if not (shares_reads and reader.can_share and _has_group(council)):
+            return [False, b""]
+        outline = Outline({name: sharding_of(council.operation, name, tensor) for name, tensor in tensors.items()})
+        return [True, digest_of(outline)]
+
+    can_share, are_alike = council.agree(prepare, _compared)
+    outlines: Sequence[Outline] = []
+    if can_share:
+        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+
+    def read() -> None:
+        own = targets
+        if council.world is not None and outlines:
+            boxes = shared_boxes([outline.tensors for outline in outlines])
+            spread(reader, plan_shared(manifest, boxes), targets, council.world)
+            shared = {
+                (name, box)
+                for holders, by_name in boxes.items()
+                if council.rank in holders
+                for name, of_name in by_name.items()
+                for box in of_name
+            }
+            own = {
+                name: {box: part for box, part in parts.items() if (name, box) not in shared}
+                for name, parts in targets.items()
+            }
+        with torch.no_grad():
+            reader.read_tensors(plan_load(manifest, own), own)
+        loaded.values.update(_read_values(reader, manifest, tree, left_alone, council.rank))
+
+    council.agree(read)
+    return loaded
+
+
+def _has_group(council: Council) -> bool:
+    """Whether there are other ranks, and a transport for what lies on the host."""
+    return council.world is not None and council.size > 1 and council.world.default_group.serves("cpu")
+
+
+def _compared(ballots: Sequence[list[Any]]) -> list[bool]:
+    can_share, digests = zip(*ballots, strict=True)
+    return [all(can_share), len(set(digests)) == 1]
+
+
+def _made(manifest: Manifest, tree: Tree) -> dict[str, torch.Tensor]:
+    """Tensors for what the state has an open place for."""
+    made = {}
+    for name in (*manifest.tensors, *manifest.same_as):
+        make = None if name in tree.leaves else tree.make_for(name)
+        saved = manifest.tensor_named(name)
+        if make is not None and saved is not None:
+            made[name] = make(name.rpartition("/")[2], saved.shape, dtype_named(saved.dtype))
+    return made
+
+
+def _known(manifest: Manifest, tree: Tree, left_alone: set[str]) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for name, tensor in tree.tensors.items()
+        if name not in left_alone and manifest.tensor_named(name) is not None
+    }
+
+
+def _read_values(reader: Reader, manifest: Manifest, tree: Tree, left_alone: set[str], rank: int) -> dict[str, Any]:
+    def is_wanted(name: str) -> bool:
+        return (name in tree.leaves or tree.make_for(name) is not None) and name not in left_alone
+
+    values = reader.read_values({name: chunk for name, chunk in manifest.values.items() if is_wanted(name)})
+    owners = {name: owner_of(chunks, rank) for name, chunks in manifest.per_rank.items() if is_wanted(name)}
+    own = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
+    wrapped = {
+        name: Value(value) if isinstance(tree.leaves.get(name), Value) else value for name, value in values.items()
+    }
+    return {**wrapped, **{name: PerRank(value, owners[name]) for name, value in own.items()}}
+
+
+def owner_of(chunks: Mapping[int, Chunk], rank: int) -> int:
+    """Whose value this rank gets: its own, or that of another where it did not save."""
+    saved = sorted(chunks)
+    if not saved:
+        raise CheckpointCorruptError("load", "a value per rank has no rank.", "Load another save.")
+    return rank if rank in chunks else saved[rank % len(saved)]

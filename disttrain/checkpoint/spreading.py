@@ -1,0 +1,127 @@
+"""Reading for each other: a rank reads and verifies its share of what several want, and broadcasts it to them.
+
+A message is what was fetched and one byte that says whether that went well. A rank that has failed goes on to take part
+in all exchanges, so that nobody waits for it; who decides about the load hears of its error at the next meeting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from disttrain.checkpoint.local_file import PAGE_BYTES, aligned_memory
+from disttrain.checkpoint.open_files import OpenFiles
+from disttrain.checkpoint.reader import NUM_THREADS, Reader, devices_caught_up
+from disttrain.checkpoint.scattering import Targets, scatter
+from disttrain.checkpoint.sharing import SharedFetch
+from disttrain.process_group import World
+from disttrain.process_group.collectives import broadcast
+from disttrain.process_group.work import Work
+
+_NUM_AHEAD = 4
+"""How many fetches a rank reads before their turn comes."""
+
+_NUM_IN_FLIGHT = 4
+"""How many broadcasts are under way."""
+
+_GOOD, _FAILED = 0, 1
+
+
+def spread(reader: Reader, plan: Sequence[SharedFetch], targets: Targets, world: World) -> None:
+    """Fill the targets with what is shared. Raises, at the end, the first error of this rank's own.
+
+    Collective: the holders of each fetch; all ranks go by one plan.
+    """
+    mine = [shared for shared in plan if world.rank in shared.holders]
+    with (
+        OpenFiles(reader.opened, [shared.fetch.file for shared in mine if shared.reader == world.rank]) as files,
+        devices_caught_up(targets),
+        ThreadPoolExecutor(NUM_THREADS, "disttrain-read") as pool,
+    ):
+        exchange = _Exchange(reader, files, pool, targets, world, mine)
+        for shared in mine:
+            exchange.take_part(shared)
+        exchange.finish()
+        if exchange.errors:
+            raise exchange.errors[0]
+
+
+class _Message:
+    """Memory for a fetch, which lies in its page as in the file's, and for how that went."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = aligned_memory(num_bytes + PAGE_BYTES + 1)
+
+    def hold(self, shared: SharedFetch) -> None:
+        """Be for that fetch, from now on."""
+        first, num_bytes = shared.fetch.start % PAGE_BYTES, shared.fetch.num_bytes
+        self.shared = shared
+        self.data = self._memory[first : first + num_bytes]
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8, offset=first, count=num_bytes + 1)
+
+
+class _Exchange:
+    """This rank's part, in the order of the plan: what it reads is read ahead, what it has got is scattered."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        files: OpenFiles,
+        pool: ThreadPoolExecutor,
+        targets: Targets,
+        world: World,
+        mine: Sequence[SharedFetch],
+    ) -> None:
+        self.errors: list[Exception] = []
+        self._reader, self._files, self._pool = reader, files, pool
+        self._targets, self._world = targets, world
+        self._to_read = deque(shared for shared in mine if shared.reader == world.rank)
+        self._largest_bytes = max((shared.fetch.num_bytes for shared in mine), default=0)
+        self._ahead: deque[Future[_Message]] = deque()
+        self._in_flight: deque[tuple[_Message, Work]] = deque()
+        self._free: list[_Message] = []
+
+    def take_part(self, shared: SharedFetch) -> None:
+        """Broadcast what this rank has read, or what another has."""
+        while self._to_read and len(self._ahead) < _NUM_AHEAD:
+            self._ahead.append(self._pool.submit(self._read, self._message(self._to_read.popleft())))
+        message = self._ahead.popleft().result() if shared.reader == self._world.rank else self._message(shared)
+        group = self._world.shared_group(shared.holders)
+        work = broadcast(message.tensor, shared.reader, group, async_op=True)
+        assert work is not None
+        self._in_flight.append((message, work))
+        if len(self._in_flight) >= _NUM_IN_FLIGHT:
+            self._collect()
+
+    def finish(self) -> None:
+        while self._in_flight:
+            self._collect()
+
+    def _message(self, shared: SharedFetch) -> _Message:
+        message = self._free.pop() if self._free else _Message(self._largest_bytes)
+        message.hold(shared)
+        return message
+
+    def _read(self, message: _Message) -> _Message:
+        message.tensor[-1] = _FAILED
+        if not self.errors:
+            try:
+                self._reader.bring(self._files, message.shared.fetch, message.data)
+                message.tensor[-1] = _GOOD
+            except Exception as error:  # noqa: BLE001  others wait for this message: they are told by it
+                self.errors.append(error)
+        return message
+
+    def _collect(self) -> None:
+        """Wait for the oldest broadcast, and use what it has brought."""
+        message, work = self._in_flight.popleft()
+        work.wait()
+        if message.tensor[-1] == _GOOD:
+            try:
+                scatter(message.shared.fetch, message.data, self._targets)
+            except Exception as error:  # noqa: BLE001  the exchange goes on, since others take part in it
+                self.errors.append(error)
+        self._free.append(message)
