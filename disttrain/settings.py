@@ -257,4 +257,5 @@ def _shown(default: object) -> str:
 
 if __name__ == "__main__":
     print("# Settings\n\nMade by `python -m disttrain.settings`; a test keeps it true.\n")  # noqa: T201
+    print("Flags of `disttrain-launch` can be variables, too: [how](clusters.md#flags-as-variables).\n")  # noqa: T201
     print(table())  # noqa: T201

@@ -3,7 +3,10 @@ behind.
 
 The parts, from the command line inwards:
 
-    cli, flags, job     argv in, a frozen JobSpec out; the only place that refuses flags
+    cli, flags, job     argv and variables in, a frozen JobSpec out; the only place that refuses flags
+    clusters            what Slurm, Kubernetes or MPI say about this node, as flags that nobody gave; pure
+    submit              the same flags as a batch script, a manifest, or launchers started by ssh
+    handed_token        the job's token from standard input
     devices             how many GPUs and cores this node has
     rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
     rendezvous_state    nodes that come, go and fail in, rounds out; with refusals and restarts; pure
@@ -14,7 +17,8 @@ The parts, from the command line inwards:
     supervision         worker exits, signals and words in, what to stop and why it ended out; pure
     agent               the event loop that runs them
     worker, warden      processes: start one, find and stop all that it left behind
-    logs, screen        bytes of many streams in, whole prefixed lines and per-rank files out
+    logs, screen, streams, output
+                        bytes of many streams in, whole prefixed lines and per-rank files out
     outcome, report     how a job ended as a value, and as text
 
 Nothing here imports torch.

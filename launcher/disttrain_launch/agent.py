@@ -107,7 +107,7 @@ class Agent:
             sessions = {worker.pid for worker in self._workers.values()}
             stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
             self._warden.ended()
-            self.output.end_workers()
+            self.output.end_all()
 
     def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}

@@ -85,7 +85,7 @@ class JobSpec:
     run_id: str = "none"
     role: str = "default"
     token_file: Path | None = None
-    """None: one node makes its own; several meet without one, on loopback only."""
+    """None: one node makes its own; several meet without one, on loopback only. `-`: it comes on standard input."""
     logs: LogPlan = LogPlan()
     stop_grace_s: float = 2.0
     """From SIGTERM to SIGKILL for those that a failing worker takes along."""

@@ -20,6 +20,7 @@ from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
+from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
 from disttrain_launch.outcome import Interrupted, signal_name
@@ -149,6 +150,8 @@ def _meet(
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
+    if spec.token_file == STDIN:
+        return folder / "token", write_token(folder / "token", read_handed_token(spec.join_timeout_s))
     if spec.token_file is not None:
         return spec.token_file, read_token(spec.token_file)
     if spec.num_nodes > 1:

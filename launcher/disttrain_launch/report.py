@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL often comes from the kernel when memory runs out: see dmesg, or the container's limits.",
     signal.SIGBUS: "SIGBUS often means that shared memory ran out: see df /dev/shm.",
 }
+_FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
 
 
 def ending(outcome: Outcome, spec: JobSpec, note: str = "") -> str:
@@ -27,6 +29,12 @@ def ending(outcome: Outcome, spec: JobSpec, note: str = "") -> str:
             return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
         case Lost(problem) | Changed(problem):
             return f"{OPERATION}: {problem}\n"
+
+
+def node_that_failed(text: str) -> int | None:
+    """The node rank that an ending in `text` blames; None where none does. For who starts launchers by other means."""
+    found = _FAILED_NODE.search(text)
+    return None if found is None else int(found[1])
 
 
 def _failure(failed: Failed) -> str:

@@ -20,6 +20,7 @@ from disttrain import settings
 from disttrain.errors import LaunchError
 from disttrain_launch.addresses import LOOPBACK, is_loopback
 from disttrain_launch.devices import num_cores, num_gpus
+from disttrain_launch.handed_token import STDIN
 from disttrain_launch.job import OPERATION, JobSpec, LogPlan, StreamChoice, parse_stream_choice
 
 DEFAULT_PORT = 29500
@@ -151,7 +152,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 def _token_file(args: argparse.Namespace) -> Path | None:
     path = Path(args.token_file) if args.token_file is not None else settings.TOKEN_FILE.read()
-    if path is not None and not path.is_file():
+    if path is not None and path != STDIN and not path.is_file():
         raise LaunchError(
             OPERATION,
             f"the token file {path} does not exist.",
