@@ -98,6 +98,12 @@ TORCHELASTIC_RESTART_COUNT = Setting[int](
 AGENT = Setting[str | None](
     "DISTTRAIN_AGENT", str, None, "Name of the launcher's agent that started this process; the launcher sets it."
 )
+ROUND = Setting[int](
+    "DISTTRAIN_ROUND",
+    _natural,
+    0,
+    "How many rounds of processes this job had before; each meets under keys of its own. The launcher sets it.",
+)
 VISIBLE_GPUS = Setting[str | None](
     "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, comma-separated; set but empty: none."
 )
@@ -251,4 +257,5 @@ def _shown(default: object) -> str:
 
 if __name__ == "__main__":
     print("# Settings\n\nMade by `python -m disttrain.settings`; a test keeps it true.\n")  # noqa: T201
+    print("Flags of `disttrain-launch` can be variables, too: [how](clusters.md#flags-as-variables).\n")  # noqa: T201
     print(table())  # noqa: T201

@@ -84,7 +84,7 @@ def init_process_group(
     if store is None:
         # A launcher's store outlives a world: each world that its processes have had gets keys of its own there.
         _default.num_inits[place.address] += 1
-        prefix = f"{prefix}/{_default.num_inits[place.address]}"
+        prefix = f"round-{place.round}/{prefix}/{_default.num_inits[place.address]}"
         opened: Store = rendezvous.meet(place, prefix, timeout_s)
     else:
         opened = store

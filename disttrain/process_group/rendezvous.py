@@ -39,6 +39,8 @@ class Place:
     """True when this rank starts the store's server."""
     under_torchrun: bool = False
     """True when `host` and `port` are those of torchrun's store, which tells where ours is."""
+    round: int = 0
+    """Which of those that a launcher started in one store, after one another."""
 
     @property
     def address(self) -> str:
@@ -92,7 +94,7 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
             raise RendezvousError(
                 _OPERATION, f"{settings.STORE.name}={store_address!r} is not host:port.", "Unset it, or mend it."
             )
-        return _checked(Place(rank, world_size, host, int(port)))
+        return _checked(Place(rank, world_size, host, int(port), round=settings.ROUND.read(environ)))
     host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
     if settings.TORCHELASTIC_USE_AGENT_STORE.read(environ):
         return _checked(Place(rank, world_size, host, port_number, under_torchrun=True))

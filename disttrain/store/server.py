@@ -158,8 +158,10 @@ def _allow_many_connections(limits: Limits) -> Limits:
 
 def main() -> int:
     """Serve until the parent, and then the last client, is gone."""
-    # Ctrl-C in a terminal goes to everybody; whether the store ends is the parent's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal goes to everybody, and Slurm signals each process of a job before its time is up. Workers
+    # that save then still need the store; whether it ends is the parent's decision.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     try:
         config = _read_config(sys.stdin.fileno())
         hub = make_hub(config.token, _allow_many_connections(config.limits), config.certificates)

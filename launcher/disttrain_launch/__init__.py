@@ -1,16 +1,24 @@
-"""disttrain-launch: start a script once per GPU or core, on one node or many, and leave nothing behind.
+"""disttrain-launch: start a script once per GPU or core, on one node or many, again where it must, and leave nothing
+behind.
 
 The parts, from the command line inwards:
 
-    cli, flags, job     argv in, a frozen JobSpec out; the only place that refuses flags
+    cli, flags, job     argv and variables in, a frozen JobSpec out; the only place that refuses flags
+    clusters            what Slurm, Kubernetes or MPI say about this node, as flags that nobody gave; pure
+    submit              the same flags as a batch script, a manifest, or launchers started by ssh
+    handed_token        the job's token from standard input
     devices             how many GPUs and cores this node has
-    rendezvous_state    nodes announce themselves, one round comes out; pure
-    rendezvous          the same over disttrain.store, and how nodes tell each other of the job's end
+    rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
+    rendezvous_state    nodes that come, go and fail in, rounds out; with refusals and restarts; pure
+    rendezvous          node 0's shell around it, over disttrain.store
+    link                a node's side: its reports, node 0's words
+    part                a node's part: follow the words, round after round
     environment         what each worker finds in its environment; pure
-    supervision         worker exits, signals and peers in, what to stop and how it ended out; pure
+    supervision         worker exits, signals and words in, what to stop and why it ended out; pure
     agent               the event loop that runs them
     worker, warden      processes: start one, find and stop all that it left behind
-    logs, screen        bytes of many streams in, whole prefixed lines and per-rank files out
+    logs, screen, streams, output
+                        bytes of many streams in, whole prefixed lines and per-rank files out
     outcome, report     how a job ended as a value, and as text
 
 Nothing here imports torch.

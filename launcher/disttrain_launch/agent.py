@@ -11,15 +11,16 @@ import signal
 import time
 from collections.abc import Mapping
 
+from disttrain import settings
 from disttrain_launch.dumps import ask_for_dumps, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.leftovers import stop_leftovers
 from disttrain_launch.link import JobLink
 from disttrain_launch.logs import StreamPump
+from disttrain_launch.messages import Done, Run, Stop
 from disttrain_launch.outcome import Exit, Failed, Outcome, signal_name
 from disttrain_launch.output import Output
-from disttrain_launch.rendezvous_state import Place
 from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.supervision import (
@@ -27,7 +28,7 @@ from disttrain_launch.supervision import (
     DeadlinePassed,
     End,
     Event,
-    PeersEnded,
+    RoundEnds,
     Send,
     SetDeadline,
     SignalCame,
@@ -40,10 +41,10 @@ from disttrain_launch.worker import Worker
 
 
 class Agent:
-    """One node's workers, from start to end; `run` is called once.
+    """One node's workers, round after round.
 
-    Args: name  of this agent, which its workers carry;  environ  that workers inherit;  link  to the other nodes, None
-          when there are none.
+    Args: name  of this agent, which its workers carry;  environ  that workers inherit;  meeting  where processes of the
+          job meet;  link  to node 0.
     """
 
     def __init__(
@@ -53,56 +54,66 @@ class Agent:
         name: str,
         host: str,
         environ: Mapping[str, str],
+        meeting: Meeting,
         signals: SignalPipe,
         warden: Warden,
-        link: JobLink | None,
+        link: JobLink,
     ) -> None:
         self._spec = spec
         self._name = name
         self._host = host
         self._environ = environ
+        self._meeting = meeting
         self._signals = signals
         self._warden = warden
         self._link = link
         self._selector = selectors.DefaultSelector()
         self.output = Output(spec, environ, self._selector)
+        self.round = -1
+        """The last one that it took part in."""
+
+    def run(self, run: Run) -> Outcome:
+        """Start this round's workers and return once none of them, nor of their children, is left.
+
+        Raises LaunchError when they cannot be started.
+        """
+        self.round = run.place.round
+        self._group_rank = run.place.group_rank
         self._workers: dict[int, Worker] = {}
         self._running: set[int] = set()
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
-        self._dump_folder = dump_folder(environ)
+        self._dump_folder = dump_folder(self._environ, self.round)
         self._supervision = Supervision(
-            range(spec.num_local_workers),
-            num_nodes=spec.num_nodes,
-            node_rank=spec.node_rank,
-            host=host,
-            stop_grace_s=spec.stop_grace_s,
-            shutdown_timeout_s=spec.shutdown_timeout_s,
+            range(self._spec.num_local_workers),
+            node_rank=self._group_rank,
+            host=self._host,
+            stop_grace_s=self._spec.stop_grace_s,
+            shutdown_timeout_s=self._spec.shutdown_timeout_s,
             asks_for_dumps=True,
         )
-
-    def run(self, place: Place, meeting: Meeting) -> Outcome:
-        """Start the workers and return once none of them, nor of their children, is left.
-
-        Raises LaunchError when they cannot be started.
-        """
+        self._signals.read()  # What came between rounds was not meant for these workers.
         try:
             for local_rank in range(self._spec.num_local_workers):
-                self._start_worker(local_rank, place, meeting)
+                self._start_worker(local_rank, run)
             return self._loop()
         finally:
             self._signals.interrupts = False
+            for fd in (self._signals.fd, self._link.fd):
+                if fd in self._selector.get_map():
+                    self._selector.unregister(fd)
             for worker in self._workers.values():
                 worker.kill()
             sessions = {worker.pid for worker in self._workers.values()}
             stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
-            self.output.close()
-            self._selector.close()
+            self._warden.ended()
+            self.output.end_all()
 
-    def _start_worker(self, local_rank: int, place: Place, meeting: Meeting) -> None:
+    def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}
-        environ = worker_environment(inherited, self._spec, place, meeting, self._name, local_rank)
-        worker = Worker(self._spec.command, environ, rank=place.first_rank + local_rank, local_rank=local_rank)
+        inherited[settings.FLIGHT_DIR.name] = str(self._dump_folder)
+        environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
+        worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
         self._workers[local_rank] = worker
         self._running.add(local_rank)
         self._warden.started(worker.pid)
@@ -111,8 +122,7 @@ class Agent:
     def _loop(self) -> Outcome:
         self._signals.interrupts = False
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
-        if self._link is not None:
-            self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
+        self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
         while self._outcome is None:
             self.output.balance()
             for key, _ in self._selector.select(self._seconds_left()):
@@ -122,7 +132,7 @@ class Agent:
                     case SignalPipe():
                         self._read_signals()
                     case JobLink():
-                        self._hear_peers(key.data)
+                        self._hear_word()
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._deadline_s = None
                 self._handle(DeadlinePassed())
@@ -139,10 +149,12 @@ class Agent:
             if number != signal.SIGCHLD:
                 self._handle(SignalCame(number))
 
-    def _hear_peers(self, link: JobLink) -> None:
-        self._selector.unregister(link.fd)
-        if link.outcome is not None:
-            self._handle(PeersEnded(link.outcome))
+    def _hear_word(self) -> None:
+        match self._link.word:
+            case Stop(round, cause) if round == self.round:
+                self._handle(RoundEnds(cause))
+            case Done(outcome):
+                self._handle(RoundEnds(outcome))
 
     def _reap(self) -> None:
         exits = {local_rank: self._workers[local_rank].poll() for local_rank in self._running}
@@ -166,7 +178,7 @@ class Agent:
         return Failed(
             rank=worker.rank,
             local_rank=worker.local_rank,
-            node_rank=self._spec.node_rank,
+            node_rank=self._group_rank,
             host=self._host,
             pid=worker.pid,
             returncode=end.returncode,
@@ -188,8 +200,7 @@ class Agent:
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):
-                    assert self._link is not None, "only nodes with peers are told to tell them"
-                    self._link.tell(outcome)
+                    self._link.ended(self.round, outcome)
                 case End(outcome):
                     self._outcome = outcome
 

@@ -1,4 +1,7 @@
-"""`disttrain-launch`: argv in, exit code out."""
+"""`disttrain-launch`: argv in, exit code out.
+
+The first argument may name a command; `run` is the one that is meant without. A script of such a name is `./submit`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import errno
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from disttrain import settings
 from disttrain.errors import DisttrainError
+from disttrain_launch.clusters.placing import placed
 from disttrain_launch.flags import parse
 from disttrain_launch.job import OPERATION
 from disttrain_launch.request import job_spec
@@ -34,17 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until there is something to clean up, an interrupt ends us as it ends any program, without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
-        args = parse(argv)
-        if args.new_token is not None:
-            return _write_new_token(Path(args.new_token))
-        spec = job_spec(args, settings.environment())
-        # Only now: the help must not wait for the store's and the event loop's modules.
-        from disttrain_launch.launch import run
-
-        return run(spec)
+        return _run(arguments) if command is None else command(arguments[1:])
     except DisttrainError as error:
-        print(error if error.operation == OPERATION else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
+        print(error if error.operation.startswith(OPERATION) else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
         return NOT_STARTED
     except OSError as error:
         remedy = _SHORTAGES.get(error.errno or 0)
@@ -54,9 +52,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NOT_STARTED
 
 
-def _write_new_token(path: Path) -> int:
-    from disttrain.store import write_token  # as above
+def _run(argv: Sequence[str]) -> int:
+    environ = settings.environment()
+    args = parse(argv, environ)
+    if args.new_token is not None:
+        return _write_new_token(args.new_token)
+    args, found = placed(args, environ)
+    if found:
+        print(f"{OPERATION}: {found}", file=sys.stderr, flush=True)
+    spec = job_spec(args, environ)
+    # Only now: the help must not wait for the store's and the event loop's modules.
+    from disttrain_launch.launch import run
 
+    return run(spec)
+
+
+def _submit(argv: Sequence[str]) -> int:
+    from disttrain_launch.submit.command import submit  # only who submits needs it
+
+    return submit(argv, settings.environment())
+
+
+def _write_new_token(path: str) -> int:
+    from disttrain.store import new_token, write_token  # as above
+
+    if path == "-":
+        print(new_token())
+        return 0
     write_token(path)
     print(f"wrote {path}; copy it to every node of the job and give it as --token-file")
     return 0
+
+
+_COMMANDS = {"run": _run, "submit": _submit}

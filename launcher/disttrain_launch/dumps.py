@@ -31,11 +31,11 @@ def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path
     return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
 
 
-def dump_folder(environ: Mapping[str, str]) -> Path:
-    """What `with_dump_folder` has set."""
+def dump_folder(environ: Mapping[str, str], round: int) -> Path:
+    """What `with_dump_folder` has set, or a folder in it: dumps of several rounds would contradict each other."""
     folder = settings.FLIGHT_DIR.read(environ)
     assert folder is not None, "launch sets it"
-    return folder
+    return folder if round == 0 else folder / f"round-{round}"
 
 
 def ask_for_dumps(folder: Path, sessions: set[int]) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from disttrain import settings
 from disttrain_launch.job import JobSpec
-from disttrain_launch.rendezvous_state import Place
+from disttrain_launch.messages import Run
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Meeting:
     store_port: int
     token_file: Path | None
     torch_addr: str
-    torch_port: int
     """For scripts on plain torch.distributed: rank 0 listens here, with torch's own store."""
 
 
 def worker_environment(
-    inherited: Mapping[str, str], spec: JobSpec, place: Place, meeting: Meeting, agent: str, local_rank: int
+    inherited: Mapping[str, str], spec: JobSpec, run: Run, meeting: Meeting, agent: str, local_rank: int
 ) -> dict[str, str]:
     """The whole environment of the worker with this `local_rank`."""
+    place = run.place
     host = f"[{meeting.store_addr}]" if ":" in meeting.store_addr else meeting.store_addr
     ours = {
         "RANK": place.first_rank + local_rank,
@@ -42,13 +42,14 @@ def worker_environment(
         "GROUP_WORLD_SIZE": place.num_nodes,
         "ROLE_WORLD_SIZE": place.world_size,
         "MASTER_ADDR": meeting.torch_addr,
-        "MASTER_PORT": meeting.torch_port,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "MASTER_PORT": run.torch_port,
+        "TORCHELASTIC_RESTART_COUNT": run.num_restarts,
+        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": spec.run_id,
         # The agent's store speaks disttrain's protocol; torch's own client could not talk to it.
         "TORCHELASTIC_USE_AGENT_STORE": False,
         settings.STORE.name: f"{host}:{meeting.store_port}",
+        settings.ROUND.name: place.round,
         settings.AGENT.name: agent,
     }
     environ = {**inherited, **{name: str(value) for name, value in ours.items()}}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from disttrain_launch.rounds import Terms
+
 OPERATION = "disttrain-launch"
 """How every message of the launcher begins."""
 
@@ -72,21 +74,47 @@ class JobSpec:
     """Argument vector of each worker."""
     num_local_workers: int
     num_nodes: int = 1
-    node_rank: int = 0
+    """The most that there may be."""
+    min_nodes: int | None = None
+    """None: as many as `num_nodes`."""
+    node_rank: int | None = 0
+    """None: whoever gets the store's address is node 0."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Port of the launcher's store on node 0; 0 (one node only): any free one."""
     run_id: str = "none"
     role: str = "default"
     token_file: Path | None = None
-    """None: one node makes its own; several meet without one, on loopback only."""
+    """None: one node makes its own; several meet without one, on loopback only. `-`: it comes on standard input."""
     logs: LogPlan = LogPlan()
     stop_grace_s: float = 2.0
     """From SIGTERM to SIGKILL for those that a failing worker takes along."""
     shutdown_timeout_s: float = 30.0
     """From a signal that the launcher was sent to SIGKILL: workers may want to save."""
     join_timeout_s: float = 300.0
-    """How long nodes wait for each other."""
+    """How long too few nodes wait for more."""
+    last_call_s: float = 30.0
+    """How long enough nodes wait for more."""
+    close_s: float = 3.0
+    """How long node 0 waits at the end until all others have heard of it."""
+    beat_s: float = 1.0
+    max_missed_beats: int = 8
+    """A node that is silent for so many beats is lost."""
+    max_restarts: int = 0
+    max_quick_failures: int = 3
+    """See `Terms`."""
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(
+            min_nodes=self.num_nodes if self.min_nodes is None else self.min_nodes,
+            max_nodes=self.num_nodes,
+            max_restarts=self.max_restarts,
+            join_timeout_s=self.join_timeout_s,
+            last_call_s=self.last_call_s,
+            keep_alive_s=self.beat_s * self.max_missed_beats,
+            max_quick_failures=self.max_quick_failures,
+        )
 
     @property
     def digest(self) -> str:

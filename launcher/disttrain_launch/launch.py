@@ -9,29 +9,33 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from disttrain import __version__, settings
-from disttrain.errors import LaunchError, StoreAddressError
-from disttrain.store import ServerProcess, read_token, spawn_server, write_token
-from disttrain_launch.addresses import LOOPBACK, free_port, is_loopback
+from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
+from disttrain.store import HashStore, ServerProcess, Store, read_token, spawn_server, write_token
+from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
-from disttrain_launch.dumps import DUMP_S, dump_folder, story, with_dump_folder
+from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
+from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
-from disttrain_launch.outcome import Interrupted, Outcome, signal_name
-from disttrain_launch.rendezvous import Agreed, connect, join
-from disttrain_launch.rendezvous_state import Node, Place, Round
+from disttrain_launch.outcome import Interrupted, signal_name
+from disttrain_launch.part import take_part
+from disttrain_launch.rendezvous import Leader, connect
+from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
+from disttrain_launch.rounds import Node
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.warden import Warden
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
-_LEAVE_S = 3.0
-"""How long nodes wait for each other at the end, beyond the time that workers are given to stop."""
+_LEAVE_S = 2.0
+"""How long a node that goes before the end waits for node 0's answer."""
 
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
@@ -42,7 +46,6 @@ def run(spec: JobSpec) -> int:
     _hold_standard_fds()
     environ = settings.environment()
     outer = settings.AGENT.read(environ)
-    started_s = time.time()
     # A launcher inside a worker keeps the outer agent's name, so that the outer one finds its workers too.
     name = f"{outer}/{secrets.token_hex(8)}" if outer else secrets.token_hex(8)
     with ExitStack() as cleanup:
@@ -63,16 +66,22 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                place, meeting, link = _meet(spec, cleanup, folder, name, host)
-                agent = Agent(spec, name=name, host=host, environ=environ, signals=signals, warden=warden, link=link)
-                outcome = agent.run(place, meeting)
-                signals.interrupts = True
-                if link is not None:
-                    outcome = link.leave(outcome, _wait_for_peers_s(spec, outcome))
-                why = story(dump_folder(environ), folder, outcome, spec, started_s)
-                agent.output.say(ending(outcome, spec) + why)
-                agent.output.flush()
-                return outcome.exit_code
+                meeting, link, leader = _meet(spec, cleanup, folder, name, host)
+                if leader is not None:
+                    cleanup.callback(leader.join)
+                agent = Agent(
+                    spec,
+                    name=name,
+                    host=host,
+                    environ=environ,
+                    meeting=meeting,
+                    signals=signals,
+                    warden=warden,
+                    link=link,
+                )
+                # The others' store goes with this node where it is node 0: they stop their workers first.
+                patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
+                return _take_part(spec, agent, link, signals, environ, host, folder, patience_s)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -80,35 +89,69 @@ def run(spec: JobSpec) -> int:
             return 128 + stop.number
 
 
-def _wait_for_peers_s(spec: JobSpec, outcome: Outcome) -> float:
-    grace_s = spec.shutdown_timeout_s if isinstance(outcome, Interrupted) else spec.stop_grace_s
-    return DUMP_S + grace_s + _LEAVE_S
+def _take_part(
+    spec: JobSpec,
+    agent: Agent,
+    link: JobLink,
+    signals: SignalPipe,
+    environ: Mapping[str, str],
+    host: str,
+    folder: Path,
+    patience_s: float,
+) -> int:
+    started_s = time.time()
+    try:
+        done = take_part(spec, agent, link, signals, _say)
+    except SignalStop as stop:
+        # It came between rounds, or while workers were being started.
+        link.ended(agent.round, Interrupted(stop.number, spec.node_rank or 0, host))
+        link.stopped(agent.round)
+        _hear_the_end(link, patience_s)
+        raise
+    except (DisttrainError, OSError):
+        _hear_the_end(link, patience_s)
+        raise
+    why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
+    agent.output.say(ending(done.outcome, spec, done.note) + why)
+    agent.output.flush()
+    link.leave()
+    return done.outcome.exit_code
+
+
+def _hear_the_end(link: JobLink, patience_s: float) -> None:
+    """This node goes; node 0 has a moment to take note, so that the others don't have to miss it."""
+    link.wait_for_end(patience_s)
+    link.leave()
 
 
 def _meet(
     spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
-) -> tuple[Place, Meeting, JobLink | None]:
+) -> tuple[Meeting, JobLink, Leader | None]:
     """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it."""
     token_file, token = _token(spec, folder)
-    store_addr, store_port, torch_port = spec.master_addr, spec.master_port, 0
-    if spec.node_rank == 0:
-        server = _serve(spec, token)
+    store_addr, store_port = spec.master_addr, spec.master_port
+    server = _serve(spec, token)
+    if server is not None:
         cleanup.callback(server.close)
         # This node's own way to it, whatever others call it.
         store_addr, store_port = server.host if is_loopback(server.host) else LOOPBACK, server.port
-        torch_port = free_port()
-    agreed = Agreed(Round(0, spec.num_nodes, spec.num_local_workers), torch_port)
-    link = None
-    if spec.num_nodes > 1:
-        store = connect(spec, store_addr, store_port, token, _say)
-        cleanup.callback(store.close)
-        agreed = join(store, _node(spec, agent, host), torch_port, spec.join_timeout_s, _say)
-        link = JobLink(store, f"{spec.master_addr}:{store_port}", spec.node_rank, spec.num_nodes)
-    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, agreed.torch_port)
-    return agreed.round.place(spec.node_rank), meeting, link
+    store: Store
+    # Where nobody else takes part the workers' store need not be asked.
+    store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
+    cleanup.callback(store.close)
+    node = _node(spec, agent, host)
+    leader = None
+    if server is not None:
+        machine = Rendezvous(spec.terms, node, time.monotonic())
+        leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say)
+        leader.start()
+    link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
+    return Meeting(store_addr, store_port, token_file, spec.master_addr), link, leader
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
+    if spec.token_file == STDIN:
+        return folder / "token", write_token(folder / "token", read_handed_token(spec.join_timeout_s))
     if spec.token_file is not None:
         return spec.token_file, read_token(spec.token_file)
     if spec.num_nodes > 1:
@@ -116,27 +159,34 @@ def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
     return folder / "token", write_token(folder / "token")
 
 
-def _serve(spec: JobSpec, token: str | None) -> ServerProcess:
+def _serve(spec: JobSpec, token: str | None) -> ServerProcess | None:
+    """The store's server, where it is for this node to start it; None where another does."""
+    is_called = spec.node_rank is None
+    if spec.node_rank not in (0, None) or (is_called and not is_ours(spec.master_addr)):
+        return None
     listen_addr = "" if spec.num_nodes > 1 else LOOPBACK
     if is_loopback(spec.master_addr):
         listen_addr = spec.master_addr
     try:
         return spawn_server(listen_addr, spec.master_port, token, linger_s=_LINGER_S)
     except StoreAddressError as error:
+        if is_called:
+            return None  # Another launcher on this machine was first.
         where = f"{listen_addr or '*'}:{spec.master_port}"
         raise LaunchError(OPERATION, f"the store cannot listen on {where}: {error.problem}", error.remedy) from None
 
 
 def _node(spec: JobSpec, agent: str, host: str) -> Node:
+    terms = spec.terms
     return Node(
+        agent=agent,
         node_rank=spec.node_rank,
-        num_nodes=spec.num_nodes,
+        num_nodes=f"{terms.min_nodes}:{terms.max_nodes}" if terms.is_elastic else str(terms.max_nodes),
         num_local_workers=spec.num_local_workers,
         version=__version__,
         run_id=spec.run_id,
         digest=spec.digest,
         host=host,
-        agent=agent,
     )
 
 

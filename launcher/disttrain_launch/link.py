@@ -1,126 +1,152 @@
-"""How the nodes of a running job tell each other of its end.
+"""A node's side of the rendezvous: it reports to node 0, and hears its words.
 
-One key, `outcome`, is written once: by the first node with a cause (compare_set decides who was first), or by the last
-node whose workers have all succeeded. Every node waits for it, and lets the others know meanwhile that it is alive.
+Reports that node 0 has not answered are repeated now and then, since a word may get lost when a connection breaks; node
+0 knows a repeated one. Meanwhile each node lets node 0 know that it is alive.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
 from disttrain.store.base import Store
-from disttrain_launch.outcome import Lost, Outcome, Succeeded, decode, encode
-from disttrain_launch.rendezvous_state import name_nodes
+from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Report, Stopped, Word, decode, encode
+from disttrain_launch.outcome import Lost, Outcome
+from disttrain_launch.rendezvous import REPORTS, ROOM
+from disttrain_launch.rounds import Node
 
-BEAT_S = 1.0
-LOST_S = 10.0
-"""A node whose beat stands still for so long is lost."""
-_TELL_S = 5.0
-
-
-def first_beat(store: Store, node_rank: int) -> None:
-    """Make a node's beat exist; it does so before it joins, so that nobody ever waits for a beat."""
-    store.add(f"beat/{node_rank}", 1)
-
-
-class Pulse:
-    """Which nodes have fallen silent, from their beats; pure."""
-
-    def __init__(self, num_nodes: int, now_s: float) -> None:
-        self._beats = [b""] * num_nodes
-        self._changed_s = [now_s] * num_nodes
-
-    def silent(self, beats: list[bytes], now_s: float) -> tuple[int, ...]:
-        """Node ranks whose beat has been the same for LOST_S."""
-        for node_rank, beat in enumerate(beats):
-            if beat != self._beats[node_rank]:
-                self._beats[node_rank] = beat
-                self._changed_s[node_rank] = now_s
-        return tuple(rank for rank, changed_s in enumerate(self._changed_s) if now_s - changed_s >= LOST_S)
+REPEAT_S = 10.0
 
 
 class JobLink:
-    """A node's side. `fd` becomes readable once `outcome` is known. Its threads end with the process.
+    """`fd` becomes readable whenever there is another `word`. Its threads end with the process.
 
-    Args: store  of the job, closed by the caller;  where  its address, for messages;  node_rank  this node; node 0
-          watches the others' beats;  num_nodes  of the job.
+    Args: store  of the job, closed by the caller;  where  its address, for messages;  node  this one;  beat_s  how
+          often it beats.
     """
 
-    def __init__(self, store: Store, where: str, node_rank: int, num_nodes: int) -> None:
-        self._store = PrefixStore("launch/0", store)
+    def __init__(self, store: Store, where: str, node: Node, *, beat_s: float) -> None:
+        self._store = PrefixStore(ROOM, store)
         self._where = where
-        self._node_rank = node_rank
-        self._num_nodes = num_nodes
-        self._tellers: list[threading.Thread] = []
+        self._agent = node.agent
+        self._beat_s = beat_s
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._unanswered: list[Report] = []
+        self._changed = threading.Condition()
+        self._word: Word | None = None
+        self._num_words = 0
         self.fd, self._write_fd = os.pipe()
-        self.outcome: Outcome | None = None
-        self._is_known = threading.Event()
-        threading.Thread(target=self._watch, name="job-link", daemon=True).start()
+        os.set_blocking(self.fd, False)
+        self._beat()
+        for target in (self._watch, self._send):
+            threading.Thread(target=target, name=f"job-link{target.__name__}", daemon=True).start()
+        self._report(Came(node))
 
-    def tell(self, outcome: Outcome) -> None:
-        """Let the other nodes know, without waiting."""
-        teller = threading.Thread(target=self._tell, args=(outcome,), name="job-link-tell", daemon=True)
-        self._tellers.append(teller)
-        teller.start()
+    def ended(self, round: int, outcome: Outcome) -> None:
+        """Say why this node's workers end, without waiting."""
+        self._report(Ended(self._agent, round, outcome))
 
-    def leave(self, own: Outcome, wait_s: float) -> Outcome:
-        """Wait until every node has come to its end, `wait_s` at most. Returns what all agreed on."""
-        for teller in self._tellers:
-            teller.join(_TELL_S)
-        self._is_known.wait(_TELL_S)
-        if not isinstance(self.outcome, Lost):
-            try:
-                self._store.barrier("left", self._num_nodes, wait_s)
-            except StoreError:
-                pass  # Who did not come has been stopped or lost; there is nobody to wait for.
-        return self.outcome or own
+    def stopped(self, round: int) -> None:
+        """Say that none of this node's workers is left, without waiting."""
+        self._report(Stopped(self._agent, round))
 
-    def _tell(self, outcome: Outcome) -> None:
-        while self.outcome is None:
-            try:
-                self._write(outcome)
-                return
-            except StoreTimeoutError:
-                continue  # A store that is slow to answer is not gone yet; what it heard already may be said again.
-            except StoreError:
-                return  # The watching thread meets the same and says so.
+    @property
+    def word(self) -> Word | None:
+        """Node 0's last word; what is in `fd` is read."""
+        try:
+            os.read(self.fd, 4096)
+        except BlockingIOError:
+            pass
+        return self._word
 
-    def _write(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Succeeded):
-            self._store.set(f"succeeded/{self._node_rank}", b"")
-            if not self._store.check([f"succeeded/{node_rank}" for node_rank in range(self._num_nodes)]):
-                return
-        self._store.compare_set("outcome", b"", encode(outcome))
+    def wait(self, num_seen: int, timeout_s: float) -> tuple[int, Word | None]:
+        """Wait until more than `num_seen` words have come, `timeout_s` at most. Returns: how many, and the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_words > num_seen, timeout_s)
+            return self._num_words, self._word
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until node 0 has said its last word to this node, `timeout_s` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: isinstance(self._word, Done | Refused), timeout_s)
+
+    def awaited(self) -> tuple[int, str]:
+        """How often node 0 has said for whom all wait, and for whom; empty: for nobody."""
+        try:
+            if not self._store.check(["awaited"]):
+                return 0, ""
+            number, _, text = self._store.get("awaited").decode().partition(" ")
+        except StoreError:
+            return 0, ""  # The watching thread meets the same and says so.
+        return int(number), text
+
+    def leave(self) -> None:
+        """Let node 0 know that this node has heard how it ended."""
+        try:
+            self._store.queue_push(REPORTS, encode(Heard(self._agent)))
+        except StoreError:
+            pass  # Node 0 has gone already.
+
+    def _report(self, report: Report) -> None:
+        with self._changed:
+            self._unanswered.append(report)
+        self._reports.put(report)
+
+    def _send(self) -> None:
+        while True:
+            report = self._reports.get()
+            while True:
+                try:
+                    self._store.queue_push(REPORTS, encode(report))
+                    break
+                except StoreTimeoutError:
+                    continue  # A store that is slow to answer is not gone yet; what it heard already may be said again.
+                except StoreError:
+                    return  # The watching thread meets the same and says so.
 
     def _watch(self) -> None:
-        pulse = Pulse(self._num_nodes, time.monotonic())
-        while self.outcome is None:
+        heard: bytes | None = None
+        repeated_s = time.monotonic()
+        while not isinstance(self._word, Done | Refused):
             try:
-                self._store.wait(["outcome"], BEAT_S)
-                self.outcome = decode(self._store.get("outcome"))
+                heard = self._store.watch(f"word/{self._agent}", heard, self._beat_s)
+                self._hear(decode(heard or b""))
+                repeated_s = time.monotonic()
             except StoreTimeoutError:
-                self._beat(pulse)
-            except StoreError as error:
+                if time.monotonic() - repeated_s >= REPEAT_S:
+                    repeated_s = time.monotonic()
+                    self._repeat()
+            except (StoreError, ValueError) as error:
                 self._lose(error)
-        self._is_known.set()
-        os.write(self._write_fd, b"!")
+            self._beat()
 
-    def _beat(self, pulse: Pulse) -> None:
+    def _beat(self) -> None:
         try:
-            self._store.add(f"beat/{self._node_rank}", 1)
-            if self._node_rank == 0:
-                beats = self._store.multi_get([f"beat/{node_rank}" for node_rank in range(self._num_nodes)])
-                if silent := pulse.silent(beats, time.monotonic()):
-                    problem = f"{name_nodes(silent)} gave no sign of life for {LOST_S:g} s; the job was stopped."
-                    self._store.compare_set("outcome", b"", encode(Lost(problem)))
+            self._store.add(f"beat/{self._agent}", 1)
         except StoreTimeoutError:
             pass  # A store that is slow to answer is not gone yet.
         except StoreError as error:
             self._lose(error)
 
-    def _lose(self, error: StoreError) -> None:
-        self.outcome = Lost(f"node 0's store at {self._where} went away, and the job with it: {error.problem}")
+    def _repeat(self) -> None:
+        with self._changed:
+            unanswered = list(self._unanswered)
+        for report in unanswered:
+            self._reports.put(report)
+
+    def _hear(self, word: Word) -> None:
+        with self._changed:
+            self._word = word
+            self._num_words += 1
+            self._unanswered.clear()
+            self._changed.notify_all()
+        os.write(self._write_fd, b"!")
+
+    def _lose(self, error: StoreError | ValueError) -> None:
+        if not isinstance(self._word, Done):
+            problem = error.problem if isinstance(error, StoreError) else str(error)
+            self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))

@@ -1,11 +1,9 @@
-"""How a worker and how a job ended, as values that nodes tell each other."""
+"""How a worker, a round and a job ended, as values that nodes tell each other."""
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,15 @@ class Lost:
         return 1
 
 
-Outcome = Succeeded | Failed | Interrupted | Lost
+@dataclass(frozen=True)
+class Changed:
+    """A round ends because nodes come or go; the job goes on with another one."""
 
-_KINDS: dict[str, type[Outcome]] = {kind.__name__: kind for kind in (Succeeded, Failed, Interrupted, Lost)}
+    change: str
+
+    @property
+    def exit_code(self) -> int:
+        return 1
 
 
-def encode(outcome: Outcome) -> bytes:
-    return json.dumps({"kind": type(outcome).__name__, **asdict(outcome)}).encode()
-
-
-def decode(data: bytes) -> Outcome:
-    fields: dict[str, Any] = json.loads(data)
-    return _KINDS[fields.pop("kind")](**fields)
+Outcome = Succeeded | Failed | Interrupted | Lost | Changed

@@ -1,51 +1,42 @@
-"""Nodes meet over the store: a shell around `rendezvous_state`.
+"""Node 0's side of the rendezvous: a shell around `rendezvous_state`, over the store.
 
-Keys, under `launch/<round>/`: `arrivals` counts nodes that came, `arrival/<k>` is what the k-th says about itself,
-`round` is node 0's answer to all (one small value, however many nodes), `member/<node_rank>` names the agent that got
-the place, `absent` tells whom node 0 still waits for. So a round costs each node a handful of round trips and node 0
-one per node.
+Keys, under `launch/`: the queue `reports` is what nodes say, in the order in which it came; `word/<agent>` is node 0's
+last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives; `awaited` tells for whom all
+wait, with a number that counts while node 0 lives. So an event costs its node one message, and a round each node a
+handful, however many nodes there are.
 """
 
 from __future__ import annotations
 
-import json
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
-from disttrain.errors import RendezvousError, StoreAuthError, StoreConnectionError, StoreTimeoutError
+from disttrain.errors import (
+    RendezvousError,
+    StoreAuthError,
+    StoreConnectionError,
+    StoreError,
+    StoreTimeoutError,
+)
 from disttrain.store import PrefixStore, TCPStore
 from disttrain.store.base import Store
+from disttrain_launch.addresses import free_port
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.link import first_beat
-from disttrain_launch.rendezvous_state import (
-    Begin,
-    Event,
-    JoinTimeOver,
-    Node,
-    NodeCame,
-    Refuse,
-    Rendezvous,
-    Round,
-    Warn,
-    name_nodes,
-)
+from disttrain_launch.messages import Came, Done, Ended, Heard, Run, Stopped, Word, decode, encode
+from disttrain_launch.outcome import Lost
+from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
 
+ROOM = "launch"
+REPORTS = "reports"
 SAY_EVERY_S = 3.0
 """How often a waiting node says for whom."""
-READ_REFUSAL_S = 3.0
 MIN_ATTEMPT_S = 0.5
 MIN_WAIT_S = 0.001
+WORDS_AT_ONCE = 1000
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What node 0 answers when all have come."""
-
-    round: Round
-    torch_port: int
 
 
 def connect(spec: JobSpec, host: str, port: int, token: str | None, say: Say) -> TCPStore:
@@ -71,92 +62,129 @@ def connect(spec: JobSpec, host: str, port: int, token: str | None, say: Say) ->
             say(f"waiting for node 0 at {where} ({spec.join_timeout_s - left_s:.0f} s so far): {error.problem}")
 
 
-def join(store: Store, node: Node, torch_port: int, join_timeout_s: float, say: Say) -> Agreed:
-    """Take part in the first round. Raises RendezvousError on every node alike when there is none."""
-    rooms = PrefixStore("launch/0", store)
-    first_beat(rooms, node.node_rank)
-    if node.node_rank == 0:
-        return _lead(rooms, node, torch_port, join_timeout_s, say)
-    return _follow(rooms, node, join_timeout_s, say)
+class Pulse:
+    """Which agents have fallen silent, from their beats; pure."""
+
+    def __init__(self, keep_alive_s: float) -> None:
+        self._keep_alive_s = keep_alive_s
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def silent(self, beats: dict[str, bytes], now_s: float) -> list[str]:
+        """Agents whose beat has been the same for `keep_alive_s`; only those in `beats` are remembered."""
+        self._seen = {
+            agent: seen if (seen := self._seen.get(agent)) is not None and seen[0] == beat else (beat, now_s)
+            for agent, beat in beats.items()
+        }
+        return [agent for agent, (_, since_s) in self._seen.items() if now_s - since_s >= self._keep_alive_s]
 
 
-def _lead(store: Store, node: Node, torch_port: int, join_timeout_s: float, say: Say) -> Agreed:
-    machine = Rendezvous(node)
-    num_came = 0
-    for event in _events(store, node, machine, join_timeout_s, say):
-        num_came += isinstance(event, NodeCame)
-        for command in machine.handle(event):
-            match command:
-                case Begin(round, agents):
-                    agreed = Agreed(round, torch_port)
-                    members = [f"member/{node_rank}" for node_rank in range(len(agents))]
-                    store.multi_set([*members, "round"], [*agents, json.dumps(asdict(agreed))])
-                    return agreed
-                case Refuse(problem, remedy):
-                    _tell_refusal(store, problem, remedy, num_came)
-                    raise RendezvousError(OPERATION, problem, remedy)
-                case Warn(text):
-                    say(text)
-    raise AssertionError("the events end with JoinTimeOver, which ends the round")
+class Leader:
+    """Hears reports, keeps time and beats, and carries out what the machine decides, in a thread of its own.
 
+    Args: store  of the job;  machine  with node 0 as its leader;  beat_s  how often nodes beat;  close_s  how long it
+          waits at the end until all have heard that it is over;  say  to whoever started this launcher.
+    """
 
-def _events(store: Store, node: Node, machine: Rendezvous, join_timeout_s: float, say: Say) -> Iterator[Event]:
-    """Arrivals as they come, node 0's first, until time is up; says meanwhile who is absent."""
-    yield NodeCame(node)
-    began_s = said_s = time.monotonic()
-    until_s = began_s + join_timeout_s
-    arrival = 1
-    while (now_s := time.monotonic()) < until_s:
-        if now_s - said_s >= SAY_EVERY_S:
-            said_s = now_s
-            absent = name_nodes(machine.absent)
-            store.set("absent", absent)
-            say(f"waiting for {absent} of {node.num_nodes} ({now_s - began_s:.0f} s so far)")
-        if _comes(store, f"arrival/{arrival}", min(said_s + SAY_EVERY_S, until_s) - now_s):
-            yield NodeCame(Node(**json.loads(store.get(f"arrival/{arrival}"))))
-            arrival += 1
-    yield JoinTimeOver(join_timeout_s)
+    def __init__(self, store: Store, machine: Rendezvous, *, beat_s: float, close_s: float, say: Say) -> None:
+        self._store = PrefixStore(ROOM, store)
+        self._machine = machine
+        self._beat_s = beat_s
+        self._close_s = close_s
+        self._say = say
+        self._num_said = 0
+        self._pulse = Pulse(machine.terms.keep_alive_s)
+        self._said_s = self._looked_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
 
+    def start(self) -> None:
+        """Return at once."""
+        self._thread.start()
 
-def _tell_refusal(store: Store, problem: str, remedy: str, num_came: int) -> None:
-    store.set("round", json.dumps({"problem": problem, "remedy": remedy, "num_came": num_came}))
-    try:
-        # This node's store ends with its launcher; whoever came shall have read why.
-        store.barrier("refusal read", num_came, READ_REFUSAL_S)
-    except StoreTimeoutError:
-        pass
+    def join(self) -> None:
+        """Wait until all nodes have heard how it ended, `close_s` at most."""
+        self._thread.join(self._close_s)
 
+    def step(self) -> None:
+        """Wait for the next report or deadline, and do what follows from it."""
+        event = self._next_event()
+        if event is not None:
+            self._carry_out(self._machine.handle(event, time.monotonic()))
 
-def _follow(store: Store, node: Node, join_timeout_s: float, say: Say) -> Agreed:
-    began_s = time.monotonic()
-    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(asdict(node)))
-    while not _comes(store, "round", SAY_EVERY_S):
-        waited_s = time.monotonic() - began_s
-        # Node 0 decides when time is up; this is for a node 0 that no longer does.
-        if waited_s > join_timeout_s + 2 * SAY_EVERY_S:
-            raise RendezvousError(OPERATION, f"node 0 decided nothing in {waited_s:.0f} s.", "See its output.")
-        absent = store.get("absent").decode() if store.check(["absent"]) else "node 0"
-        say(f"waiting for {absent} of {node.num_nodes} ({waited_s:.0f} s so far)")
-    answer = json.loads(store.get("round"))
-    if "problem" in answer:
+    def _run(self) -> None:
         try:
-            store.barrier("refusal read", answer["num_came"], READ_REFUSAL_S)
-        except (StoreTimeoutError, StoreConnectionError):
-            pass  # We have read it; node 0 has gone already.
-        raise RendezvousError(OPERATION, answer["problem"], answer["remedy"])
-    member = f"member/{node.node_rank}"
-    if not store.check([member]) or store.get(member).decode() != node.agent:
-        raise RendezvousError(
-            OPERATION,
-            f"the job began without this node: --node-rank {node.node_rank} was not free.",
-            "Is it running twice? Each node needs a rank of its own, and jobs that share a host a port of their own.",
-        )
-    return Agreed(Round(**answer["round"]), answer["torch_port"])
+            while self._machine.phase is not Phase.OVER:
+                self.step()
+            until_s = time.monotonic() + self._close_s
+            while self._machine.num_unaware and time.monotonic() < until_s:
+                self.step()
+        except StoreError:
+            pass  # This node's own link meets the same and says so.
+        except Exception as error:
+            self._tell({agent: Done(Lost(f"node 0 failed: {error!r}")) for agent in self._machine.everyone})
+            raise
 
+    def _next_event(self) -> Event | None:
+        now_s = time.monotonic()
+        deadline_s = self._machine.deadline_s
+        look_s = min(self._looked_s + self._beat_s, self._said_s + SAY_EVERY_S)
+        wait_s = (look_s if deadline_s is None else min(look_s, deadline_s)) - now_s
+        try:
+            report = decode(self._store.queue_pop(REPORTS, timeout=max(wait_s, MIN_WAIT_S)))
+            if isinstance(report, Came | Ended | Stopped | Heard):
+                return report
+        except StoreTimeoutError:
+            return self._look_around()
+        except ValueError as error:
+            self._say(f"a report of another node is not understood: {error}")
+        return None
 
-def _comes(store: Store, key: str, wait_s: float) -> bool:
-    try:
-        store.wait([key], max(wait_s, MIN_WAIT_S))
-    except StoreTimeoutError:
-        return False
-    return True
+    def _look_around(self) -> Event:
+        """What is due when nothing was reported."""
+        try:
+            self._say_and_listen(time.monotonic())
+        except StoreTimeoutError:
+            pass  # A store that is slow to answer is not gone yet.
+        return TimePassed()
+
+    def _say_and_listen(self, now_s: float) -> None:
+        if now_s - self._said_s >= SAY_EVERY_S:
+            self._said_s = now_s
+            self._num_said += 1
+            self._store.set("awaited", f"{self._num_said} {self._machine.awaited}")
+        if now_s - self._looked_s >= self._beat_s:
+            self._looked_s = now_s
+            for agent in self._silent(now_s):
+                self._carry_out(self._machine.handle(NodeLost(agent), now_s))
+
+    def _silent(self, now_s: float) -> list[str]:
+        agents = self._machine.agents
+        beats = self._store.multi_get([f"beat/{agent}" for agent in agents]) if agents else []
+        return self._pulse.silent(dict(zip(agents, beats, strict=True)), now_s)
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        words: dict[str, Word] = {}
+        torch_port = 0
+        for command in commands:
+            match command:
+                case Tell(agent, Run() as run):
+                    # Each round gets another: what is left of the last one may still hold the old.
+                    torch_port = torch_port or free_port()
+                    words[agent] = replace(run, torch_port=torch_port)
+                case Tell(agent, word):
+                    words[agent] = word
+                case Warn(text):
+                    self._say(text)
+        self._tell(words)
+
+    def _tell(self, words: dict[str, Word]) -> None:
+        told = [(f"word/{agent}", encode(word)) for agent, word in words.items()]
+        for first in range(0, len(told), WORDS_AT_ONCE):
+            keys, values = zip(*told[first : first + WORDS_AT_ONCE], strict=True)
+            self._set(keys, values)
+
+    def _set(self, keys: tuple[str, ...], values: tuple[bytes, ...]) -> None:
+        while True:
+            try:
+                return self._store.multi_set(keys, values)
+            except StoreTimeoutError:
+                continue  # As above; a word that is said twice is heard once.

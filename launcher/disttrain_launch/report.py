@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.outcome import Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 
 MAX_LINES = 40
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL often comes from the kernel when memory runs out: see dmesg, or the container's limits.",
     signal.SIGBUS: "SIGBUS often means that shared memory ran out: see df /dev/shm.",
 }
+_FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
 
 
-def ending(outcome: Outcome, spec: JobSpec) -> str:
-    """What to say at the end; empty when all went well."""
+def ending(outcome: Outcome, spec: JobSpec, note: str = "") -> str:
+    """What to say at the end, with `note` after it; empty when all went well."""
     match outcome:
         case Succeeded():
             return ""
         case Failed():
-            return _failure(outcome)
+            return _failure(outcome) + (f"    {note}\n" if note else "")
         case Interrupted(number, node_rank, host):
             where = f" on node {node_rank} ({host})" if spec.num_nodes > 1 else ""
             return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
-        case Lost(problem):
+        case Lost(problem) | Changed(problem):
             return f"{OPERATION}: {problem}\n"
+
+
+def node_that_failed(text: str) -> int | None:
+    """The node rank that an ending in `text` blames; None where none does. For who starts launchers by other means."""
+    found = _FAILED_NODE.search(text)
+    return None if found is None else int(found[1])
 
 
 def _failure(failed: Failed) -> str:

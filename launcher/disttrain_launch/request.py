@@ -14,11 +14,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from disttrain import settings
 from disttrain.errors import LaunchError
 from disttrain_launch.addresses import LOOPBACK, is_loopback
 from disttrain_launch.devices import num_cores, num_gpus
+from disttrain_launch.handed_token import STDIN
 from disttrain_launch.job import OPERATION, JobSpec, LogPlan, StreamChoice, parse_stream_choice
 
 DEFAULT_PORT = 29500
@@ -31,12 +33,8 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
     except OSError as error:
         problem = f"the working directory cannot be used: {error.strerror}."
         raise LaunchError(OPERATION, problem, "Perhaps it was removed; go to another.") from None
-    if args.max_restarts != 0:
-        raise LaunchError(
-            OPERATION, f"--max-restarts {args.max_restarts}: only 0 is supported.", "Start the job again."
-        )
-    num_nodes = _num_nodes(args)
-    node_rank = _node_rank(args, num_nodes)
+    min_nodes, num_nodes = _num_nodes(args)
+    node_rank = _node_rank(args, min_nodes, num_nodes)
     host, port = _master(args, num_nodes)
     token_file = _token_file(args)
     if num_nodes > 1 and token_file is None and not is_loopback(host):
@@ -50,6 +48,7 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         command=_command(args),
         num_local_workers=_num_local_workers(args.nproc_per_node, args.oversubscribe, environ),
         num_nodes=num_nodes,
+        min_nodes=min_nodes,
         node_rank=node_rank,
         master_addr=host,
         master_port=port,
@@ -59,22 +58,27 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         logs=_log_plan(args, run_id),
         stop_grace_s=_seconds("--stop-grace", args.stop_grace),
         shutdown_timeout_s=_seconds("--shutdown-timeout", args.shutdown_timeout),
-        join_timeout_s=_seconds("--join-timeout", args.join_timeout),
+        max_restarts=_count("--max-restarts", args.max_restarts),
+        max_quick_failures=_count("--max-quick-failures", args.max_quick_failures),
+        **_waits(args),
     )
 
 
-def _num_nodes(args: argparse.Namespace) -> int:
+def _num_nodes(args: argparse.Namespace) -> tuple[int, int]:
+    """The fewest and the most."""
     text = args.nnodes
     least, colon, most = text.partition(":")
-    if colon and least != most:
-        raise LaunchError(OPERATION, f"--nnodes {text}: a range of nodes is not supported.", "Give one number.")
-    if not re.fullmatch(r"\d+", least) or int(least) == 0:
-        raise LaunchError(OPERATION, f"--nnodes {text}: it must be a positive number.")
+    if not colon:
+        most = least
+    if not all(re.fullmatch(r"\d+", end) and int(end) > 0 for end in (least, most)):
+        raise LaunchError(OPERATION, f"--nnodes {text}: it must be a positive number, or two: 2:4.")
+    if int(least) > int(most):
+        raise LaunchError(OPERATION, f"--nnodes {text}: the first number is the larger.", f"Give {most}:{least}.")
     if args.standalone:
         conflicts = [
             flag
             for flag, given in (
-                ("--nnodes", int(least) != 1),
+                ("--nnodes", int(most) != 1),
                 ("--node-rank", bool(args.node_rank)),
                 ("--master-addr", args.master_addr is not None),
                 ("--master-port", args.master_port is not None),
@@ -88,18 +92,24 @@ def _num_nodes(args: argparse.Namespace) -> int:
                 f"--standalone is for one node alone; it conflicts with {', '.join(conflicts)}.",
                 "Drop either.",
             )
-    return int(least)
+    return int(least), int(most)
 
 
-def _node_rank(args: argparse.Namespace, num_nodes: int) -> int:
+def _node_rank(args: argparse.Namespace, min_nodes: int, num_nodes: int) -> int | None:
+    is_elastic = min_nodes < num_nodes
     if args.node_rank is None:
         if num_nodes == 1:
             return 0
+        if is_elastic or args.rdzv_endpoint is not None:
+            return None
         raise LaunchError(
-            OPERATION, f"--nnodes {num_nodes} needs --node-rank.", f"Give 0 to {num_nodes - 1}, each on one node."
+            OPERATION,
+            f"--nnodes {num_nodes} needs --node-rank.",
+            f"Give 0 to {num_nodes - 1}, each on one node; or --rdzv-endpoint, the same on all.",
         )
     node_rank = int(args.node_rank)
-    if not 0 <= node_rank < num_nodes:
+    # In an elastic job a number is a name: one that replaces another may have its own.
+    if not node_rank >= 0 or (node_rank >= num_nodes and not is_elastic):
         raise LaunchError(
             OPERATION,
             f"--node-rank {node_rank} does not fit --nnodes {num_nodes}.",
@@ -142,7 +152,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 def _token_file(args: argparse.Namespace) -> Path | None:
     path = Path(args.token_file) if args.token_file is not None else settings.TOKEN_FILE.read()
-    if path is not None and not path.is_file():
+    if path is not None and path != STDIN and not path.is_file():
         raise LaunchError(
             OPERATION,
             f"the token file {path} does not exist.",
@@ -247,6 +257,44 @@ def _local_ranks(text: str) -> frozenset[int] | None:
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise LaunchError(OPERATION, f"--local-ranks-filter {text} is not a list of local ranks.", "Give 0,1,2.")
     return frozenset(int(item) for item in text.split(","))
+
+
+def _count(flag: str, value: int) -> int:
+    if value < 0:
+        raise LaunchError(OPERATION, f"{flag} {value} is not a number of times.", "Give 0 or more.")
+    return value
+
+
+# Names that torchrun has in --rdzv-conf too, and what they set.
+_WAITS = {
+    "join_timeout": "join_timeout_s",
+    "timeout": "join_timeout_s",
+    "last_call_timeout": "last_call_s",
+    "close_timeout": "close_s",
+    "keep_alive_interval": "beat_s",
+    "keep_alive_max_attempt": "max_missed_beats",
+}
+
+
+def _waits(args: argparse.Namespace) -> dict[str, Any]:
+    """What --rdzv-conf and --join-timeout say, as fields of JobSpec."""
+    fields: dict[str, Any] = {}
+    for item in filter(None, args.rdzv_conf.split(",")):
+        name, _, text = item.partition("=")
+        if name not in _WAITS:
+            problem = f"--rdzv-conf {item} is not known."
+            raise LaunchError(OPERATION, problem, f"It knows {', '.join(_WAITS)}.")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        fields[_WAITS[name]] = _seconds(f"--rdzv-conf {name}", value)
+    if args.join_timeout is not None:
+        fields["join_timeout_s"] = _seconds("--join-timeout", args.join_timeout)
+    for name, field in (("keep_alive_interval", "beat_s"), ("keep_alive_max_attempt", "max_missed_beats")):
+        if fields.get(field, 1) <= 0:
+            raise LaunchError(OPERATION, f"--rdzv-conf {name} must be more than 0.")
+    return fields
 
 
 def _seconds(flag: str, value_s: float) -> float:

@@ -1,8 +1,8 @@
-"""What one node's agent does about its workers: events in, commands out, no I/O and no clock.
+"""What one node's agent does about its workers in one round: events in, commands out, no I/O and no clock.
 
-The first cause decides how the job ends: a worker that fails, a signal to a launcher, or word from another node.
-Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Where several nodes
-take part, the store decides whose cause was first; its word comes as `PeersEnded` and is final.
+The first cause decides how the round ends: a worker that fails, a signal to a launcher, or word from another node.
+Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Node 0 decides whose
+cause was first; its word comes as `RoundEnds` and is final.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SignalCame:
 
 
 @dataclass(frozen=True)
-class PeersEnded:
-    """All nodes agree on this."""
+class RoundEnds:
+    """It ends on all nodes, and that is why."""
 
-    outcome: Outcome
+    cause: Outcome
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DeadlinePassed:
     pass
 
 
-Event = WorkersExited | SignalCame | PeersEnded | DeadlinePassed
+Event = WorkersExited | SignalCame | RoundEnds | DeadlinePassed
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class SetDeadline:
 
 @dataclass(frozen=True)
 class Tell:
-    """Let the other nodes know."""
+    """Let node 0 know."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class End:
-    """No worker of this node is left, and the job's outcome is known."""
+    """No worker of this node is left."""
 
     outcome: Outcome
 
@@ -83,7 +83,6 @@ class Supervision:
         self,
         local_ranks: Iterable[int],
         *,
-        num_nodes: int,
         node_rank: int,
         host: str,
         stop_grace_s: float,
@@ -91,7 +90,6 @@ class Supervision:
         asks_for_dumps: bool = False,
     ) -> None:
         self._alive = set(local_ranks)
-        self._is_alone = num_nodes == 1
         self._node_rank = node_rank
         self._host = host
         self._stop_grace_s = stop_grace_s
@@ -111,9 +109,9 @@ class Supervision:
                 return self._workers_exited(local_ranks, failures)
             case SignalCame(number):
                 return self._signal_came(number)
-            case PeersEnded(outcome):
-                stops = [] if self.is_stopping else self._stop(outcome)
-                self._cause = outcome
+            case RoundEnds(cause):
+                stops = [] if self.is_stopping else self._stop(cause)
+                self._cause = cause
                 return stops + self._end_if_over()
             case DeadlinePassed() if self._is_dumping:
                 self._is_dumping = False
@@ -128,7 +126,7 @@ class Supervision:
             first = min(failures, key=lambda failed: (failed.returncode >= 0, failed.rank))
             return self._tell(first) + self._end_if_over()
         if not self._alive and not self.is_stopping:
-            return [End(Succeeded())] if self._is_alone else [Tell(Succeeded())]
+            return [Tell(Succeeded()), End(Succeeded())]
         return self._end_if_over()
 
     def _signal_came(self, number: int) -> list[Command]:
@@ -143,7 +141,7 @@ class Supervision:
 
     def _tell(self, cause: Outcome) -> list[Command]:
         self._cause = cause
-        return self._stop(cause) + ([] if self._is_alone else [Tell(cause)])
+        return [*self._stop(cause), Tell(cause)]
 
     def _stop(self, cause: Outcome) -> list[Command]:
         if not self._alive:

@@ -17,6 +17,7 @@ from pathlib import Path
 from disttrain_launch.leftovers import stop_leftovers
 
 _FAREWELL = b"farewell"
+_NONE = b"none\n"
 
 
 class Warden:
@@ -33,6 +34,10 @@ class Warden:
             os.close(self._write_fd)
             _watch(read_fd, agent, folders, grace_s)
         os.close(read_fd)
+
+    def ended(self) -> None:
+        """Forget the workers told so far; they are gone, and others may get their numbers."""
+        self._write(_NONE)
 
     def started(self, worker_pid: int) -> None:
         """Tell of a worker; it leads a session."""
@@ -65,7 +70,7 @@ def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float) ->
         while data := os.read(read_fd, 65536):
             told += data
         if not told.endswith(_FAREWELL):
-            stop_leftovers(agent, {int(pid) for pid in told.split()}, grace_s)
+            stop_leftovers(agent, {int(pid) for pid in told.rpartition(_NONE)[2].split()}, grace_s)
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -1,8 +1,8 @@
-"""Nodes become a job, whatever the order they come in, or all learn the same reason why not."""
+"""Nodes become a job, whatever the order they come in, or all learn the same reason why not; what travels, travels."""
 
 from __future__ import annotations
 
-import select
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,60 +11,55 @@ from hypothesis import strategies as st
 
 from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
-from disttrain_launch.link import LOST_S, JobLink, Pulse
-from disttrain_launch.outcome import Failed, Outcome, Succeeded
-from disttrain_launch.rendezvous_state import (
-    Begin,
-    Command,
-    JoinTimeOver,
-    Node,
-    NodeCame,
-    Place,
-    Refuse,
-    Rendezvous,
-    Round,
-    Warn,
-    name_nodes,
-)
+from disttrain_launch.link import JobLink
+from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
+from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
+from disttrain_launch.rendezvous import Leader, Pulse
+from disttrain_launch.rendezvous_state import Command, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
+from disttrain_launch.restarts import Again, GiveUp, Restarts
+from disttrain_launch.rounds import Node, Place, Terms, choose_group_ranks, name_nodes
+from tests.rendezvous_model import failed
 
 
 def node(rank: int, nodes: int = 3, **changes: object) -> Node:
-    same = Node(rank, nodes, 2, "1.0", "run", "digest", f"host-{rank}", f"agent-{rank}")
+    same = Node(f"agent-{rank}", rank, str(nodes), 2, "1.0", "run", "digest", f"host-{rank}")
     return replace(same, **changes)  # type: ignore[arg-type]
 
 
-def commands_of(*nodes: Node) -> list[Command]:
-    machine = Rendezvous(node(0, nodes[0].num_nodes))
-    return [command for one in nodes for command in machine.handle(NodeCame(one))]
+def machine_of(num_nodes: int = 3, *coming: Node, **terms: object) -> tuple[Rendezvous, list[Command]]:
+    """A static job's machine, and what it said while node 0 and these came."""
+    machine = Rendezvous(Terms(num_nodes, num_nodes, **terms), node(0, num_nodes), 0.0)  # type: ignore[arg-type]
+    came = (node(0, num_nodes), *coming)
+    return machine, [command for one in came for command in machine.handle(Came(one), 0.0)]
 
 
-@given(st.integers(1, 12).flatmap(lambda num_nodes: st.permutations(range(num_nodes))), st.data())
+@given(st.integers(1, 12).flatmap(lambda num_nodes: st.permutations(range(1, num_nodes))), st.data())
 def test_every_order_gives_the_same_round(order: list[int], data: st.DataObject) -> None:
-    num_nodes = len(order)
-    repeated = data.draw(st.lists(st.sampled_from(order), max_size=3))
-    machine = Rendezvous(node(0, num_nodes))
-    commands = [command for rank in [*repeated, *order] for command in machine.handle(NodeCame(node(rank, num_nodes)))]
-    assert commands == [Begin(Round(0, num_nodes, 2), tuple(f"agent-{rank}" for rank in range(num_nodes)))]
-    assert machine.absent == ()
-    assert machine.handle(JoinTimeOver(1.0)) == []
+    num_nodes = len(order) + 1
+    repeated = data.draw(st.lists(st.sampled_from([0, *order]), max_size=3))
+    machine, commands = machine_of(
+        num_nodes, *(node(rank, num_nodes) for rank in [*order[:-1], *repeated, *order[-1:]])
+    )
+    places = {f"agent-{rank}": Place(0, rank, 2 * rank, num_nodes, 2 * num_nodes) for rank in range(num_nodes)}
+    assert {command.agent: command.word for command in commands} == {  # type: ignore[union-attr]
+        agent: Run(place, 0) for agent, place in places.items()
+    }
+    assert (machine.phase, machine.awaited) == (Phase.RUNNING, "")
 
 
-@given(st.integers(1, 50), st.integers(1, 9))
-def test_places_number_every_rank_once(num_nodes: int, num_local_workers: int) -> None:
-    places = [Round(0, num_nodes, num_local_workers).place(node_rank) for node_rank in range(num_nodes)]
-    ranks = [place.first_rank + local_rank for place in places for local_rank in range(num_local_workers)]
-    assert ranks == list(range(num_nodes * num_local_workers))
-    assert places[-1] == Place(num_nodes - 1, ranks[-num_local_workers], num_nodes, len(ranks))
+@given(st.lists(st.none() | st.integers(-1, 9), max_size=9))
+def test_group_ranks_are_a_permutation_with_the_first_wishes_granted(wishes: list[int | None]) -> None:
+    chosen = choose_group_ranks([(f"a{number}", wish) for number, wish in enumerate(wishes)])
+    assert sorted(chosen.values()) == list(range(len(wishes)))
+    for number, wish in enumerate(wishes):
+        if wish is not None and 0 <= wish < len(wishes) and wish not in wishes[:number]:
+            assert chosen[f"a{number}"] == wish
 
 
 @pytest.mark.parametrize(
     ("misfit", "problem"),
     [
-        ({"num_nodes": 4}, "node 1 (host-1) has --nnodes 4, node 0 (host-0) has 3; all nodes need the same."),
-        (
-            {"num_local_workers": 8},
-            "node 1 (host-1) has --nproc-per-node 8, node 0 (host-0) has 2; all nodes need the same.",
-        ),
+        ({"num_nodes": "4"}, "node 1 (host-1) has --nnodes 4, node 0 (host-0) has 3; all nodes need the same."),
         (
             {"version": "1.1"},
             "node 1 (host-1) has disttrain version 1.1, node 0 (host-0) has 1.0; all nodes need the same.",
@@ -74,41 +69,108 @@ def test_places_number_every_rank_once(num_nodes: int, num_local_workers: int) -
         ({"node_rank": 0}, "--node-rank 0 was given twice: host-0 and host-1."),
     ],
 )
-def test_a_misfit_is_named(misfit: dict[str, object], problem: str) -> None:
-    (refusal,) = commands_of(node(0), node(1, **misfit))
-    assert isinstance(refusal, Refuse)
-    assert refusal.problem == problem
-    assert refusal.remedy
-
-
-def test_after_a_refusal_nothing_more_is_said() -> None:
-    machine = Rendezvous(node(0))
-    machine.handle(NodeCame(node(1, version="2")))
-    assert machine.handle(NodeCame(node(0))) == []
-    assert machine.handle(JoinTimeOver(1.0)) == []
+def test_a_misfit_is_named_to_all(misfit: dict[str, object], problem: str) -> None:
+    machine, commands = machine_of(3, node(2), node(1, **misfit))
+    words = {command.agent: command.word for command in commands if isinstance(command, Tell)}
+    assert words.keys() == {"agent-0", "agent-1", "agent-2"}
+    assert machine.num_unaware == 3
+    assert {word.problem for word in words.values() if isinstance(word, Refused)} == {problem}
+    assert machine.phase is Phase.OVER
+    assert machine.handle(Came(node(1, agent="later")), 1.0) == [Tell("later", words["agent-0"])]
+    for agent in (*words, "later"):
+        machine.handle(Heard(agent), 2.0)
+    assert machine.num_unaware == 0
 
 
 def test_the_absent_are_named_when_time_is_up() -> None:
-    machine = Rendezvous(node(0))
-    machine.handle(NodeCame(node(0)))
-    machine.handle(NodeCame(node(2)))
-    assert machine.absent == (1,)
-    (refusal,) = machine.handle(JoinTimeOver(5.0))
-    assert isinstance(refusal, Refuse)
-    assert refusal.problem == "node 1 did not come within 5 s; nodes 0, 2 did."
+    machine, _ = machine_of(3, node(2), join_timeout_s=5.0)
+    assert (machine.awaited, machine.deadline_s) == ("node 1 of 3", 5.0)
+    words = [command.word for command in machine.handle(TimePassed(), 5.0) if isinstance(command, Tell)]
+    assert [word.problem for word in words if isinstance(word, Refused)] == [
+        "node 1 did not come within 5 s; nodes 0, 2 did."
+    ] * 2
 
 
 def test_other_arguments_are_only_worth_a_warning() -> None:
-    warning, begin = commands_of(node(0, 2), node(1, 2, digest="other"))
-    assert warning == Warn("node 1 (host-1) runs another script or other arguments than node 0 (host-0).")
-    assert isinstance(begin, Begin)
+    machine, (warning, *_) = machine_of(2, node(1, 2, digest="other"))
+    assert isinstance(warning, Warn)
+    assert warning.text.startswith("node 1 (host-1) runs another script or other arguments than node 0 (host-0).")
+    assert machine.phase is Phase.RUNNING
 
 
-def test_ten_thousand_nodes_in_one_process() -> None:
-    num_nodes = 10_000
-    machine = Rendezvous(node(0, num_nodes))
-    commands = [machine.handle(NodeCame(node(rank, num_nodes))) for rank in reversed(range(num_nodes))]
-    assert [len(answer) for answer in commands] == [0] * (num_nodes - 1) + [1]
+def test_a_failure_since_a_node_is_gone_counts_as_its_loss() -> None:
+    machine = Rendezvous(Terms(1, 2), node(0, num_nodes="1:2"), 0.0)
+    for rank in (0, 1):
+        machine.handle(Came(node(rank, num_nodes="1:2")), 0.0)
+    machine.handle(Ended("agent-0", 0, failed(0)), 1.0)
+    assert machine.handle(Stopped("agent-0", 0), 2.0) == []
+    assert "node 1 (host-1)" in machine.awaited
+    given_up, begun = machine.handle(NodeLost("agent-1"), 9.0)
+    assert isinstance(given_up, Tell)
+    assert given_up.agent == "agent-1"
+    assert begun == Tell("agent-0", Run(Place(1, 0, 0, 1, 2), 0))
+
+
+def test_a_launcher_that_is_started_again_waits_until_the_old_one_is_missed() -> None:
+    machine = Rendezvous(Terms(1, 2, keep_alive_s=8.0), node(0, num_nodes="1:2"), 0.0)
+    for rank in (0, 1):
+        machine.handle(Came(node(rank, num_nodes="1:2")), 0.0)
+    again = node(1, num_nodes="1:2", agent="again")
+    assert machine.handle(Came(again), 1.0) == [Tell("again", Wait("to see whether node 1 (host-1) is lost"))]
+    lost = machine.handle(NodeLost("agent-1"), 5.0)
+    assert [command.agent for command in lost if isinstance(command, Tell)] == ["agent-1", "agent-0"]
+    begun = machine.handle(Stopped("agent-0", 0), 6.0)
+    assert [(command.agent, command.word.place.group_rank) for command in begun] == [("agent-0", 0), ("again", 1)]  # type: ignore[union-attr]
+
+
+def test_who_wants_the_rank_of_a_living_node_is_refused_in_time() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=1, keep_alive_s=8.0)
+    machine.handle(Came(node(1, 2, agent="twin")), 1.0)
+    assert machine.deadline_s == 17.0
+    (told,) = machine.handle(TimePassed(), 17.0)
+    assert isinstance(told, Tell)
+    assert isinstance(told.word, Refused)
+    assert told.agent == "twin"
+
+
+def test_restarts_wait_longer_and_longer_and_stop_where_nothing_gets_done() -> None:
+    restarts = Restarts(max_restarts=9, max_quick_failures=3)
+    others = [restarts.after(failed(rank, ran_s=1.0)) for rank in (0, 1, 0, 1)]
+    assert others == [Again(0.0), Again(1.0), Again(2.0), Again(4.0)]
+    assert restarts.after(failed(0, ran_s=60.0)) == Again(0.0)
+    alike = [restarts.after(failed(2, ran_s=1.0)) for _ in range(3)]
+    assert alike[:2] == [Again(0.0), Again(1.0)]
+    assert isinstance(alike[2], GiveUp)
+    assert Restarts(0, 3).after(failed(0)) == GiveUp("")
+
+
+OUTCOMES: list[Outcome] = [Succeeded(), failed(1, -9), Interrupted(15, 1, "h"), Changed("1 came"), Lost("1 went")]
+
+
+def test_messages_travel() -> None:
+    words: list[Word] = [Run(Place(1, 2, 3, 4, 5), 6, 7), Wait("for it"), Refused("no", "yes"), Done(Succeeded(), "n")]
+    words += [Stop(3, outcome) for outcome in OUTCOMES]
+    assert [decode(encode(word)) for word in words] == words
+    reports = [
+        Came(node(1)),
+        Heard("a"),
+        Came(node(1, node_rank=None)),
+        Stopped("a", 1),
+        *(Ended("a", 1, one) for one in OUTCOMES),
+    ]
+    assert [decode(encode(report)) for report in reports] == reports
+    assert [outcome.exit_code for outcome in OUTCOMES] == [0, 137, 143, 1, 1]
+
+
+@pytest.mark.parametrize("data", [b"", b"[", b'{"kind": "Popen"}', b'{"kind": "Stopped"}', b'{"no": 1}'])
+def test_what_is_no_message_is_no_value(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no message|Expecting"):
+        decode(data)
+
+
+def test_a_node_of_another_version_is_understood() -> None:
+    other = decode(b'{"kind": "Came", "node": {"kind": "Node", "agent": "a", "version": "9", "novelty": 1}}')
+    assert other == Came(Node("a", version="9"))
 
 
 def test_many_nodes_are_named_shortly() -> None:
@@ -117,11 +179,11 @@ def test_many_nodes_are_named_shortly() -> None:
 
 
 def test_a_silent_node_is_noticed_by_its_beat() -> None:
-    pulse = Pulse(num_nodes=3, now_s=0.0)
-    assert pulse.silent([b"1", b"1", b"1"], 1.0) == ()
-    assert pulse.silent([b"2", b"1", b"2"], 1.0 + LOST_S / 2) == ()
-    assert pulse.silent([b"3", b"1", b"2"], 1.0 + LOST_S) == (1,)
-    assert pulse.silent([b"3", b"2", b"2"], 1.0 + LOST_S * 1.5) == (2,)
+    pulse = Pulse(keep_alive_s=8.0)
+    assert pulse.silent({"a": b"1", "b": b"1"}, 1.0) == []
+    assert pulse.silent({"a": b"2", "b": b"1"}, 5.0) == []
+    assert pulse.silent({"a": b"3", "b": b"1", "c": b"1"}, 9.0) == ["b"]
+    assert pulse.silent({"a": b"3", "b": b"2", "c": b"1"}, 16.0) == []
 
 
 class SlowStore(HashStore):
@@ -129,16 +191,16 @@ class SlowStore(HashStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.late = {"set", "compare_set"}
+        self.late = {"queue_push", "add"}
 
-    def set(self, key: str, value: bytes | str) -> None:
-        super().set(key, value)
-        self._answer_late("set")
+    def queue_push(self, key: str, value: bytes | str, capacity: int | None = None, timeout: object = None) -> None:
+        super().queue_push(key, value, capacity)
+        self._answer_late("queue_push")
 
-    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        value = super().compare_set(key, expected, desired)
-        self._answer_late("compare_set")
-        return value
+    def add(self, key: str, amount: int) -> int:
+        total = super().add(key, amount)
+        self._answer_late("add")
+        return total
 
     def _answer_late(self, what: str) -> None:
         if what in self.late:
@@ -146,18 +208,24 @@ class SlowStore(HashStore):
             raise StoreTimeoutError(what, "the answer came too late.")
 
 
-FAILED = Failed(1, 0, 1, "host-1", 7, 3, 0.5, "", "")
-
-
-@pytest.mark.parametrize(
-    ("told", "agreed"), [((Succeeded(), Succeeded()), Succeeded()), ((Succeeded(), FAILED), FAILED)]
-)
-def test_a_slow_store_delays_the_end_and_no_more(told: tuple[Outcome, Outcome], agreed: Outcome) -> None:
+@pytest.mark.parametrize("ends", [(Succeeded(), Succeeded()), (Succeeded(), failed(1, 3))])
+def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) -> None:
     store = SlowStore()
-    links = [JobLink(store, "host-0:1", node_rank, num_nodes=2) for node_rank in range(2)]
-    for link, outcome in zip(links, told, strict=True):
-        link.tell(outcome)
+    nodes = [node(rank, 2) for rank in range(2)]
+    leader = Leader(store, Rendezvous(Terms(2, 2), nodes[0], time.monotonic()), beat_s=0.05, close_s=3.0, say=print)
+    leader.start()
+    links = [JobLink(store, "host-0:1", one, beat_s=0.05) for one in nodes]
     for link in links:
-        assert select.select([link.fd], [], [], 10.0)[0] == [link.fd]
-        assert link.outcome == agreed
+        num_heard, word = link.wait(0, 10.0)
+        assert isinstance(word, Run)
+    for link, outcome in zip(links, ends, strict=True):
+        link.ended(0, outcome)
+        if isinstance(outcome, Failed):
+            link.wait(num_heard, 10.0)
+            link.stopped(0)
+    for link in links:
+        link.wait_for_end(10.0)
+        assert link.word == Done(ends[1])
+        link.leave()
+    leader.join()
     assert store.late == set()

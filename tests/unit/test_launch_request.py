@@ -13,10 +13,11 @@ from disttrain_launch.devices import num_gpus
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.flags import parse
 from disttrain_launch.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
+from disttrain_launch.messages import Run
 from disttrain_launch.outcome import Failed, Interrupted, Lost, Succeeded
-from disttrain_launch.rendezvous_state import Round
 from disttrain_launch.report import ending
 from disttrain_launch.request import job_spec
+from disttrain_launch.rounds import Place, Terms
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -55,6 +56,16 @@ def test_an_endpoint_is_address_and_port(script: str) -> None:
     assert (spec.master_addr, spec.master_port) == ("::1", 1234)
 
 
+def test_a_range_of_nodes_and_what_torchrun_sets_by_rdzv_conf(script: str) -> None:
+    conf = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,join_timeout=60"
+    argv = ("--nnodes=2:4", "--max-restarts=3", "--rdzv-endpoint=localhost:1234", f"--rdzv_conf={conf}", script)
+    spec = spec_of(*argv)
+    assert (spec.node_rank, spec.num_nodes, spec.min_nodes) == (None, 4, 2)
+    assert spec.terms == Terms(2, 4, 3, join_timeout_s=60.0, last_call_s=5.0, keep_alive_s=6.0)
+    assert spec_of("--join-timeout=7", *argv).terms.join_timeout_s == 7.0
+    assert spec_of("--node-rank=9", *argv).node_rank == 9
+
+
 def test_modules_and_programs(script: str) -> None:
     assert spec_of("-m", "train", "a").command == (sys.executable, "-u", "-m", "train", "a")
     assert spec_of("-m", "json.tool").command == (sys.executable, "-u", "-m", "json.tool")
@@ -74,7 +85,11 @@ def test_modules_and_programs(script: str) -> None:
         ("--nproc-per-node many train.py", "--nproc-per-node many starts nothing"),
         ("--nproc-per-node gpu train.py", "this node has no visible GPU"),
         ("--nnodes 0 train.py", "--nnodes 0: it must be a positive number"),
-        ("--nnodes 1:4 train.py", "--nnodes 1:4: a range of nodes is not supported"),
+        ("--nnodes 4:1 train.py", "--nnodes 4:1: the first number is the larger. Give 1:4."),
+        ("--nnodes 1: train.py", "--nnodes 1:: it must be a positive number, or two"),
+        ("--rdzv-conf last_call=3 train.py", "--rdzv-conf last_call=3 is not known. It knows join_timeout"),
+        ("--rdzv-conf last_call_timeout=x train.py", "--rdzv-conf last_call_timeout nan is not a time"),
+        ("--rdzv-conf keep_alive_interval=0 train.py", "keep_alive_interval must be more than 0"),
         ("--nnodes 2 train.py", "--nnodes 2 needs --node-rank"),
         ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 does not fit --nnodes 2"),
         ("--nnodes 2 --node-rank 0 --master-addr 192.0.2.1 train.py", "the job has no token"),
@@ -84,7 +99,7 @@ def test_modules_and_programs(script: str) -> None:
         ("--rdzv-endpoint a:b:c train.py", "--rdzv-endpoint a:b:c is not HOST:PORT"),
         ("--rdzv-endpoint a:1 --master-port 2 train.py", "says the same as --master-addr and --master-port"),
         ("--standalone --nnodes 2 --master-port 1 train.py", "it conflicts with --nnodes, --master-port"),
-        ("--max-restarts 3 train.py", "--max-restarts 3: only 0 is supported"),
+        ("--max-restarts -1 train.py", "--max-restarts -1 is not a number of times"),
         ("--token-file missing train.py", "the token file missing does not exist"),
         ("--log-dir train.py/logs train.py", "train.py/logs cannot be written: Not a directory"),
         ("--tee 7 train.py", "--tee 7 is not a choice of streams"),
@@ -114,7 +129,6 @@ def test_a_working_directory_that_is_gone_is_named(script: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--rdzv-conf timeout=3 train.py", "torchrun's --rdzv-conf is not supported. Use --join-timeout"),
         ("--numa_binding=node train.py", "torchrun's --numa-binding is not supported."),
         ("--no-such-flag train.py", "unrecognized arguments: --no-such-flag"),
         ("--node-rank one train.py", "argument --node-rank/--node_rank: invalid int value: 'one'"),
@@ -180,9 +194,10 @@ def test_streams_are_chosen_for_all_or_by_local_rank(tmp_path: Path) -> None:
 
 
 def test_what_a_worker_finds_in_its_environment() -> None:
-    spec = JobSpec(("train",), 2, num_nodes=3, node_rank=1, run_id="run", role="trainer")
-    meeting = Meeting("::1", 29500, Path("/run/token"), "host-0", 40000)
-    environ = worker_environment({"PATH": "/bin"}, spec, Round(0, 3, 2).place(1), meeting, "agent", 1)
+    spec = JobSpec(("train",), 2, num_nodes=3, node_rank=1, run_id="run", role="trainer", max_restarts=3)
+    meeting = Meeting("::1", 29500, Path("/run/token"), "host-0")
+    run = Run(Place(4, 1, 2, 3, 6), 2, 40000)
+    environ = worker_environment({"PATH": "/bin"}, spec, run, meeting, "agent", 1)
     assert environ == {
         "PATH": "/bin",
         "RANK": "3",
@@ -196,25 +211,27 @@ def test_what_a_worker_finds_in_its_environment() -> None:
         "ROLE_WORLD_SIZE": "6",
         "MASTER_ADDR": "host-0",
         "MASTER_PORT": "40000",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
         "DISTTRAIN_STORE": "[::1]:29500",
         "DISTTRAIN_TOKEN_FILE": "/run/token",
+        "DISTTRAIN_ROUND": "4",
         "DISTTRAIN_AGENT": "agent",
     }
 
 
 def test_what_the_user_set_stays() -> None:
     inherited = {"OMP_NUM_THREADS": "4", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "DISTTRAIN_TOKEN_FILE": "/old"}
-    meeting = Meeting("127.0.0.1", 1, None, "127.0.0.1", 2)
-    environ = worker_environment(inherited, JobSpec(("train",), 2), Round(0, 1, 2).place(0), meeting, "agent", 0)
+    meeting = Meeting("127.0.0.1", 1, None, "127.0.0.1")
+    run = Run(Place(0, 0, 0, 1, 2), 0, 2)
+    environ = worker_environment(inherited, JobSpec(("train",), 2), run, meeting, "agent", 0)
     assert (environ["OMP_NUM_THREADS"], environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("4", "0")
     assert "DISTTRAIN_TOKEN_FILE" not in environ
-    alone = worker_environment({}, JobSpec(("train",), 1), Round(0, 1, 1).place(0), meeting, "agent", 0)
+    alone = worker_environment({}, JobSpec(("train",), 1), run, meeting, "agent", 0)
     assert "OMP_NUM_THREADS" not in alone
 
 

@@ -104,7 +104,6 @@ def test_a_node_of_another_authority_is_told_why(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--nproc-per-node", "2"], "has --nproc-per-node 2, node 0"),
         (["--rdzv-id", "other"], "has --rdzv-id other, node 0"),
     ],
 )
@@ -234,4 +233,4 @@ def test_a_killed_launcher_of_another_node_is_missed(launches: Launches, port: i
     nodes[1].kill()
     ended = launches.end(nodes[0], limit_s=25.0)
     assert ended.exit_code == 1
-    assert "node 1 gave no sign of life for 10 s" in ended.stderr
+    assert "gave no sign of life for 8 s; the job was stopped." in ended.stderr

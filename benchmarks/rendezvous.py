@@ -1,0 +1,152 @@
+"""Rounds of many nodes in one process: how many messages they take, and how long node 0 needs for them.
+
+    python benchmarks/rendezvous.py [--nodes 100 1000 10000] [--repeats 3]
+
+Node 0's shell is the real one, over a store in memory that counts requests (a request and its answer are one message
+here); the nodes are played by this process, which sends what their links would. Beats are left out: they take one
+message per node and second whether rounds begin or not. Times are medians of whole rounds, with all nodes' part in
+them, so that they are bounds for node 0's. Writes benchmarks/results/rendezvous.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from disttrain.store import HashStore
+from disttrain_launch.messages import Came, Ended, Report, Run, Stop, Stopped, decode, encode
+from disttrain_launch.outcome import Failed
+from disttrain_launch.rendezvous import REPORTS, ROOM, Leader
+from disttrain_launch.rendezvous_state import NodeLost, Rendezvous
+from disttrain_launch.rounds import Node, Terms
+
+RESULTS = Path(__file__).parent / "results" / "rendezvous.json"
+NUM_LOCAL_WORKERS = 8
+FAILED = Failed(0, 0, 0, "host", 7, 1, 60.0, "", "")
+
+
+class CountingStore(HashStore):
+    """Counts what it is asked."""
+
+    num_requests = 0
+
+    def _request(self, *arguments: Any) -> Any:
+        self.num_requests += 1
+        return super()._request(*arguments)
+
+
+class Job:
+    """A job of `num_nodes`, one more at most, and one less at least."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.store = CountingStore()
+        terms = Terms(num_nodes - 1, num_nodes + 1, max_restarts=99, last_call_s=0.0)
+        self.num_nodes = f"{num_nodes - 1}:{num_nodes + 1}"
+        self.machine = Rendezvous(terms, self.node(0), time.monotonic())
+        self.leader = Leader(self.store, self.machine, beat_s=1e6, close_s=1.0, say=print)
+        self.heard: dict[str, bytes | None] = {}
+
+    def node(self, number: int) -> Node:
+        return Node(f"agent-{number}", number, self.num_nodes, NUM_LOCAL_WORKERS, "1", "run", "d", f"host-{number}")
+
+    def report(self, report: Report) -> None:
+        self.store.queue_push(f"{ROOM}/{REPORTS}", encode(report))
+        self.leader.step()
+
+    def come(self, number: int) -> None:
+        agent = f"agent-{number}"
+        self.store.add(f"{ROOM}/beat/{agent}", 1)
+        self.heard[agent] = None
+        self.report(Came(self.node(number)))
+
+    def hear(self) -> list[tuple[str, Any]]:
+        """What each node's watch returns."""
+        words = []
+        for agent, seen in self.heard.items():
+            heard = self.store.watch(f"{ROOM}/word/{agent}", seen, 0.01)
+            self.heard[agent] = heard
+            words.append((agent, decode(heard or b"")))
+        return words
+
+    def run_round(self, num_members: int) -> None:
+        runs = [word for _, word in self.hear()]
+        assert all(isinstance(word, Run) for word in runs)
+        assert sorted(word.place.group_rank for word in runs) == list(range(num_members))
+
+    def stop_round(self) -> None:
+        for agent, word in self.hear():
+            assert isinstance(word, Stop)
+            self.report(Stopped(agent, word.round))
+
+    def lose(self, number: int) -> None:
+        self.heard.pop(f"agent-{number}")
+        self.leader._carry_out(self.machine.handle(NodeLost(f"agent-{number}"), time.monotonic()))
+
+
+def play(num_nodes: int) -> dict[str, tuple[int, float]]:
+    """(messages, seconds) of each kind of round."""
+    job = Job(num_nodes)
+    costs = {}
+
+    def measured(name: str, begin: Any, num_members: int, *, is_first: bool = False) -> None:
+        num_before, began_s = job.store.num_requests, time.perf_counter()
+        begin()
+        if not is_first:
+            job.stop_round()
+        job.run_round(num_members)
+        costs[name] = job.store.num_requests - num_before, time.perf_counter() - began_s
+
+    def all_come() -> None:
+        # The last call is over as soon as enough are there: so the last of them begins the round.
+        job.machine.terms = Terms(num_nodes, num_nodes + 1, max_restarts=99, last_call_s=0.0)
+        for number in range(num_nodes):
+            job.come(number)
+        job.machine.terms = Terms(num_nodes - 1, num_nodes + 1, max_restarts=99, last_call_s=0.0)
+
+    measured("first", all_come, num_nodes, is_first=True)
+    measured("a worker fails", lambda: job.report(Ended("agent-3", job.machine._round, FAILED)), num_nodes)
+    measured("a node is lost", lambda: job.lose(num_nodes - 1), num_nodes - 1)
+    return costs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000, 10_000])
+    parser.add_argument("--repeats", type=int, default=3)
+    flags = parser.parse_args()
+    rows = []
+    for num_nodes in flags.nodes:
+        plays = [play(num_nodes) for _ in range(flags.repeats)]
+        for name in plays[0]:
+            (num_messages,) = {costs[name][0] for costs in plays}
+            times_s = [costs[name][1] for costs in plays]
+            row = {
+                "round": name,
+                "nodes": num_nodes,
+                "messages": num_messages,
+                "messages_per_node": round(num_messages / num_nodes, 3),
+                "median_s": round(statistics.median(times_s), 4),
+                "spread_s": [round(min(times_s), 4), round(max(times_s), 4)],
+            }
+            rows.append(row)
+            print(json.dumps(row))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    sizes = " ".join(map(str, flags.nodes))
+    about = {
+        "command": f"python benchmarks/rendezvous.py --nodes {sizes} --repeats {flags.repeats}",
+        "commit": commit,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+    RESULTS.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What a cluster's environment tells a launcher: how many nodes the job has, which one this is, where they meet.
+
+membership     the value that comes of it
+slurm, mpi, kubernetes, host_lists
+               environment in, a Membership or None out; pure
+placing        flags and Membership in, flags out: what was given wins, what contradicts is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from disttrain_launch.clusters import kubernetes, mpi, slurm
+from disttrain_launch.clusters.membership import Membership
+
+__all__ = ["Membership", "find"]
+
+
+def find(environ: Mapping[str, str]) -> Membership | None:
+    """What the cluster that started this launcher says of it; None: no cluster did. Raises LaunchError.
+
+    mpirun within a Slurm job starts its daemons by srun, so that Slurm's variables are there too, and count the
+    daemons: MPI's are asked first.
+    """
+    for detect in (mpi.detect, slurm.detect, mpi.detect_bare, kubernetes.detect):
+        if (membership := detect(environ)) is not None:
+            return membership
+    return None

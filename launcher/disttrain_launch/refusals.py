@@ -1,0 +1,51 @@
+"""Why a node takes no part in a job, in words with a remedy."""
+
+from __future__ import annotations
+
+from disttrain_launch.messages import Refused
+from disttrain_launch.rounds import Node, Terms, name_nodes
+
+# Fields in which nodes must agree, what sets each, and the remedy.
+_AGREED = (
+    ("num_nodes", "--nnodes", "Start all nodes alike."),
+    ("version", "disttrain version", "Install the same everywhere."),
+    ("run_id", "--rdzv-id", "Start all nodes alike."),
+)
+
+
+def misfit(node: Node, leader: Node, terms: Terms) -> Refused | None:
+    """What does not fit together, whoever else is there; None when all does."""
+    for name, shown, remedy in _AGREED:
+        theirs, ours = getattr(node, name), getattr(leader, name)
+        if theirs != ours:
+            return Refused(f"{node} has {shown} {theirs}, {leader} has {ours}; all nodes need the same.", remedy)
+    most = terms.max_nodes - 1
+    if node.node_rank is None or 0 <= node.node_rank <= most or (terms.is_elastic and node.node_rank > most):
+        return None
+    return Refused(f"{node} is outside --nnodes {leader.num_nodes}.", "Number nodes from 0.")
+
+
+def taken_twice(node: Node, holder: Node) -> Refused:
+    """Two nodes were given one rank."""
+    problem = f"--node-rank {node.node_rank} was given twice: {holder.host} and {node.host}."
+    return Refused(problem, "Give each node a rank of its own.")
+
+
+def too_late(node: Node) -> Refused:
+    """The job runs, and has no place for this node."""
+    which = "" if node.node_rank is None else f": --node-rank {node.node_rank} was not free"
+    return Refused(
+        f"the job began without this node{which}.",
+        "Is it running twice? Each node needs a rank of its own, and jobs that share a host a port of their own.",
+    )
+
+
+def too_few(node_ranks: set[int], num_here: int, terms: Terms) -> Refused:
+    """Nodes did not come in time; those with numbers that did have `node_ranks`."""
+    waited = f"within {terms.join_timeout_s:g} s"
+    absent = tuple(node_rank for node_rank in range(terms.min_nodes) if node_rank not in node_ranks)
+    problem = f"{name_nodes(absent)} did not come {waited}; {name_nodes(tuple(sorted(node_ranks)))} did."
+    if terms.is_elastic or len(absent) + num_here != terms.min_nodes:
+        problem = f"{num_here} of at least {terms.min_nodes} nodes came {waited}."
+    remedy = "Start disttrain-launch there too, with the same --nnodes, --master-addr and --master-port, or wait longer"
+    return Refused(problem, f"{remedy} (--join-timeout).")

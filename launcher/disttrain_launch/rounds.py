@@ -1,0 +1,99 @@
+"""Rounds as values: who takes part in one, which ranks its workers have, and what a job's terms are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node says about itself. One of another version may say less or more."""
+
+    agent: str
+    """Name of its agent, by which the node is known; a launcher that is started again is another one."""
+    node_rank: int | None = None
+    """The number that it was given, if any."""
+    num_nodes: str = ""
+    """How many it was told the job has: `4`, or `2:4`."""
+    num_local_workers: int = 0
+    version: str = ""
+    run_id: str = ""
+    digest: str = ""
+    """Of script and arguments."""
+    host: str = ""
+
+    def __str__(self) -> str:
+        return f"the node on {self.host}" if self.node_rank is None else f"node {self.node_rank} ({self.host})"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the job allows, as node 0 was told."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int = 0
+    join_timeout_s: float = 300.0
+    """How long too few nodes wait for more."""
+    last_call_s: float = 30.0
+    """How long enough nodes wait for more."""
+    keep_alive_s: float = 8.0
+    """A node whose beat stands still for so long is lost."""
+    max_quick_failures: int = 3
+    """So many failures in a row, each soon after the start, are not followed by another start; 0: any number is."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether nodes may leave and others join."""
+        return self.min_nodes < self.max_nodes
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether the job goes on, or waits, when a node is lost."""
+        return self.is_elastic or self.max_restarts > 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a node is in a round."""
+
+    round: int
+    group_rank: int
+    first_rank: int
+    num_nodes: int
+    world_size: int
+
+
+def place_nodes(round: int, group_ranks: Mapping[str, int], num_local_workers: Mapping[str, int]) -> dict[str, Place]:
+    """Where each agent stands; ranks follow each other in the order of group ranks, however many each node has."""
+    world_size = sum(num_local_workers[agent] for agent in group_ranks)
+    places = {}
+    first_rank = 0
+    for agent, group_rank in sorted(group_ranks.items(), key=lambda item: item[1]):
+        places[agent] = Place(round, group_rank, first_rank, len(group_ranks), world_size)
+        first_rank += num_local_workers[agent]
+    return places
+
+
+def choose_group_ranks(wishes: Sequence[tuple[str, int | None]]) -> dict[str, int]:
+    """A permutation of 0 .. len(wishes) - 1 by agent, where who comes first in `wishes` gets his wish.
+
+    Wishes that cannot be had, and None, are given what is left over, in their order.
+    """
+    taken: dict[int, str] = {}
+    without = []
+    for agent, wish in wishes:
+        if wish is not None and 0 <= wish < len(wishes) and wish not in taken:
+            taken[wish] = agent
+        else:
+            without.append(agent)
+    free = (group_rank for group_rank in range(len(wishes)) if group_rank not in taken)
+    return {**{agent: group_rank for group_rank, agent in taken.items()}, **dict(zip(without, free, strict=False))}
+
+
+def name_nodes(node_ranks: tuple[int, ...], max_shown: int = 8) -> str:
+    """`nodes 1, 2 and 14 more`."""
+    shown = ", ".join(str(node_rank) for node_rank in node_ranks[:max_shown])
+    more = f" and {len(node_ranks) - max_shown} more" if len(node_ranks) > max_shown else ""
+    return f"node{'s' if len(node_ranks) > 1 else ''} {shown}{more}"
