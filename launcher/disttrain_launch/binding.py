@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from disttrain_launch.topology import Topology
+from disttrain_launch.topology import Topology, has_gpus, read_topology
+
+AUTO, NONE = "auto", "none"
+"""By node where there are GPUs and several NUMA nodes, else not at all; not at all."""
 
 
 class Way(Enum):
@@ -46,8 +49,19 @@ def bindings(topology: Topology, num_workers: int, way: Way) -> tuple[Binding | 
     )
 
 
+def chosen_bindings(choice: str, num_workers: int, environ: Mapping[str, str]) -> tuple[Binding | None, ...]:
+    """By local rank, for workers with this environment on this machine. `choice`: AUTO, NONE or a way."""
+    unbound = (None,) * num_workers
+    if choice == NONE or (choice == AUTO and not has_gpus()):
+        return unbound
+    topology = read_topology(environ, frozenset(os.sched_getaffinity(0)))
+    if choice == AUTO and topology.num_numa_nodes == 1:
+        return unbound
+    return bindings(topology, num_workers, Way.NODE if choice == AUTO else Way(choice))
+
+
 @contextmanager
-def inherited(binding: Binding | None) -> Iterator[None]:
+def inherited_by_children(binding: Binding | None) -> Iterator[None]:
     """What is started by this thread meanwhile is bound so from its first instruction on; the thread itself is not,
     afterwards."""
     if binding is None:

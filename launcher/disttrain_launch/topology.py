@@ -13,6 +13,8 @@ from pathlib import Path
 
 from disttrain import settings
 
+GPU_FOLDER = "proc/driver/nvidia/gpus"
+
 
 @dataclass(frozen=True)
 class Core:
@@ -36,6 +38,11 @@ class Topology:
     @property
     def num_numa_nodes(self) -> int:
         return len({core.numa_node for core in self.cores.values()})
+
+
+def has_gpus(root: Path = Path("/")) -> bool:
+    """Whether this machine has GPUs whose place is known."""
+    return (root / GPU_FOLDER).is_dir()
 
 
 def read_topology(environ: Mapping[str, str], allowed: frozenset[int], root: Path = Path("/")) -> Topology:
@@ -70,7 +77,7 @@ def _core(folder: Path, number: int, numa_node: int) -> Core:
 
 def _gpu_numa_nodes(environ: Mapping[str, str], root: Path) -> tuple[int | None, ...]:
     # NVIDIA numbers GPUs by bus address where they are alike, as those of a training node are.
-    addresses = sorted(path.name for path in root.glob("proc/driver/nvidia/gpus/*") if path.is_dir())
+    addresses = sorted(path.name for path in (root / GPU_FOLDER).glob("*") if path.is_dir())
     visible = environ.get(settings.VISIBLE_GPUS.name)
     entries = [str(index) for index in range(len(addresses))] if visible is None else visible.split(",")
     return tuple(_numa_node(_address(entry.strip(), addresses, root), root) for entry in entries if entry.strip())
@@ -82,7 +89,7 @@ def _address(entry: str, addresses: list[str], root: Path) -> str | None:
     if not entry.startswith("GPU-"):
         return None
     for address in addresses:
-        told = re.search(r"GPU UUID:\s*(\S+)", _text(root / "proc/driver/nvidia/gpus" / address / "information"))
+        told = re.search(r"GPU UUID:\s*(\S+)", _text(root / GPU_FOLDER / address / "information"))
         if told is not None and told[1].startswith(entry):
             return address
     return None

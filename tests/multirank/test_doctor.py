@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
 
-from tests.launching import LIMIT_S, command, environment, launched
+from tests.launching import LIMIT_S, environment
 
 NUM_NODES = 3
 
@@ -17,17 +18,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def doctor(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "disttrain_launch", "doctor", *flags, "--json"]
+
+
 def report_of(output: str) -> dict[str, list[dict[str, str]]]:
     """Findings by topic."""
-    text = "\n".join(line.removeprefix("[rank 0] ") for line in output.splitlines())
     found: dict[str, list[dict[str, str]]] = {}
-    for finding in json.loads(text)["findings"]:
+    for finding in json.loads(output)["findings"]:
         found.setdefault(finding["topic"], []).append(finding)
     return found
 
 
 def test_ranks_of_one_node() -> None:
-    done = launched(2, "-m", "disttrain.doctor", "--json")
+    done = subprocess.run(
+        doctor("--nproc-per-node", "2"), env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
     found = report_of(done.stdout)
     assert {"versions", "host name", "cores", "shared memory", "open files", "all-reduce"} <= found.keys()
     assert len(found["cores"]) == 1  # once per node
@@ -39,8 +45,7 @@ def test_a_node_that_no_other_reaches_is_named() -> None:
     port = free_port()
     agents = []
     for node in range(NUM_NODES):
-        meeting = ("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
-        argv = [part for part in command(1, *meeting, "-m", "disttrain.doctor", "--json") if part != "--standalone"]
+        argv = doctor("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
         environ = {**environment(), **({"GLOO_SOCKET_IFNAME": "nosuch0"} if node == 2 else {})}
         agents.append(subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     outputs = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_launch.binding import Binding, Way, bindings, inherited
-from disttrain_launch.topology import Core, Topology, core_list, read_topology
+from disttrain_launch.binding import Binding, Way, bindings, chosen_bindings, inherited_by_children
+from disttrain_launch.topology import Core, Topology, core_list, has_gpus, read_topology
 
 # Two sockets of two NUMA nodes of two caches of two physical cores of two threads; siblings are 16 apart.
 CORES = {
@@ -122,10 +122,19 @@ def test_lists_of_cores() -> None:
     assert core_list("\n") == []
 
 
+def test_without_gpus_nobody_is_bound_unless_it_is_asked_for() -> None:
+    if not has_gpus():
+        assert chosen_bindings("auto", 2, {}) == (None, None)
+    assert chosen_bindings("none", 2, {}) == (None, None)
+    for way in Way:
+        found = chosen_bindings(way.value, 2, {"CUDA_VISIBLE_DEVICES": ""})
+        assert all(binding is not None and binding.cores <= os.sched_getaffinity(0) for binding in found)
+
+
 def test_what_is_started_is_bound_and_the_starter_is_not() -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
-    with inherited(Binding(frozenset({one}), frozenset({0}))):
+    with inherited_by_children(Binding(frozenset({one}), frozenset({0}))):
         program = "import os; print(*os.sched_getaffinity(0)); print(open('/proc/self/numa_maps').readline())"
         told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     cores, memory = told.stdout.splitlines()[:2]
