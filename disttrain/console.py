@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 
 def write(text: str) -> None:
@@ -15,3 +16,25 @@ def write(text: str) -> None:
     except BrokenPipeError:
         # Python flushes once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int]) -> str:
+    """Columns in `words` to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column in words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (head, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: int) -> str:
+    """Such as `1.5 GiB`."""
+    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.4g} {units[0]}"

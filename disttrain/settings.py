@@ -111,7 +111,7 @@ NUM_THREADS = Setting[int | None](
     "OMP_NUM_THREADS",
     _natural,
     None,
-    "Threads of each worker's CPU operators; the launcher sets 1 where several share a node.",
+    "Threads of each worker's CPU operators; the launcher sets its part of the cores where several share a node.",
 )
 NO_COLOR = Setting[bool]("NO_COLOR", bool, False, "Any text: the launcher prints no colours.")
 

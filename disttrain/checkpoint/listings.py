@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.folders import CLAIM, TEMPORARY
 from disttrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from disttrain.checkpoint.progress import size_text
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
 from disttrain.checkpoint.verifying import all_chunks
+from disttrain.console import size_text, table
 from disttrain.errors import CheckpointError
 
 
@@ -94,19 +93,6 @@ def folder_text(where: str, described: dict[str, Any]) -> str:
     rows += [(name, "", "", "", "unfinished: under way, or dead") for name in described["unfinished"]]
     head = f"{where}: {_plural(len(described['saves']), 'save')}"
     return head + "\n\n" + table(("save", "tensors", "size", "ranks", "made by"), rows, words=(0, 4))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int]) -> str:
-    """Columns in `words` to the left, numbers to the right."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    ]
-    return "\n".join(lines)
 
 
 def _plural(count: int, word: str) -> str:

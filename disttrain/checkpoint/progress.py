@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from disttrain.console import size_text
+
 _LINE_EVERY_S = 10.0
 
 
@@ -48,15 +50,6 @@ class _Lines:
             self._last_s = time.monotonic()
             share = self._done_bytes / max(self._total_bytes, 1)
             print(f"{self._title}: {size_text(self._done_bytes)}, {share:.0%}", file=sys.stderr)  # noqa: T201
-
-
-def size_text(num_bytes: int) -> str:
-    """Such as `1.5 GiB`."""
-    size, units = float(num_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.4g} {units[0]}"
 
 
 def speed_text(num_bytes: int, duration_s: float) -> str:

@@ -227,8 +227,10 @@ def _yield_to_training() -> None:
 
 
 def main() -> None:
-    # A terminal's interrupt is for the training process; when that ends, this one knows.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Interrupts from a terminal, and a cluster's request to end, go to all processes of a job. They are for the
+    # training process, which may be saving because of them; when it ends, this one knows.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _yield_to_training()
     Writer(Wire(socket.socket(fileno=int(sys.argv[1])))).run()
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
-from disttrain.flight_recorder.clock import ask_clock, serve_clock
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.symbols import PACKAGE
+from disttrain.store.clock import ask_clock, serve_clock
 from disttrain.store.responder import Responder
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from disttrain import settings
+from disttrain_launch.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.dumps import ask_for_dumps, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
@@ -67,6 +68,7 @@ class Agent:
         self._signals = signals
         self._warden = warden
         self._link = link
+        self._bindings = chosen_bindings(spec.numa_binding, spec.num_local_workers, environ)
         self._selector = selectors.DefaultSelector()
         self.output = Output(spec, environ, self._selector)
         self.round = -1
@@ -113,7 +115,8 @@ class Agent:
         inherited = {**self.output.worker_variables(), **self._environ}
         inherited[settings.FLIGHT_DIR.name] = str(self._dump_folder)
         environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
-        worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
+        with inherited_by_children(self._bindings[local_rank]):
+            worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
         self._workers[local_rank] = worker
         self._running.add(local_rank)
         self._warden.started(worker.pid)

@@ -5,14 +5,17 @@ The first argument may name a command; `run` is the one that is meant without. A
 
 from __future__ import annotations
 
+import argparse
 import errno
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from disttrain import settings
-from disttrain.errors import DisttrainError
+from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.clusters.placing import placed
+from disttrain_launch.devices import num_gpus
 from disttrain_launch.flags import parse
 from disttrain_launch.job import OPERATION
 from disttrain_launch.request import job_spec
@@ -57,6 +60,22 @@ def _run(argv: Sequence[str]) -> int:
     args = parse(argv, environ)
     if args.new_token is not None:
         return _write_new_token(args.new_token)
+    return _start(args, environ)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    environ = settings.environment()
+    own = [flag for flag in argv if flag == "--json"]
+    args = parse([flag for flag in argv if flag != "--json"], environ)
+    if args.script is not None:
+        raise LaunchError(f"{OPERATION} doctor", f"it takes no script, and was given {args.script}.", "Leave it out.")
+    args.script, args.script_args, args.module = "disttrain.doctor", own, True
+    if args.nproc_per_node == "1" and num_gpus(environ):
+        args.nproc_per_node = "gpu"
+    return _start(args, environ, has_prefixes=False)
+
+
+def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes: bool = True) -> int:
     args, found = placed(args, environ)
     if found:
         print(f"{OPERATION}: {found}", file=sys.stderr, flush=True)
@@ -64,7 +83,7 @@ def _run(argv: Sequence[str]) -> int:
     # Only now: the help must not wait for the store's and the event loop's modules.
     from disttrain_launch.launch import run
 
-    return run(spec)
+    return run(replace(spec, logs=replace(spec.logs, has_prefixes=has_prefixes)))
 
 
 def _submit(argv: Sequence[str]) -> int:
@@ -84,4 +103,4 @@ def _write_new_token(path: str) -> int:
     return 0
 
 
-_COMMANDS = {"run": _run, "submit": _submit}
+_COMMANDS = {"run": _run, "submit": _submit, "doctor": _doctor}

@@ -55,7 +55,7 @@ def worker_environment(
     environ = {**inherited, **{name: str(value) for name, value in ours.items()}}
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if spec.num_local_workers > 1 and not settings.NUM_THREADS.is_set(inherited):
-        environ[settings.NUM_THREADS.name] = "1"
+        environ[settings.NUM_THREADS.name] = str(spec.num_threads)
     environ.pop(settings.TOKEN_FILE.name, None)
     if meeting.token_file is not None:
         environ[settings.TOKEN_FILE.name] = str(meeting.token_file.absolute())

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from disttrain import settings
+from disttrain_launch.binding import AUTO, NONE, Way
 from disttrain_launch.job import OPERATION
 
 VARIABLE_PREFIXES = ("PET_", "DISTTRAIN_LAUNCH_")
@@ -43,7 +44,6 @@ _UNSUPPORTED = {
     "--duplicate-stderr-filters": "Filter the files under --log-dir.",
     "--local-addr": "Give --master-addr; other nodes' addresses are not needed.",
     "--logs-specs": "Use --log-dir, --redirects and --tee.",
-    "--numa-binding": "Pin in the script, or start it with numactl and --no-python.",
     "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always passed on.",
     "--virtual-local-rank": "Pick the GPU by LOCAL_RANK.",
 }
@@ -86,7 +86,8 @@ def make_parser() -> Parser:
         prog=OPERATION,
         description="Start a script as many processes on one node or several, and watch over them.",
         usage="%(prog)s [run] [flags] script [script's arguments]\n"
-        "       %(prog)s submit slurm|kubernetes|ssh [flags] script [script's arguments]",
+        "       %(prog)s submit slurm|kubernetes|ssh [flags] script [script's arguments]\n"
+        "       %(prog)s doctor [flags]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -121,6 +122,15 @@ def _add_size(parser: Parser) -> None:
     add_flag(group, "--nnodes", default="1", metavar="N", help="nodes of the job, or MIN:MAX (default: 1)")
     add_flag(group, "--node-rank", type=int, metavar="K", help="which of them this is; 0 keeps the store")
     add_flag(group, "--oversubscribe", action="store_true", help="allow more workers than GPUs")
+    add_flag(
+        group,
+        "--numa-binding",
+        default=AUTO,
+        choices=(AUTO, NONE, *(way.value for way in Way)),
+        metavar="WAY",
+        help="cores of each worker: of its GPU's NUMA node or socket, exclusive, core-complex, none "
+        "(default: auto, which is node where there are GPUs and several nodes)",
+    )
 
 
 def _add_meeting(parser: Parser) -> None:

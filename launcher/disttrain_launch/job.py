@@ -54,6 +54,7 @@ class LogPlan:
     file_and_screen: StreamChoice = StreamChoice()
     shown_local_ranks: frozenset[int] | None = None
     """None: all."""
+    has_prefixes: bool = True
 
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:
@@ -84,6 +85,10 @@ class JobSpec:
     """Port of the launcher's store on node 0; 0 (one node only): any free one."""
     run_id: str = "none"
     role: str = "default"
+    num_threads: int = 1
+    """Of each of several workers' CPU operators, unless the user has said."""
+    numa_binding: str = "auto"
+    """Where workers run: a `Way`, none or auto."""
     token_file: Path | None = None
     """None: one node makes its own; several meet without one, on loopback only. `-`: it comes on standard input."""
     logs: LogPlan = LogPlan()

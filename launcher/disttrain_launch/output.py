@@ -44,7 +44,9 @@ class Output(Streams):
         return StreamPump(
             fd,
             screen=screen if logs.shows(worker.local_rank, stream) else None,
-            prefix=rank_prefix(worker.rank, self._environ, is_terminal=screen.is_terminal),
+            prefix=rank_prefix(worker.rank, self._environ, is_terminal=screen.is_terminal)
+            if logs.has_prefixes
+            else b"",
             log_file=log_file,
             shows_bar=worker.rank == 0,
             say=self.say,

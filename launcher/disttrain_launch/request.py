@@ -44,9 +44,12 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
             f"Make one with {OPERATION} --new-token FILE, copy it to all nodes, give it as --token-file FILE.",
         )
     run_id = args.rdzv_id or ("none" if num_nodes > 1 else secrets.token_hex(8))
+    num_local_workers = _num_local_workers(args.nproc_per_node, args.oversubscribe, environ)
     return JobSpec(
         command=_command(args),
-        num_local_workers=_num_local_workers(args.nproc_per_node, args.oversubscribe, environ),
+        num_local_workers=num_local_workers,
+        num_threads=max(1, num_cores() // num_local_workers),
+        numa_binding=args.numa_binding,
         num_nodes=num_nodes,
         min_nodes=min_nodes,
         node_rank=node_rank,

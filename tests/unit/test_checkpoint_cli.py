@@ -12,7 +12,7 @@ import torch
 
 from disttrain.checkpoint import Checkpointer, PerRank, save
 from disttrain.checkpoint.cli import main
-from disttrain.checkpoint.progress import size_text
+from disttrain.console import size_text
 
 DEAD = "step-00000009.tmp-" + "0" * 32
 

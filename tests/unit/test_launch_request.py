@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disttrain.errors import LaunchError
-from disttrain_launch.devices import num_gpus
+from disttrain_launch.devices import num_cores, num_gpus
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.flags import parse
 from disttrain_launch.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
@@ -129,7 +129,7 @@ def test_a_working_directory_that_is_gone_is_named(script: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--numa_binding=node train.py", "torchrun's --numa-binding is not supported."),
+        ("--start_method=spawn train.py", "torchrun's --start-method is not supported."),
         ("--no-such-flag train.py", "unrecognized arguments: --no-such-flag"),
         ("--node-rank one train.py", "argument --node-rank/--node_rank: invalid int value: 'one'"),
     ],
@@ -222,6 +222,16 @@ def test_what_a_worker_finds_in_its_environment() -> None:
         "DISTTRAIN_ROUND": "4",
         "DISTTRAIN_AGENT": "agent",
     }
+
+
+def test_workers_share_the_cores(script: str) -> None:
+    cores = num_cores()
+    assert spec_of("--nproc-per-node", "1", script).num_threads == cores
+    assert spec_of("--nproc-per-node", str(2 * cores), script).num_threads == 1
+    run = Run(Place(0, 0, 0, 1, 2), 0, 2)
+    meeting = Meeting("127.0.0.1", 1, None, "127.0.0.1")
+    environ = worker_environment({}, JobSpec(("train",), 2, num_threads=7), run, meeting, "agent", 0)
+    assert environ["OMP_NUM_THREADS"] == "7"
 
 
 def test_what_the_user_set_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from disttrain.console import table
 from disttrain.pipelining.searching.search import Found
 
 _HEAD = ("schedule", "stages per rank", "placement", "makespan", "bubble", "waits between", "kept", "messages")
@@ -13,8 +14,7 @@ def compare_table(found: Sequence[Found], in_colour: bool) -> str:
     """`waits between`: the most that a rank waits after its first action and before its last; `kept`: microbatches
     that the fullest rank keeps, by its costs; `messages`: that the busiest rank sends."""
     rows = [_row(one) for one in sorted(found, key=lambda one: one.score)]
-    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
-    lines = [_line(row, widths) for row in (_HEAD, *rows)]
+    lines = table(_HEAD, rows, words=(0, 2)).splitlines()
     if in_colour:
         lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
     return "\n".join(lines)
@@ -35,12 +35,3 @@ def _row(one: Found) -> tuple[str, ...]:
         f"{one.num_bytes:.6g}",
         str(max(sent)),
     )
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Words to the left, numbers to the right."""
-    cells = (
-        cell.ljust(width) if column in (0, 2) else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()

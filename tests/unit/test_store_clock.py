@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from disttrain.flight_recorder import clock as clock_module
-from disttrain.flight_recorder.clock import ask_clock, serve_clock
 from disttrain.store import HashStore
+from disttrain.store import clock as clock_module
+from disttrain.store.clock import ask_clock, serve_clock
 
 
 def test_the_offset_is_that_of_the_quickest_answer() -> None:

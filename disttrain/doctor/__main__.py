@@ -1,0 +1,164 @@
+"""What each rank of `disttrain-launch doctor` runs: look, measure, and let rank 0 tell.
+
+Exit code of rank 0: 0 when nothing is in the way of a job, 1 when something is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+
+from disttrain.console import write
+from disttrain.doctor.findings import ALL, Finding, Findings, State, as_json, as_text, is_bad
+from disttrain.doctor.machine import examine, look, versions
+from disttrain.doctor.network import TIMEOUT_S, measure_pairs, measure_whole
+from disttrain.doctor.pairs import MAX_ROUNDS, Measured, Pair, judge
+from disttrain.errors import StoreTimeoutError
+from disttrain.process_group import World, current_world, destroy_process_group, init_process_group
+from disttrain.settings import LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+from disttrain.store import PrefixStore, Store
+from disttrain.store.clock import ask_clock, serve_clock
+
+LOOK_S = 60.0
+MEASURE_S = 4 * TIMEOUT_S * (MAX_ROUNDS + 1)
+MAX_CLOCK_S = 1.0
+"""Logs of nodes whose clocks differ by more are hard to read together."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="disttrain-launch doctor")
+    parser.add_argument("--json", action="store_true", help="print an object: is_fit, and findings")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    init_process_group()
+    world = current_world("doctor")
+    try:
+        findings = _examine_all(world)
+        if findings is None:
+            return 0
+        write(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
+        return int(is_bad(findings))
+    finally:
+        destroy_process_group()
+
+
+def _examine_all(world: World) -> Findings | None:
+    """All ranks' findings, on rank 0."""
+    store = PrefixStore("doctor", world.store)
+    served = store.clone()
+    if world.rank == 0:
+        threading.Thread(target=serve_clock, args=[served], daemon=True).start()
+    _put(store, f"seen/{world.rank}", _seen(world, store))
+    seen, absent = _collected(store, "seen", world.world_size, LOOK_S) if world.rank == 0 else ({}, [])
+    if world.rank == 0:
+        leaders = [rank for rank, one in sorted(seen.items()) if one["local_rank"] == 0]
+        _put(store, "leaders", [] if absent else leaders)
+    store.wait(["leaders"], 2 * LOOK_S)
+    leaders = msgpack.unpackb(store.get("leaders"))
+    measured = measure_pairs(world, leaders)
+    _put(store, f"measured/{world.rank}", [[list(pair), *_plain(one)] for pair, one in measured.items()])
+    # Without everybody it would only wait for its timeout.
+    whole = measure_whole(world) if leaders else []
+    if world.rank:
+        # Rank 0 reads what is in the store before anybody takes that away.
+        store.wait(["read"], MEASURE_S)
+        return None
+    pairs, _ = _collected(store, "measured", world.world_size, MEASURE_S)
+    found = _summary(seen, absent, leaders, {rank: _pairs(rows) for rank, rows in pairs.items()}, whole)
+    _put(store, "read", True)
+    served.close()
+    return found
+
+
+def _seen(world: World, store: Store) -> dict[str, Any]:
+    """What one rank tells of its machine; only the first of a node examines it."""
+    local_rank = LOCAL_RANK.read() or 0
+    has_others = world.world_size > (LOCAL_WORLD_SIZE.read() or 1)
+    machine = look(MASTER_ADDR.read() if has_others else None, torch.cuda.device_count())
+    findings = examine(machine) if local_rank == 0 else []
+    if local_rank == 0 and machine.driver and not torch.cuda.is_available():
+        remedy = "Install a build of torch for the driver's version of CUDA (nvidia-smi shows it)."
+        findings.append(Finding("CUDA", State.BAD, f"torch {torch.__version__} cannot use the GPUs", remedy))
+    if local_rank == 0 and world.rank:
+        findings.append(_clock(ask_clock(store)))
+    return {
+        "host": machine.host,
+        "local_rank": local_rank,
+        "versions": versions(torch.__version__),
+        "findings": [finding.to_plain() for finding in findings],
+    }
+
+
+def _clock(told: tuple[float, float] | None) -> Finding:
+    if told is None:
+        return Finding("clock", State.DOUBTFUL, "node 0 did not tell its time", "Look at node 0's load.")
+    offset_s, error_s = told
+    value = f"{-offset_s:+.3f} s against node 0, give or take {error_s:.3f}"
+    if abs(offset_s) <= MAX_CLOCK_S + error_s:
+        return Finding("clock", State.GOOD, value if abs(offset_s) > 10 * error_s else "as on node 0")
+    return Finding("clock", State.DOUBTFUL, value, "Let NTP set it (timedatectl, chronyc).")
+
+
+def _summary(
+    seen: dict[int, Any],
+    absent: Sequence[int],
+    leaders: Sequence[int],
+    measured: dict[int, dict[Pair, Measured]],
+    whole: list[Finding],
+) -> Findings:
+    hosts = _names([seen[rank]["host"] for rank in leaders])
+    found: dict[str, list[Finding]] = {
+        host: [Finding.from_plain(row) for row in seen[rank]["findings"]]
+        for host, rank in zip(hosts, leaders, strict=True)
+    }
+    common: list[Finding] = []
+    if absent:
+        problem = f"ranks {list(absent)} did not come within {LOOK_S:g} s"
+        common.append(Finding("ranks", State.BAD, problem, "See their output; a node may be slow to load torch."))
+    kinds = sorted({one["versions"] for one in seen.values()})
+    alike = Finding("versions", State.GOOD, kinds[0])
+    differing = Finding("versions", State.BAD, "; ".join(kinds), "Install the same on all nodes.")
+    common.append(alike if len(kinds) == 1 else differing)
+    pairs = {pair: one for rows in measured.values() for pair, one in rows.items()}
+    for host, findings in judge(hosts, pairs).items():
+        (common if host == ALL else found[host]).extend(findings)
+    return {**found, ALL: common + whole} if len(hosts) > 1 else {hosts[0]: common + found[hosts[0]] + whole}
+
+
+def _names(hosts: Sequence[str]) -> list[str]:
+    """Names of nodes, apart where several have one host name."""
+    return [f"{host} (node {node})" if hosts.count(host) > 1 else host for node, host in enumerate(hosts)]
+
+
+def _put(store: Store, key: str, value: Any) -> None:
+    store.set(key, msgpack.packb(value))
+
+
+def _collected(store: Store, name: str, num_ranks: int, timeout_s: float) -> tuple[dict[int, Any], list[int]]:
+    """What ranks have put, and those that have not."""
+    keys = {rank: f"{name}/{rank}" for rank in range(num_ranks)}
+    try:
+        store.wait(list(keys.values()), timeout_s)
+    except StoreTimeoutError:
+        pass
+    there = {rank: key for rank, key in keys.items() if store.check([key])}
+    return {rank: msgpack.unpackb(store.get(key)) for rank, key in there.items()}, sorted(keys.keys() - there.keys())
+
+
+def _plain(measured: Measured) -> list[Any]:
+    return [measured.bytes_per_s, measured.latency_s, measured.problem]
+
+
+def _pairs(rows: list[list[Any]]) -> dict[Pair, Measured]:
+    return {(pair[0], pair[1]): Measured(*rest) for pair, *rest in rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
