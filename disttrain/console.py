@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 
 def write(text: str) -> None:
     """Print; a reader such as `head` that has seen enough is no error, nor is a terminal that lacks a letter."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Run, Stop, Stopped, Word
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
-from disttrain_launch.rendezvous_state import Event, NodeLost, Phase, Rendezvous, Tell, TimePassed
-from disttrain_launch.rounds import Node, Place, Terms
+from disttrain_launch.rendezvous_state import Event, NodeLost, Rendezvous, Tell, TimePassed
+from disttrain_launch.rounds import Node, Phase, Place, Terms
 
 LEADER = "a0"
 MOST_STEPS = 500

@@ -77,7 +77,8 @@ class Claim:
             if is_held is False:
                 self._storage.remove_unless_held(path)
             elif is_held is None and other < self.name:
-                self._storage.remove_folder(path)
+                with suppress(FileNotFoundError):  # only its lock was left, or another has removed it
+                    self._storage.remove_folder(path)
 
     def outlive(self) -> None:
         """From now on the claim stays when this process ends, for a writer that goes on; the next job removes it."""

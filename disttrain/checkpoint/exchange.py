@@ -36,6 +36,7 @@ _STALL_S = 30.0
 _PROOF_S = 10.0
 """How long a stranger may take to prove itself."""
 
+_AGAIN_S = 0.1
 _MAX_UNPROVED = 1024
 """How many strangers may be about to."""
 
@@ -67,10 +68,12 @@ class FileServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = Address(host, self._listener.getsockname()[1], new_token())
         self._unproved = threading.Semaphore(_MAX_UNPROVED)
+        self._closing = threading.Event()
         threading.Thread(target=self._accept, name="disttrain-memory", daemon=True).start()
 
     def close(self) -> None:
         """Take no more connections; those there are end with their peers."""
+        self._closing.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         except OSError:
@@ -81,8 +84,10 @@ class FileServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or out of descriptors, which passes
+                if self._closing.wait(_AGAIN_S):
+                    return
+                continue
             if self._unproved.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             else:

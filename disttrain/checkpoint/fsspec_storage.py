@@ -49,7 +49,10 @@ class FsspecStorage:
     def recipe(self) -> tuple[str, dict[str, Any]]:
         """Raises CheckpointError for a file system that another process cannot have."""
         kind = type(self._system).__name__
-        if isinstance(self._system, MemoryFileSystem):
+        inner = self._system
+        while (wrapped := getattr(inner, "fs", None)) is not None:  # such as DirFileSystem
+            inner = wrapped
+        if isinstance(inner, MemoryFileSystem):
             raise CheckpointError("async_save", f"what a {kind} holds, no other process sees.", _INSTEAD)
         options = self._system.to_dict()
         try:

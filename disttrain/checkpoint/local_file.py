@@ -7,6 +7,7 @@ O_DIRECT. torch aligns memory by 64 bytes and disks want 512 or more, so who rea
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -22,6 +23,7 @@ class LocalFile:
     def __init__(self, path: Path) -> None:
         self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._direct: int | None = None
+        self._refuses = False
         self.num_bytes = os.fstat(self._cached).st_size
         if self.num_bytes >= _DIRECT_BYTES:
             try:
@@ -36,11 +38,18 @@ class LocalFile:
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         size = len(buffer)
-        if self._direct is None or size < _DIRECT_BYTES or (address_of(buffer) - offset) % PAGE_BYTES:
+        if self._direct is None or self._refuses or size < _DIRECT_BYTES or (address_of(buffer) - offset) % PAGE_BYTES:
             return self._read(self._cached, offset, buffer)
         head = -offset % PAGE_BYTES
         tail = head + (size - head) // PAGE_BYTES * PAGE_BYTES
-        done = self._read(self._direct, offset + head, buffer[head:tail])
+        try:
+            done = self._read(self._direct, offset + head, buffer[head:tail])
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some file systems open files so, and then refuse to read them.
+            self._refuses = True
+            return self._read(self._cached, offset, buffer)
         ends = self._read(self._cached, offset, buffer[:head]) if head else 0
         if tail < size and done == tail - head:
             ends += self._read(self._cached, offset + tail, buffer[tail:])

@@ -57,21 +57,20 @@ def _examine_all(world: World) -> Findings | None:
         threading.Thread(target=serve_clock, args=[served], daemon=True).start()
     _put(store, f"seen/{world.rank}", _seen(world, store))
     seen, absent = _collected(store, "seen", world.world_size, LOOK_S) if world.rank == 0 else ({}, [])
+    leaders = [rank for rank, one in sorted(seen.items()) if one["local_rank"] == 0]
     if world.rank == 0:
-        leaders = [rank for rank, one in sorted(seen.items()) if one["local_rank"] == 0]
+        # Without everybody, measuring would only wait for its timeout.
         _put(store, "leaders", [] if absent else leaders)
     store.wait(["leaders"], 2 * LOOK_S)
-    leaders = msgpack.unpackb(store.get("leaders"))
-    measured = measure_pairs(world, leaders)
-    _put(store, f"measured/{world.rank}", [[list(pair), *_plain(one)] for pair, one in measured.items()])
-    # Without everybody it would only wait for its timeout.
-    whole = measure_whole(world) if leaders else []
+    if measuring := msgpack.unpackb(store.get("leaders")):
+        pairs = [[list(pair), *_plain(one)] for pair, one in measure_pairs(world, measuring).items()]
+        _put(store, f"measured/{world.rank}", [pairs, [one.to_plain() for one in measure_whole(world)]])
     if world.rank:
         # Rank 0 reads what is in the store before anybody takes that away.
-        store.wait(["read"], MEASURE_S)
+        store.wait(["read"], 2 * MEASURE_S)
         return None
-    pairs, _ = _collected(store, "measured", world.world_size, MEASURE_S)
-    found = _summary(seen, absent, leaders, {rank: _pairs(rows) for rank, rows in pairs.items()}, whole)
+    measured, _ = _collected(store, "measured", world.world_size if measuring else 0, MEASURE_S)
+    found = _summary(seen, absent, leaders, measured)
     _put(store, "read", True)
     served.close()
     return found
@@ -110,9 +109,9 @@ def _summary(
     seen: dict[int, Any],
     absent: Sequence[int],
     leaders: Sequence[int],
-    measured: dict[int, dict[Pair, Measured]],
-    whole: list[Finding],
+    measured: dict[int, Any],
 ) -> Findings:
+    """`measured`, by rank: rows of pairs, and of findings on all ranks together."""
     hosts = _names([seen[rank]["host"] for rank in leaders])
     found: dict[str, list[Finding]] = {
         host: [Finding.from_plain(row) for row in seen[rank]["findings"]]
@@ -126,10 +125,18 @@ def _summary(
     alike = Finding("versions", State.GOOD, kinds[0])
     differing = Finding("versions", State.BAD, "; ".join(kinds), "Install the same on all nodes.")
     common.append(alike if len(kinds) == 1 else differing)
-    pairs = {pair: one for rows in measured.values() for pair, one in rows.items()}
+    pairs = {pair: one for rows, _ in measured.values() for pair, one in _pairs(rows).items()}
+    whole: dict[str, Finding] = {}
+    for _, rows in measured.values():
+        for one in map(Finding.from_plain, rows):
+            # A sum may be wrong on one rank only.
+            if one.topic not in whole or (one.state is State.BAD and whole[one.topic].state is not State.BAD):
+                whole[one.topic] = one
     for host, findings in judge(hosts, pairs).items():
         (common if host == ALL else found[host]).extend(findings)
-    return {**found, ALL: common + whole} if len(hosts) > 1 else {hosts[0]: common + found[hosts[0]] + whole}
+    if len(hosts) > 1:
+        return {**found, ALL: [*common, *whole.values()]}
+    return {hosts[0]: [*common, *found[hosts[0]], *whole.values()]}
 
 
 def _names(hosts: Sequence[str]) -> list[str]:

@@ -80,8 +80,8 @@ def _all_reduced(world: World, device: torch.device) -> Finding:
         tensor = torch.ones(WHOLE_BYTES // 4, device=device)
         all_reduce(tensor, group=group)
         expected = float(world.world_size)
-        if not bool((tensor == expected).all()):
-            return Finding(name, State.BAD, f"gave {tensor[0].item():g} instead of {expected:g}", _WRONG)
+        wrong = tensor[tensor != expected]
+        problem = f"gave {wrong[0].item():g} instead of {expected:g}" if wrong.numel() else ""
         durations_s = []
         for _ in range(NUM_TURNS):
             barrier(group)
@@ -92,6 +92,10 @@ def _all_reduced(world: World, device: torch.device) -> Finding:
             durations_s.append(time.perf_counter() - began_s)
     except DisttrainError as error:
         return Finding(name, State.BAD, error.problem, error.remedy or "See the log of each rank.")
+    except RuntimeError as error:  # of the device: out of memory, or worse
+        return Finding(name, State.BAD, str(error).splitlines()[0], "See the log of each rank, and nvidia-smi.")
+    if problem:
+        return Finding(name, State.BAD, f"rank {world.rank}: it {problem}", _WRONG)
     # Each rank sends and receives this much in a ring; NCCL's tests call it bus bandwidth.
     moved = 2 * (world.world_size - 1) / world.world_size * WHOLE_BYTES
     return Finding(name, State.GOOD, f"{moved / min(durations_s) / 1e9:.3g} GB/s on {world.world_size} ranks")

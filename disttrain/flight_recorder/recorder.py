@@ -10,6 +10,7 @@ microsecond, a comparison with itself nothing. Of two files with the same code o
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import platform
 import socket
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from disttrain.errors import DisttrainError
     from disttrain.flight_recorder.dump import Dump
     from disttrain.process_group import ProcessGroup, World
+
+_log = logging.getLogger(__name__)
 
 _MAX_ERROR_CHARS: Final = 500
 MAX_SITES: Final = 8192
@@ -147,9 +150,11 @@ class FlightRecorder:
     def close(self) -> None:
         """The world is over: its ring is nobody's any more. What has been recorded can still be dumped."""
         closing, self._closing = self._closing, []
-        for close in closing:
-            close()
-        self._ring.close()
+        for close in (*closing, self._ring.close):
+            try:
+                close()
+            except OSError as problem:  # of a file that goes anyway; the world's end goes on
+                _log.warning("the flight recorder cannot let go of a file: %s", problem)
 
     def when_closed(self, close: Callable[[], None]) -> None:
         """Call `close` when the world is over."""

@@ -153,7 +153,7 @@ class Watchdog:
         waited_s = self._inside.look(activity, _is_inside(), now_s)
         stuck_s = self._on_device.look((activity, _main_place()), activity > 0 and device.type == "cuda", now_s)
         # Asked late only: a query may spoil the capture of a CUDA graph, which does not take so long.
-        if stuck_s >= self._soft_limit_s and not torch.cuda.default_stream(device).query():
+        if stuck_s >= self._soft_limit_s and _is_busy(device) is not False:
             return max(waited_s, stuck_s)
         return waited_s
 
@@ -171,7 +171,7 @@ class Watchdog:
         reason = f"rank {said['rank']} has waited for {said['waited_s']:.0f} s"
         self._dump(reason)
         rank = self._recorder.world.rank
-        self._has_waited = said["rank"] == rank
+        self._has_waited |= said["rank"] == rank
         if self._has_waited:
             _log.warning("%s; all ranks dump to %s, and `disttrain-flight` says why", reason, self._folder)
         if self._has_waited or rank == 0:
@@ -190,7 +190,7 @@ class Watchdog:
         device = self._recorder.world.device
         if device.type != "cuda" or time.monotonic() - self._on_device.since_s < self._soft_limit_s / 2:
             return None
-        return not torch.cuda.default_stream(device).query()
+        return _is_busy(device)
 
     def _give_verdict(self, analyze: Callable[[Path, str], Analysis]) -> None:
         if self._is_first():
@@ -238,3 +238,11 @@ def _is_inside() -> bool:
 def _private_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "w+b", buffering=0)
+
+
+def _is_busy(device: torch.device) -> bool | None:
+    """Whether its default stream has work left; None where the device has failed and does not answer."""
+    try:
+        return not torch.cuda.default_stream(device).query()
+    except RuntimeError:
+        return None

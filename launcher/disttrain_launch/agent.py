@@ -20,11 +20,13 @@ from disttrain_launch.leftovers import stop_leftovers
 from disttrain_launch.link import JobLink
 from disttrain_launch.logs import StreamPump
 from disttrain_launch.messages import Done, Run, Stop
-from disttrain_launch.outcome import Exit, Failed, Outcome, signal_name
+from disttrain_launch.outcome import Exit, Failed, Interrupted, Outcome, signal_name
 from disttrain_launch.output import Output
 from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.supervision import (
+    PASSED_SIGNALS,
+    STOP_SIGNALS,
     AskForDumps,
     DeadlinePassed,
     End,
@@ -94,7 +96,11 @@ class Agent:
             shutdown_timeout_s=self._spec.shutdown_timeout_s,
             asks_for_dumps=True,
         )
-        self._signals.read()  # What came between rounds was not meant for these workers.
+        # Others that came between rounds were not meant for these workers.
+        if stops := [number for number in self._signals.read() if number in STOP_SIGNALS]:
+            interrupted = Interrupted(stops[0], self._group_rank, self._host)
+            self._link.ended(self.round, interrupted)
+            return interrupted
         try:
             for local_rank in range(self._spec.num_local_workers):
                 self._start_worker(local_rank, run)
@@ -146,10 +152,14 @@ class Agent:
 
     def _read_signals(self) -> None:
         numbers = self._signals.read()
-        # Exits first: a signal to a worker that has ended would only confuse.
+        # A cluster ends all processes of a job at once: then workers end by the signal, and are not at fault.
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                self._handle(SignalCame(number))
+        # Exits before others: a signal to a worker that has ended would only confuse.
         self._reap()
         for number in numbers:
-            if number != signal.SIGCHLD:
+            if number in PASSED_SIGNALS:
                 self._handle(SignalCame(number))
 
     def _hear_word(self) -> None:

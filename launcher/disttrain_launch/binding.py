@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from disttrain_launch.topology import Topology, has_gpus, read_topology
+from disttrain_launch.topology import Topology, numbers_gpus, read_topology
 
 AUTO, NONE = "auto", "none"
 """By node where there are GPUs and several NUMA nodes, else not at all; not at all."""
@@ -52,7 +52,7 @@ def bindings(topology: Topology, num_workers: int, way: Way) -> tuple[Binding | 
 def chosen_bindings(choice: str, num_workers: int, environ: Mapping[str, str]) -> tuple[Binding | None, ...]:
     """By local rank, for workers with this environment on this machine. `choice`: AUTO, NONE or a way."""
     unbound = (None,) * num_workers
-    if choice == NONE or (choice == AUTO and not has_gpus()):
+    if choice == NONE or (choice == AUTO and (not numbers_gpus(environ) or _has_memory_policy())):
         return unbound
     topology = read_topology(environ, frozenset(os.sched_getaffinity(0)))
     if choice == AUTO and topology.num_numa_nodes == 1:
@@ -115,8 +115,17 @@ def _binding(topology: Topology, way: Way, home: int, place: int, num_sharing: i
 
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MPOL_DEFAULT, _MPOL_PREFERRED_MANY = 0, 5
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def _has_memory_policy() -> bool:
+    """Whether somebody has said already where memory comes from, such as numactl. Source: get_mempolicy(2)."""
+    call, mode = _GET_MEMPOLICY.get(platform.machine()), ctypes.c_int()
+    if call is None or ctypes.CDLL(None).syscall(call, ctypes.byref(mode), None, 0, None, 0) != 0:
+        return False
+    return mode.value != _MPOL_DEFAULT
 
 
 def _prefer_memory_of(numa_nodes: frozenset[int]) -> None:

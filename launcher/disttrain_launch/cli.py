@@ -70,7 +70,7 @@ def _doctor(argv: Sequence[str]) -> int:
     if args.script is not None:
         raise LaunchError(f"{OPERATION} doctor", f"it takes no script, and was given {args.script}.", "Leave it out.")
     args.script, args.script_args, args.module = "disttrain.doctor", own, True
-    if args.nproc_per_node == "1" and num_gpus(environ):
+    if "nproc_per_node" not in args.given and num_gpus(environ):
         args.nproc_per_node = "gpu"
     return _start(args, environ, has_prefixes=False)
 

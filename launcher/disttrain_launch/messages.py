@@ -111,7 +111,7 @@ def decode(data: bytes) -> Any:
     """The value. Raises ValueError for what is none; fields that are not known (another version's) are left out."""
     try:
         return _from_plain(json.loads(data))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no message: {data[:80]!r}") from error
 
 

@@ -26,7 +26,8 @@ from disttrain_launch.addresses import free_port
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.messages import Came, Done, Ended, Heard, Run, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost
-from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
+from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed, Warn
+from disttrain_launch.rounds import Phase
 
 ROOM = "launch"
 REPORTS = "reports"

@@ -14,14 +14,13 @@ steps and a round one word per node, however many there are.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 from disttrain_launch.refusals import misfit, taken_twice, too_few, too_late
 from disttrain_launch.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rounds import Node, Terms, choose_group_ranks, name_nodes, place_nodes
+from disttrain_launch.rounds import Node, Phase, Terms, choose_group_ranks, name_nodes, place_nodes
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,7 @@ class Warn:
 
 Command = Tell | Warn
 
-
 MAX_NAMED = 8
-
-
-class Phase(enum.Enum):
-    GATHERING = enum.auto()
-    RUNNING = enum.auto()
-    STOPPING = enum.auto()
-    OVER = enum.auto()
 
 
 @dataclass
@@ -157,6 +148,9 @@ class Rendezvous:
         match event:
             case Came(node):
                 self._came(node, now_s)
+            case Ended(agent, _, Interrupted() as outcome) if agent in self._held:
+                del self._held[agent]
+                self._tell(agent, Done(outcome))
             case Ended(agent, round, outcome) if agent in self._peers:
                 self._ended(self._peers[agent], round, outcome)
             case Stopped(agent, round) if agent in self._peers:
@@ -231,6 +225,11 @@ class Rendezvous:
         elif isinstance(outcome, Succeeded):
             self._has_success = True
             self._rest(peer)
+        elif isinstance(outcome, Lost) and self.terms.survives_losses and peer.node.agent != self._leader.agent:
+            # It could not start its workers; the others can.
+            self._rest(peer)
+            self._remove(peer, Done(outcome))
+            self._change(outcome.problem)
         elif self.phase is Phase.RUNNING:
             self._stop(outcome)
 

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+
+class Phase(enum.Enum):
+    """Where a job is."""
+
+    GATHERING = enum.auto()
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()
+    OVER = enum.auto()
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class Supervision:
         self._is_dumping = False
         self._cause: Outcome | None = None
         self._was_interrupted = False
+        self._was_told = False
+        """Node 0 knows that this launcher was sent a stop signal."""
 
     @property
     def is_stopping(self) -> bool:
@@ -135,9 +137,16 @@ class Supervision:
         if number == signal.SIGINT and self._was_interrupted:
             return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
         self._was_interrupted |= number == signal.SIGINT
-        if self.is_stopping:
-            return [Send(number, with_children=True)] if self._alive else []
-        return self._tell(Interrupted(number, self._node_rank, self._host)) + self._end_if_over()
+        interrupted = Interrupted(number, self._node_rank, self._host)
+        if not self.is_stopping:
+            self._was_told = True
+            return self._tell(interrupted) + self._end_if_over()
+        sent: list[Command] = [Send(number, with_children=True)] if self._alive else []
+        if self._was_told or isinstance(self._cause, Interrupted):
+            return sent
+        # Whatever the round is stopped for, nobody wants another one.
+        self._was_told = True
+        return [*sent, Tell(interrupted)]
 
     def _tell(self, cause: Outcome) -> list[Command]:
         self._cause = cause

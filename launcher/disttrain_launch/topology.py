@@ -40,9 +40,12 @@ class Topology:
         return len({core.numa_node for core in self.cores.values()})
 
 
-def has_gpus(root: Path = Path("/")) -> bool:
-    """Whether this machine has GPUs whose place is known."""
-    return (root / GPU_FOLDER).is_dir()
+def numbers_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> bool:
+    """Whether it is sure which GPUs workers see: a part of them may be numbered from 0 within a control group."""
+    num_installed = len(list((root / GPU_FOLDER).glob("*")))
+    entries = [entry for entry in environ.get(settings.VISIBLE_GPUS.name, "").split(",") if entry.strip()]
+    are_numbers = any(entry.strip().isdigit() for entry in entries)
+    return num_installed > 0 and not (are_numbers and len(entries) < num_installed)
 
 
 def read_topology(environ: Mapping[str, str], allowed: frozenset[int], root: Path = Path("/")) -> Topology:

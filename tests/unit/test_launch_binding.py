@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_launch.binding import Binding, Way, bindings, chosen_bindings, inherited_by_children
-from disttrain_launch.topology import Core, Topology, core_list, has_gpus, read_topology
+from disttrain_launch.topology import Core, Topology, core_list, numbers_gpus, read_topology
 
 # Two sockets of two NUMA nodes of two caches of two physical cores of two threads; siblings are 16 apart.
 CORES = {
@@ -112,6 +112,14 @@ def test_only_visible_gpus_count(machine: Path, visible: str, nodes: tuple[int |
     assert found.gpu_numa_nodes == nodes
 
 
+def test_a_part_of_the_gpus_may_be_numbered_anew(machine: Path) -> None:
+    assert numbers_gpus({}, machine)
+    assert numbers_gpus({"CUDA_VISIBLE_DEVICES": "2,1,0"}, machine)
+    assert numbers_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1B-42"}, machine)
+    assert not numbers_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, machine)
+    assert not numbers_gpus({}, machine / "sys")
+
+
 def test_a_machine_that_says_nothing_is_one_node(tmp_path: Path) -> None:
     found = read_topology({}, frozenset({0, 1}), tmp_path)
     assert found == Topology({0: Core(0, 0, 0, 0), 1: Core(0, 0, 1, 1)}, ())
@@ -123,7 +131,7 @@ def test_lists_of_cores() -> None:
 
 
 def test_without_gpus_nobody_is_bound_unless_it_is_asked_for() -> None:
-    if not has_gpus():
+    if not numbers_gpus({}):
         assert chosen_bindings("auto", 2, {}) == (None, None)
     assert chosen_bindings("none", 2, {}) == (None, None)
     for way in Way:

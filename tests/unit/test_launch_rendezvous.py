@@ -15,9 +15,9 @@ from disttrain_launch.link import JobLink
 from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
 from disttrain_launch.rendezvous import Leader, Pulse
-from disttrain_launch.rendezvous_state import Command, NodeLost, Phase, Rendezvous, Tell, TimePassed, Warn
+from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rounds import Node, Place, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
 from tests.rendezvous_model import failed
 
 
@@ -229,3 +229,29 @@ def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) 
         link.leave()
     leader.join()
     assert store.late == set()
+
+
+def test_a_node_that_cannot_start_its_workers_is_left_out() -> None:
+    machine = Rendezvous(Terms(1, 3, max_restarts=2), node(0, nodes="1:3"), 0.0)  # type: ignore[arg-type]
+    for rank in range(3):
+        machine.handle(Came(node(rank, nodes="1:3")), 0.0)  # type: ignore[arg-type]
+    assert machine.phase is Phase.RUNNING
+    problem = Lost("node 1 could not start its workers: out of memory")
+    commands = machine.handle(Ended("agent-1", 0, problem), 1.0)
+    assert Tell("agent-1", Done(problem)) in commands
+    assert Tell("agent-2", Stop(0, Changed(problem.problem))) in commands
+    machine.handle(Stopped("agent-0", 0), 1.0)
+    machine.handle(Stopped("agent-2", 0), 1.0)
+    assert machine.phase is Phase.RUNNING
+    assert sorted(machine.agents) == ["agent-2"]
+
+
+def test_a_signal_to_a_stopping_job_ends_it() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=5)
+    machine.handle(Ended("agent-1", 0, failed(1)), 1.0)
+    assert machine.phase is Phase.STOPPING
+    interrupted = Interrupted(15, 0, "host-0")
+    machine.handle(Ended("agent-0", 0, interrupted), 1.0)
+    machine.handle(Stopped("agent-0", 0), 1.0)
+    commands = machine.handle(Stopped("agent-1", 0), 1.0)
+    assert {command.word for command in commands if isinstance(command, Tell)} == {Done(interrupted)}

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from disttrain_launch.messages import Came
-from disttrain_launch.rendezvous_state import Phase
-from disttrain_launch.rounds import Terms
+from disttrain_launch.rounds import Phase, Terms
 from tests.rendezvous_model import LEADER, Cluster, Player, node
 
 ELASTIC = Terms(2, 3, max_restarts=2, join_timeout_s=100.0, last_call_s=5.0)

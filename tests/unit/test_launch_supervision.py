@@ -105,6 +105,13 @@ def test_a_signal_is_passed_on_and_workers_may_take_their_time() -> None:
     ]
 
 
+def test_a_signal_while_a_round_is_stopping_is_told_once() -> None:
+    interrupted = Interrupted(signal.SIGTERM, 0, "host")
+    commands = commands_of(RoundEnds(failed(9)), SignalCame(signal.SIGTERM), SignalCame(signal.SIGTERM))
+    again = Send(signal.SIGTERM, with_children=True)
+    assert commands == [again, SetDeadline(2.0), again, Tell(interrupted), again]
+
+
 def test_a_second_interrupt_kills() -> None:
     commands = commands_of(SignalCame(signal.SIGINT), SignalCame(signal.SIGINT))
     assert commands[-1] == Send(signal.SIGKILL, with_children=True)
@@ -179,7 +186,9 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def the_end_comes_once_and_last(self) -> None:
         assert len(self.ends) <= 1
-        assert len(self.tells) <= 1
+        # Of all that stops a round, only the first is told, and that this launcher was sent a signal.
+        assert len(self.tells) <= 2
+        assert all(isinstance(tell, Interrupted) for tell in self.tells[1:])
         assert not (self.ends and self.alive)
         if self.machine.is_stopping and self.alive:
             assert self.is_stopped

@@ -29,7 +29,7 @@ def placed(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[argpar
     if membership.num_nodes is None and "nnodes" not in args.given:
         return args, ""
     _check(args, membership)
-    if membership.num_nodes == 1:
+    if membership.num_nodes == 1 and ":" not in args.nnodes:
         return args, ""
     filled = {
         name: value

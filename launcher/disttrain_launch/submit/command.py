@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -163,7 +164,10 @@ def _write(operation: str, args: argparse.Namespace, text: str) -> None:
             print(text, end="")
         return
     try:
-        Path(args.write).write_text(text, encoding="utf-8")
+        # Values of --env may be secrets.
+        with open(args.write, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(text)
     except OSError as error:
         raise LaunchError(operation, f"--write {args.write} cannot be written: {error.strerror}.") from None
 

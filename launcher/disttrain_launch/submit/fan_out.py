@@ -128,7 +128,7 @@ class FanOut:
     def _end(self, node_rank: int, end: Exit) -> None:
         self._ended[node_rank] = end
         self._last_lines[node_rank] = self._streams.drain(node_rank)
-        if len(self._failed) > self._num_spare and self._deadline_s is None:
+        if self._cannot_go_on and self._deadline_s is None:
             self._deadline_s = time.monotonic() + (0.0 if end.exit_code == _UNREACHED else AGREE_S)
 
     def _stop(self) -> None:
@@ -162,9 +162,14 @@ class FanOut:
         """Node ranks, in the order of their ends."""
         return [node_rank for node_rank, end in self._ended.items() if end.exit_code]
 
+    @property
+    def _cannot_go_on(self) -> bool:
+        """Node 0 has the store, and so the job."""
+        return len(self._failed) > self._num_spare or 0 in self._failed
+
     def _conclude(self) -> int:
         failed = self._failed
-        if len(failed) <= self._num_spare:
+        if not self._cannot_go_on:
             return 0
         # Ends come in any order here; where a worker failed, the launchers say on which node.
         said = (node_that_failed(self._last_lines[node_rank]) for node_rank in failed)
