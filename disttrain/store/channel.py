@@ -21,9 +21,8 @@ from typing import Any, Final
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
 from disttrain.store.dial import Dialer
-from disttrain.store.hub import NOT_A_REQUEST
 from disttrain.store.limits import SETTING_OF
-from disttrain.store.wire import Answer, Encoder, Op, WireError
+from disttrain.store.wire import NEWS, NOT_A_REQUEST, Answer, Encoder, Op, WireError
 
 SLACK_S: Final = 2.0
 """How long after a request's timeout the server may still take to say so itself."""

@@ -3,9 +3,9 @@
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
                                                     TLS_ONLY in its place: you should have begun with TLS
     client: [version, client_nonce, client_proof, session]      an empty session: a new client
-    server: [OK, server_proof, frame_bytes, session]            or [another status, sentence], and the connection ends
+    server: [OK, server_proof, frame_bytes, session, standby]   or [another status, sentence], and the connection ends
 
-The client sends no more than this one frame before it has seen the server's proof.
+`standby` is the [host, port] of the one that would take over, or None. The client sends no more than this one frame before it has seen the server's proof.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.auth import client_proof, is_nonce, new_nonce, same, server_proof
-from disttrain.store.wire import PROTOCOL_VERSION, Message, Status
+from disttrain.store.wire import PROTOCOL_VERSION, Address, Message, Status
 
 MAGIC: Final = "disttrain store"
 SESSION_BYTES: Final = 16
@@ -24,6 +24,18 @@ TLS_ONLY: Final = "TLS"
 
 class SessionGoneError(StoreError):
     """The server at this address does not know us any more: it is another one, or we were away too long."""
+
+
+class StandbyError(StoreConnectionError):
+    """What listens at this address is a standby that has not taken over."""
+
+
+def to_address(plain: object) -> Address | None:
+    """A standby's address as it travels; None: there is none."""
+    match plain:
+        case [str(host), int(port)]:
+            return host, port
+    return None
 
 
 class ServerHandshake:
@@ -41,7 +53,7 @@ class ServerHandshake:
         """What the server says first."""
         return [MAGIC, PROTOCOL_VERSION, self._nonce]
 
-    def verdict(self, answer: Message, frame_bytes: int) -> Message:
+    def verdict(self, answer: Message, frame_bytes: int, standby: list[str | int] | None = None) -> Message:
         """What the server says to the client's answer; the connection is open when the status is OK."""
         if not answer or type(answer[0]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
@@ -53,11 +65,11 @@ class ServerHandshake:
         self.resumes = bool(session)
         self.session = session or os.urandom(SESSION_BYTES)
         if self._token is None:
-            return [int(Status.OK), b"", frame_bytes, self.session]
+            return [int(Status.OK), b"", frame_bytes, self.session, standby]
         if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce, self._certificate)):
             return [int(Status.REFUSED), "The client's token is not the server's."]
         own_proof = server_proof(self._token, self._nonce, nonce, self._certificate)
-        return [int(Status.OK), own_proof, frame_bytes, self.session]
+        return [int(Status.OK), own_proof, frame_bytes, self.session, standby]
 
 
 class ClientHandshake:
@@ -68,6 +80,8 @@ class ClientHandshake:
 
     def __init__(self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"") -> None:
         self.session = session
+        self.standby: Address | None = None
+        """Who would take over from this server."""
         self._certificate = certificate
         self._token = token
         self._where = where
@@ -113,7 +127,7 @@ class ClientHandshake:
         """The largest frame that the server takes.
 
         Raises StoreAuthError when it refused us or proves nothing, SessionGoneError when it does not know us any more,
-        StoreLimitError when it has too many clients.
+        StoreLimitError when it has too many clients, StandbyError when it serves nobody yet.
         """
         if verdict[:1] == [Status.REFUSED]:
             raise StoreAuthError(
@@ -124,7 +138,9 @@ class ClientHandshake:
             raise StoreLimitError("connect", " ".join(map(str, verdict[1:])), remedy, where=self._where)
         if verdict[:1] == [Status.GONE]:
             raise SessionGoneError("connect", " ".join(map(str, verdict[1:])), where=self._where)
-        if len(verdict) != 4 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
+        if verdict[:1] == [Status.STANDBY]:
+            raise StandbyError("connect", " ".join(map(str, verdict[1:])), where=self._where)
+        if len(verdict) != 5 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
             raise self._stranger()
         if self._token is not None:
             expected = server_proof(self._token, self._server_nonce, self._client_nonce, self._certificate)
@@ -133,6 +149,7 @@ class ClientHandshake:
                 raise StoreAuthError("connect", problem, "See who listens at this address.", where=self._where)
         frame_bytes: int = verdict[2]
         self.session = verdict[3]
+        self.standby = to_address(verdict[4])
         return frame_bytes
 
     def _stranger(self) -> StoreConnectionError:

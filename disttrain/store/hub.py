@@ -9,12 +9,16 @@ from collections import OrderedDict
 from typing import Final
 
 from disttrain.store.handshake import ServerHandshake
+from disttrain.store.journal import Action, Entry, Journal
 from disttrain.store.limits import Limits, over_limit
+from disttrain.store.replica import Replica, present_state
 from disttrain.store.sessions import SESSION_S, Session, Sessions
 from disttrain.store.state import StoreState
 from disttrain.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     HEADER_BYTES,
+    NEWS,
+    NOT_A_REQUEST,
     READING,
     Decoder,
     Encoder,
@@ -29,15 +33,11 @@ HANDSHAKE_S: Final = 5.0
 
 _LATE_S: Final = 0.5
 
-NOT_A_REQUEST: Final = -1
-"""The request_id of a server's last words to a client that breaks the protocol."""
+NOBODY: Final = 0
+"""As the connection of an action: its text is for the log alone."""
 
 _CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
 """Which operations change something; those that concern the session are missing."""
-
-Action = tuple[int, bytes, str]
-"""(connection, bytes to write, why to hang up afterwards or "")."""
-
 
 class _Connection:
     """One connection; it has a session once the handshake is over."""
@@ -53,12 +53,20 @@ class _Connection:
 
 
 class Hub:
-    """The server, but for its sockets and its clock. Connections are numbered by who calls.
+    """The server, but for its sockets and its clock. Connections are numbered by who calls, from 1.
 
-    `certificate` is the digest of the one that the server shows, b"" without TLS.
+    Args: certificate  digest of the one that the server shows, b"" without TLS;  is_standby  it lets nobody in until it
+          takes over.
     """
 
-    def __init__(self, token: str | None = None, limits: Limits | None = None, certificate: bytes = b"") -> None:
+    def __init__(
+        self,
+        token: str | None = None,
+        limits: Limits | None = None,
+        certificate: bytes = b"",
+        *,
+        is_standby: bool = False,
+    ) -> None:
         self.limits = limits or Limits()
         self.state = StoreState(self.limits)
         self.num_clients = 0
@@ -69,6 +77,11 @@ class Hub:
         self._encode = Encoder().encode
         self._connections: dict[int, _Connection] = {}
         self._sessions = Sessions()
+        self._is_standby = is_standby
+        self._journal: Journal | None = None
+        """While this server has a standby, or has lost it only just now."""
+        self._is_announced = False
+        """Clients have been told of the standby."""
         # Until when each may take, in the order in which they came. (A dict would find its first slower and slower.)
         self._unproved: OrderedDict[int, float] = OrderedDict()
 
@@ -76,7 +89,8 @@ class Hub:
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
         unproved = next(iter(self._unproved.values()), None)
-        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved)
+        follower = None if self._journal is None else self._journal.deadline_s
+        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved, follower)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def connected(self, connection: int, now_s: float) -> list[Action]:
@@ -115,11 +129,16 @@ class Hub:
         for message in messages:
             changes = _changes(message)
             if changes is None:
-                told = self._special(session, message)
+                told = self._special(connection, session, message, now_s)
                 if told is not None:
-                    own.append(self._encode(told))
+                    if told:
+                        own.append(self._encode(told))
+                    if connection not in self._connections:
+                        break
                     continue
                 changes = message[1] not in READING
+            if changes and self._journal is not None:
+                self._journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
             if not replies:
                 self.has_new_deadline = True
@@ -134,7 +153,7 @@ class Hub:
                 actions += map(self._woken, replies[1:])
         if own:
             actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
-        return actions
+        return actions if self._journal is None else self._after_standby(actions, now_s)
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""
@@ -143,15 +162,38 @@ class Hub:
         if peer is not None and peer.session is not None:
             self.num_clients -= 1
             self.state.disconnect(connection)
-            self._sessions.cut_off(peer.session, now_s)
+            is_known = self._sessions.cut_off(peer.session, now_s)
             self.has_new_deadline = True
+            if self._journal is not None:
+                self._journal.note(Entry.CUT if is_known else Entry.END, peer.session.name)
+                self._journal = self._journal.without(connection)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
-        actions: list[Action] = [self._woken(outgoing) for outgoing in self.state.expire(now_s)]
+        journal = self._journal
+        actions: list[Action] = []
+        for connection, reply in self.state.expire(now_s):
+            session = self._connections[connection].session
+            if journal is not None and session is not None and reply[0] in session.waiting:
+                journal.note(Entry.TIMED_OUT, session.name, reply[0])
+            actions.append(self._woken((connection, reply)))
         actions += self._hang_up_on_silent(now_s)
-        self._sessions.tick(now_s)
+        forgotten = self._sessions.tick(now_s)
+        if journal is None:
+            return actions
+        for name in forgotten:
+            journal.note(Entry.END, name)
+        actions = self._after_standby(actions, now_s)
+        if self._journal is not None and journal.deadline_s <= now_s and not journal.bear(now_s):
+            actions += self._go_alone("it has acknowledged nothing in time", now_s)
         return actions
+
+    def take_over(self, replica: Replica, now_s: float) -> None:
+        """The leader is gone: serve its clients when they come."""
+        self.state, self._sessions = replica.take_over(now_s)
+        self.limits = self.state.limits._replace(num_unproved=self.limits.num_unproved)
+        self._is_standby = False
+        self.has_new_deadline = True
 
     def _hang_up_on_silent(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -168,19 +210,29 @@ class Hub:
             actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
         return actions
 
-    def _special(self, session: Session, message: Message) -> Message | None:
-        """What concerns the session; a reply if that is all, None where the state must be asked."""
+    def _special(self, connection: int, session: Session, message: Message, now_s: float) -> Message | None:
+        """What concerns the session; a reply ([]: none) if that is all, None where the state must be asked."""
         request_id, op = message[:2]
         if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
-            message[1] = -op
-            return None if -op in READING else session.told(request_id)
+            message[1] = op = -op
+            if op not in READING and (told := session.told(request_id)) is not None:
+                return told
         if op == Op.LEAVE:
+            if self._journal is not None and connection == self._journal.follower:
+                self._journal.deadline_s = now_s
             self._sessions.end(session)
-            return [request_id, int(Status.OK), None]
-        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int:
+            self.disconnected(connection, now_s)
+            return []
+        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
+            if self._journal is not None:
+                self._journal.note(Entry.REQUEST, session.name, message)
+        elif op == Op.FOLLOW:
+            return self._follow(connection, message, now_s)
+        elif op == Op.ACK:
+            return self._acknowledge(connection, message, now_s)
         return None
 
     def _woken(self, outgoing: tuple[int, Message]) -> Action:
@@ -188,10 +240,72 @@ class Hub:
         connection, reply = outgoing
         session = self._connections[connection].session
         assert session is not None
-        if reply[0] in session.waiting:
-            session.waiting.discard(reply[0])
-            session.keep(reply)
+        session.woken(reply)
         return connection, self._encode(reply), ""
+
+    # The standby.
+
+    def _follow(self, connection: int, message: Message, now_s: float) -> Message:
+        """A standby wants to be told everything; [] where it is, else last words that no entry looks like."""
+        match message:
+            case [int(), int(), str(host), int(port), int() | float() as patience_s] if patience_s > 0:
+                standby = host, port
+            case _:
+                return [NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."]
+        if self._journal is not None:
+            if self._journal.standby == standby:
+                # It has begun anew, and has forgotten what it was told: no need to wait until that is certain.
+                self._journal.deadline_s, self.has_new_deadline = now_s, True
+            return [NOT_A_REQUEST, int(Status.REFUSED), "there is a standby, or was one only just now."]
+        present = present_state(self.state, self._sessions, self._name_of)
+        self._journal = Journal(connection, standby, patience_s, self.limits.unread_bytes, present, now_s)
+        self._is_announced = False
+        self.has_new_deadline = True
+        return []
+
+    def _name_of(self, connection: int) -> bytes:
+        session = self._connections[connection].session
+        assert session is not None
+        return session.name
+
+    def _acknowledge(self, connection: int, message: Message, now_s: float) -> Message:
+        journal = self._journal
+        match message:
+            case [int(), int(), int(num_entries), int(beat)] if journal is not None and connection == journal.follower:
+                journal.acknowledge(num_entries, beat, now_s)
+        return []
+
+    def _after_standby(self, actions: list[Action], now_s: float) -> list[Action]:
+        """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
+        journal = self._journal
+        assert journal is not None
+        if journal.is_overrun:
+            return actions + self._go_alone("it is too slow to catch up", now_s)
+        actions = journal.actions(actions)
+        if journal.is_ready and not self._is_announced:
+            self._is_announced = True
+            actions += self._news([*journal.standby])
+            actions.append((NOBODY, b"", f"has a standby at {journal.standby[0]}:{journal.standby[1]}"))
+        return actions
+
+    def _go_alone(self, reason: str, now_s: float) -> list[Action]:
+        """Do without the standby from now on."""
+        assert self._journal is not None
+        journal, self._journal = self._journal, None
+        actions = [*journal.held(), (NOBODY, b"", f"goes on without its standby: {reason}")]
+        if journal.follower is not None:
+            actions += self._hang_up(journal.follower, reason, now_s)
+        return actions + self._news(None) if self._is_announced else actions
+
+    def _news(self, standby: list[str | int] | None) -> list[Action]:
+        """Tell all clients where the standby is."""
+        news = self._encode([NEWS, int(Status.OK), standby])
+        follower = None if self._journal is None else self._journal.follower
+        return [
+            (connection, news, "")
+            for connection, peer in self._connections.items()
+            if peer.session is not None and connection != follower
+        ]
 
     def _greet(self, connection: int, peer: _Connection, data: bytes, now_s: float) -> list[Action]:
         """A peer that has proved nothing yet sent `data`: no more than one small frame is even decoded."""
@@ -210,9 +324,12 @@ class Hub:
         """A peer answers our hello: let it in, as a new client or one that comes back, or say why not."""
         assert peer.handshake is not None
         handshake = peer.handshake
-        verdict = handshake.verdict(answer, self.limits.frame_bytes)
+        standby = [*self._journal.standby] if self._journal is not None and self._is_announced else None
+        verdict = handshake.verdict(answer, self.limits.frame_bytes, standby)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
-        if verdict[0] == Status.OK and handshake.resumes and session is None:
+        if verdict[0] == Status.OK and self._is_standby:
+            verdict = [int(Status.STANDBY), "this is a standby, and has not taken over."]
+        elif verdict[0] == Status.OK and handshake.resumes and session is None:
             verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
         elif verdict[0] == Status.OK and session is None and self.num_clients >= self.limits.num_clients:
             text = over_limit("the store", self.num_clients + 1, "num_clients", self.limits)
@@ -233,7 +350,11 @@ class Hub:
         del self._unproved[connection]
         peer.decoder.max_frame_bytes = self.limits.frame_bytes
         self.num_clients += 1
-        return [*actions, (connection, self._encode(verdict), "")]
+        welcome: Action = (connection, self._encode(verdict), "")
+        if self._journal is None:
+            return [*actions, welcome]
+        self._journal.note(Entry.BEGIN, session.name)
+        return actions + self._after_standby([welcome], now_s)
 
     def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
         # Strangers get no explanation; a client that lost its way gets one.
