@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
 from disttrain.store.dial import Dialer
+from disttrain.store.handshake import to_address
 from disttrain.store.limits import SETTING_OF
 from disttrain.store.wire import NEWS, NOT_A_REQUEST, Answer, Encoder, Op, WireError
 
@@ -66,7 +67,6 @@ class Channel:
     """Requests and answers over the links that `dialer` makes."""
 
     def __init__(self, dialer: Dialer, timeout_s: float) -> None:
-        self.where = dialer.where
         self._dialer = dialer
         self._encode = Encoder().encode
         self._socket, self._decoder, self._frame_bytes = dialer.dial(timeout_s)
@@ -87,6 +87,11 @@ class Channel:
         self._parked: dict[_Call, None] = {}
         self._leader: _Call | None = None
         self._broken = ""
+
+    @property
+    def where(self) -> str:
+        """The server's address, for messages."""
+        return self._dialer.where
 
     def request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         """Ask, and wait for the answer: `wait_s` for the server to give it, then SLACK_S for any sign of life.
@@ -242,6 +247,8 @@ class Channel:
                 call.wake.release()
         elif request_id == NOT_A_REQUEST:
             raise WireError("store", f"the server hung up: {answer[1]}.")
+        elif request_id == NEWS:
+            self._dialer.standby = to_address(answer[1])
 
     def _reconnect(self, op: Op, deadline_s: float) -> None:
         """The link is gone: make another one, and send on it what has no answer yet."""

@@ -107,6 +107,11 @@ class Shell(ABC):
         self._hub.take_over(replica, now_s)
         self._set_timer(now_s)
 
+    def give_up(self, reason: str) -> None:
+        """A standby that cannot take over any more ends: nobody shall wait for it."""
+        self._log.say(f"disttrain store: this standby is of no use any more: {reason}", time.monotonic())
+        self.stop()
+
     def connected(self, peer: Peer) -> int:
         """A peer came; returns its number."""
         self._num_connected += 1
