@@ -346,7 +346,9 @@ class Channel:
     def _not_back(self, op: Op) -> StoreError:
         problem = "the connection to the store is gone, and there was no other within the timeout."
         remedy = "See whether its server is alive, and the network to it."
-        return StoreConnectionError(op.name.lower(), problem, remedy, where=self.where)
+        # Where there is a standby, one of the two will answer, or both be gone.
+        kind = StoreConnectionError if self._dialer.standby is None else StoreTimeoutError
+        return kind(op.name.lower(), problem, remedy, where=self.where)
 
     def _frozen(self, op: Op, timeout_s: float) -> StoreError:
         problem = f"the store's server has not answered in time, nor {timeout_s:g} s later."

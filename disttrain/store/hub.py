@@ -224,7 +224,7 @@ class Hub:
                 self._journal.deadline_s = now_s
             self._sessions.end(session)
             self.disconnected(connection, now_s)
-            return []
+            return [request_id, int(Status.OK), None]
         if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
             if self._journal is not None:

@@ -54,10 +54,16 @@ class ServerProcess:
         self.host = host
         self.port = port
         self.pid = process.pid
+        self._process = process
         self._finalizer = weakref.finalize(self, _let_go, process, to_server, from_server, os.getpid())
         # At exit the pipe closes by itself. A forked child must not hold it open for us.
         self._finalizer.atexit = False
         os.register_at_fork(after_in_child=_Forget(self._finalizer))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """Let the server go: its address is free on return. Idempotent.

@@ -9,27 +9,39 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from disttrain import __version__, settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
-from disttrain.store import HashStore, ServerProcess, Store, read_token, spawn_server, write_token
+from disttrain.store import (
+    HashStore,
+    PrefixStore,
+    ServerProcess,
+    Store,
+    TCPStore,
+    read_token,
+    spawn_server,
+    write_token,
+)
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.handed_token import STDIN, read_handed_token
+from disttrain_launch.inherited import Inherited
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
 from disttrain_launch.outcome import Interrupted, signal_name
 from disttrain_launch.part import take_part
-from disttrain_launch.rendezvous import Leader, connect
+from disttrain_launch.rendezvous import ROOM, Leader, connect
 from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
+from disttrain_launch.seat import LEADER, Seat, told_by
 from disttrain_launch.signals import SignalPipe, SignalStop
+from disttrain_launch.standby import Standby
 from disttrain_launch.warden import Warden
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
@@ -143,10 +155,38 @@ def _meet(
     leader = None
     if server is not None:
         machine = Rendezvous(spec.terms, node, time.monotonic())
-        leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say)
+        leader = _leader(spec, store, machine, agent)
+        PrefixStore(ROOM, store).set(LEADER, agent)
         leader.start()
+    elif isinstance(store, TCPStore) and _has_standby(spec):
+        standby = Standby(spec, store, agent, token, _successor(spec, store, node), _say)
+        standby.start()
+        cleanup.callback(standby.close)
     link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
-    return Meeting(store_addr, store_port, token_file, spec.master_addr), link, leader
+    addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
+    return Meeting(store_addr, store_port, token_file, spec.master_addr, addresses), link, leader
+
+
+def _has_standby(spec: JobSpec) -> bool:
+    return spec.has_standby and spec.terms.is_elastic
+
+
+def _leader(spec: JobSpec, store: Store, machine: Rendezvous, agent: str, torch_addr: str = "") -> Leader:
+    home = (lambda: store.addresses[0]) if isinstance(store, TCPStore) and _has_standby(spec) else None
+    seat = Seat(PrefixStore(ROOM, store), agent, home, spec.terms.keep_alive_s)
+    return Leader(
+        store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, seat=seat, torch_addr=torch_addr
+    )
+
+
+def _successor(spec: JobSpec, store: Store, node: Node) -> Callable[[str, str], Leader]:
+    """Makes the leader that `node` is when the one that is given is lost."""
+
+    def lead(lost: str, torch_addr: str) -> Leader:
+        machine = Inherited(spec.terms, node, time.monotonic(), lost, told_by(PrefixStore(ROOM, store)))
+        return _leader(spec, store, machine, node.agent, torch_addr)
+
+    return lead
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:

@@ -103,7 +103,7 @@ def test_a_client_that_leaves_is_forgotten_at_once() -> None:
     hub = Hub()
     client = Client(hub)
     client.connect(1)
-    assert client.ask(7, Op.LEAVE) == []
+    assert client.ask(7, Op.LEAVE) == [[7, Status.OK, None]]
     hub.disconnected(1, 0.0)
     assert not hub._sessions._of
     assert hub.next_deadline_s in (None, 5.0)
