@@ -52,3 +52,58 @@ def test_the_job_goes_on_when_the_node_with_its_store_is_killed(launches: Launch
     assert [node.exit_code for node in ended] == [0, 0], ended
     texts = "".join(node.stderr for node in ended)
     assert "node 0 is lost, and this node has taken its place" in texts
+
+
+def test_when_only_the_store_dies_nobody_notices(launches: Launches, port: int) -> None:
+    script = launches.script("""
+        import os, time
+        import disttrain
+        disttrain.init_process_group(timeout=60)
+        print("in", flush=True)
+        until_s = time.monotonic() + 100
+        while not os.path.exists("finish") and time.monotonic() < until_s:
+            time.sleep(0.05)
+        group = disttrain.new_group(backend="gloo")
+        disttrain.barrier(group)
+        print("round", os.environ["DISTTRAIN_ROUND"], "of", disttrain.get_world_size())
+        disttrain.destroy_process_group()
+    """)
+    nodes = [start(launches, port, "1:3", "--node-rank", str(rank), script) for rank in range(3)]
+    for node in nodes:
+        launches.ready(node, 1)
+    wait_for_standby(nodes[1:])
+    store = store_of(nodes[0])
+    assert store is not None
+    store.send_signal(signal.SIGKILL)
+    time.sleep(1.0)
+    (launches.folder / "finish").touch()
+    ended = [launches.end(node) for node in nodes]
+    assert [(node.exit_code, node.lines) for node in ended] == [(0, [f"[rank {r}] round 0 of 3"]) for r in range(3)]
+
+
+def test_who_takes_node_0s_place_may_be_killed_as_well(launches: Launches, port: int) -> None:
+    script = launches.script(TELLING)
+    nodes = [start(launches, port, "1:3", "--node-rank", str(rank), script) for rank in range(3)]
+    for node in nodes:
+        told(launches, node)
+    second = wait_for_standby(nodes[1:])
+    (third,) = [node for node in nodes[1:] if node is not second]
+    nodes[0].kill()
+    assert [told(launches, node)[1:4] for node in (second, third)] == [[2, 0, 1], [2, 1, 1]]
+    wait_for_standby([third])
+    second.kill()
+    assert told(launches, third)[:4] == [0, 1, 0, 2]
+    (launches.folder / "finish").touch()
+    assert launches.end(third).exit_code == 0
+
+
+def test_without_a_standby_the_job_ends_with_node_0(launches: Launches, port: int) -> None:
+    script = launches.script(TELLING)
+    nodes = [start(launches, port, "1:2", "--node-rank", str(rank), "--no-standby", script) for rank in range(2)]
+    for node in nodes:
+        told(launches, node)
+    assert store_of(nodes[1]) is None
+    nodes[0].kill()
+    ended = launches.end(nodes[1])
+    assert ended.exit_code == 1
+    assert "node 0's store at" in ended.stderr
