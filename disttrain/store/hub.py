@@ -82,6 +82,7 @@ class Hub:
         """While this server has a standby, or has lost it only just now."""
         self._is_announced = False
         """Clients have been told of the standby."""
+        self._is_closing = False
         # Until when each may take, in the order in which they came. (A dict would find its first slower and slower.)
         self._unproved: OrderedDict[int, float] = OrderedDict()
 
@@ -184,9 +185,13 @@ class Hub:
         for name in forgotten:
             journal.note(Entry.END, name)
         actions = self._after_standby(actions, now_s)
-        if self._journal is not None and journal.deadline_s <= now_s and not journal.bear(now_s):
-            actions += self._go_alone("it has acknowledged nothing in time", now_s)
+        if self._journal is not None and journal.deadline_s <= now_s and not journal.bear(now_s, self._is_closing):
+            actions += self._go_alone(journal.reason, now_s)
         return actions
+
+    def close(self) -> None:
+        """Nobody can connect any more: go on with the standby, which may take that for death, or not at all."""
+        self._is_closing = True
 
     def take_over(self, replica: Replica, now_s: float) -> None:
         """The leader is gone: serve its clients when they come."""
@@ -221,7 +226,7 @@ class Hub:
                 return told
         if op == Op.LEAVE:
             if self._journal is not None and connection == self._journal.follower:
-                self._journal.deadline_s = now_s
+                self._journal.resign("it has left", now_s)
             self._sessions.end(session)
             self.disconnected(connection, now_s)
             return [request_id, int(Status.OK), None]
@@ -254,8 +259,8 @@ class Hub:
                 return [NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."]
         if self._journal is not None:
             if self._journal.standby == standby:
-                # It has begun anew, and has forgotten what it was told: no need to wait until that is certain.
-                self._journal.deadline_s, self.has_new_deadline = now_s, True
+                self._journal.resign("it begins anew", now_s)
+                self.has_new_deadline = True
             return [NOT_A_REQUEST, int(Status.REFUSED), "there is a standby, or was one only just now."]
         present = present_state(self.state, self._sessions, self._name_of)
         self._journal = Journal(connection, standby, patience_s, self.limits.unread_bytes, present, now_s)

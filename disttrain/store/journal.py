@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from enum import IntEnum, unique
 from typing import Any, Final
 
+from disttrain.store.state import NEVER_S
 from disttrain.store.wire import Address, Encoder, Message, WireError
 
 Action = tuple[int, bytes, str]
@@ -65,6 +66,9 @@ class Journal:
         self.standby = standby
         self.deadline_s = now_s + patience_s
         """Until when the leader waits for another acknowledgement."""
+        self.reason = "it has acknowledged nothing in time"
+        """Why to go on without it, at the deadline."""
+        self._has_resigned = False
         self._patience_s = patience_s
         self._most_bytes = most_bytes
         self._encode = Encoder().encode
@@ -105,7 +109,8 @@ class Journal:
     def acknowledge(self, num_entries: int, beat: int, now_s: float) -> None:
         """The standby has applied so many entries; `beat` is to be answered, unless it is 0."""
         self._num_acknowledged = max(self._num_acknowledged, num_entries)
-        self.deadline_s = now_s + self._patience_s
+        if not self._has_resigned:
+            self.deadline_s = now_s + self._patience_s
         if beat and self._synced is not None:
             self.note(Entry.HEARD, beat)
         if self._synced is None and self._num_acknowledged >= self._num_sent:
@@ -117,12 +122,17 @@ class Journal:
             self.follower = None
         return None if self.follower is None and self._synced is None else self
 
-    def bear(self, now_s: float) -> bool:
-        """At `deadline_s`: whether to wait on, since it was us who were late."""
+    def resign(self, reason: str, now_s: float) -> None:
+        """The standby says that it does not take over: no need to wait until that is certain."""
+        self.reason, self.deadline_s, self._has_resigned = reason, now_s, True
+
+    def bear(self, now_s: float, is_closing: bool) -> bool:
+        """At `deadline_s`: whether to wait on, since it was us who were late, or since the leader must not go alone."""
+        if self._has_resigned:
+            return False
         is_late = now_s - self.deadline_s > LATE_S
-        if is_late:
-            self.deadline_s = now_s + self._patience_s
-        return is_late
+        self.deadline_s = NEVER_S if is_closing else now_s + self._patience_s
+        return is_closing or is_late
 
     def actions(self, actions: list[Action]) -> list[Action]:
         """What may go out now: what waited for acknowledgements that have come, entries, and of `actions` what may."""

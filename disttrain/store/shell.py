@@ -46,6 +46,8 @@ class AnyHub(Protocol):
 
     def take_over(self, replica: Replica, now_s: float) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Peer(Protocol):
     """One connection, as a shell sees it."""
@@ -139,6 +141,7 @@ class Shell(ABC):
         # Whoever comes to this address from now on is looking for the next job's store.
         self.stop_listening()
         self._released()
+        self._hub.close()
         now_s = time.monotonic()
         self._ends_s = now_s + self._linger_s
         self._stop_when_alone()

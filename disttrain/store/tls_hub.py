@@ -93,6 +93,10 @@ class TlsHub:
         """See `Hub.take_over`."""
         self._hub.take_over(replica, now_s)
 
+    def close(self) -> None:
+        """See `Hub.close`."""
+        self._hub.close()
+
     def _counted(self, connection: int, tunnel: Tunnel, num_bytes: int) -> bool:
         """Whether a peer may send so many bytes more; counts no further once it has proved who it is."""
         tunnel.num_bytes += num_bytes

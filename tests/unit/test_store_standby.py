@@ -268,6 +268,20 @@ def test_a_leader_that_was_frozen_itself_looks_again() -> None:
     assert job.hub._journal is None
 
 
+def test_a_leader_that_nobody_can_reach_any_more_does_not_go_on_alone() -> None:
+    job = Job()
+    job.follow()
+    job.connect(2)
+    job.catch_up()
+    job.take(2)
+    job.hub.close()
+    job.hub.disconnected(FOLLOWER, 0.0)
+    job.ask(2, 0, Op.SET, "a", b"1")
+    job.tick(PATIENCE_S)
+    assert job.take(2) == []
+    assert job.hub.next_deadline_s == SESSION_S, "no timer runs for nothing"
+
+
 def test_a_standby_that_leaves_is_not_waited_for() -> None:
     job = Job()
     job.follow()
