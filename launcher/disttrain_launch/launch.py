@@ -39,7 +39,7 @@ from disttrain_launch.rendezvous import ROOM, Leader, connect
 from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
-from disttrain_launch.seat import LEADER, Seat, told_by
+from disttrain_launch.seat import Seat, told_by
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
 from disttrain_launch.warden import Warden
@@ -156,7 +156,6 @@ def _meet(
     if server is not None:
         machine = Rendezvous(spec.terms, node, time.monotonic())
         leader = _leader(spec, store, machine, agent)
-        PrefixStore(ROOM, store).set(LEADER, agent)
         leader.start()
     elif isinstance(store, TCPStore) and _has_standby(spec):
         standby = Standby(spec, store, agent, token, _successor(spec, store, node), _say)
@@ -172,8 +171,9 @@ def _has_standby(spec: JobSpec) -> bool:
 
 
 def _leader(spec: JobSpec, store: Store, machine: Rendezvous, agent: str, torch_addr: str = "") -> Leader:
-    home = (lambda: store.addresses[0]) if isinstance(store, TCPStore) and _has_standby(spec) else None
-    seat = Seat(PrefixStore(ROOM, store), agent, home, spec.terms.keep_alive_s)
+    seat = None
+    if isinstance(store, TCPStore) and _has_standby(spec):
+        seat = Seat(PrefixStore(ROOM, store), agent, lambda: store.addresses[0], spec.terms.keep_alive_s)
     return Leader(
         store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, seat=seat, torch_addr=torch_addr
     )

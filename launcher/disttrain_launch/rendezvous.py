@@ -85,7 +85,7 @@ class Leader:
 
     Args: store  of the job;  machine  with node 0 as its leader;  beat_s  how often nodes beat;  close_s  how long it
           waits at the end until all have heard that it is over;  say  to whoever started this launcher;
-          seat  node 0's;  torch_addr  where rank 0 is, if not where the job was told.
+          seat  node 0's, where another may take it;  torch_addr  where rank 0 is, if not where the job was told.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Leader:
         beat_s: float,
         close_s: float,
         say: Say,
-        seat: Seat,
+        seat: Seat | None = None,
         torch_addr: str = "",
     ) -> None:
         self._store = PrefixStore(ROOM, store)
@@ -168,8 +168,9 @@ class Leader:
             self._store.set("awaited", f"{self._num_said} {self._machine.awaited}")
         if now_s - self._looked_s >= self._beat_s:
             self._looked_s = now_s
-            self._seat.check()
-            self._seat.choose_standby(self._machine.agents)
+            if self._seat is not None:
+                self._seat.check()
+                self._seat.choose_standby(self._machine.agents)
             for agent in self._silent(now_s):
                 self._carry_out(self._machine.handle(NodeLost(agent), now_s))
 
@@ -194,7 +195,7 @@ class Leader:
         self._tell(words)
 
     def _tell(self, words: dict[str, Word]) -> None:
-        if words:
+        if words and self._seat is not None:
             self._seat.check()
         told = [(f"word/{agent}", encode(word)) for agent, word in words.items()]
         for first in range(0, len(told), WORDS_AT_ONCE):

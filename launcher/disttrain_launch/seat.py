@@ -28,26 +28,27 @@ class SupersededError(StoreError):
 
 
 class Seat:
-    """The leader's own view of it.
+    """The leader's own view of it; who makes this object takes it.
 
-    Args: store  under `launch/`;  agent  the leader's;  home  where the job's store is; None: it gets no standby;
-          keep_alive_s  how long the leader may be silent.
+    Args: store  under `launch/`;  agent  the leader's;  home  where the job's store is;  keep_alive_s  how long the
+          leader may be silent.
     """
 
-    def __init__(self, store: Store, agent: str, home: Callable[[], Address] | None, keep_alive_s: float) -> None:
+    def __init__(self, store: Store, agent: str, home: Callable[[], Address], keep_alive_s: float) -> None:
         self._store = store
         self._agent = agent
         self._where_is_home = home
-        self._home = None if home is None else home()
+        self._home = home()
         self._check_s = keep_alive_s / _CHECKS
         self._checked_s = time.monotonic()
         self._chosen = ""
         self._hosts: set[str] = set()
         """Agents whose standby has become the store."""
+        store.set(LEADER, agent)
 
     def check(self) -> None:
         """Before anybody is told anything. Raises SupersededError."""
-        if self._home is None or time.monotonic() - self._checked_s < self._check_s:
+        if time.monotonic() - self._checked_s < self._check_s:
             return
         leader = self._store.get(LEADER).decode()
         if leader != self._agent:
@@ -56,8 +57,6 @@ class Seat:
 
     def choose_standby(self, agents: list[str]) -> None:
         """Let one of `agents` keep the standby; the same as before where it can."""
-        if self._where_is_home is None:
-            return
         home = self._where_is_home()
         if home != self._home:
             self._home = home
