@@ -1,4 +1,4 @@
-"""A standby's side: it follows its leader over a link like any client's, in a thread, until the leader is gone for good.
+"""A standby's side: it follows its leader over a link like any client's, in a thread, until the leader is gone.
 
 It may take over when the leader is proven dead, which is when its machine says that nobody listens at its address any
 more, and while its lease lasts (see `journal`): so the leader can have answered nobody alone. A leader that is merely

@@ -5,7 +5,8 @@
     client: [version, client_nonce, client_proof, session]      an empty session: a new client
     server: [OK, server_proof, frame_bytes, session, standby]   or [another status, sentence], and the connection ends
 
-`standby` is the [host, port] of the one that would take over, or None. The client sends no more than this one frame before it has seen the server's proof.
+`standby` is the [host, port] of the one that would take over, or None. The client sends no more than this one frame
+before it has seen the server's proof.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ServerHandshake:
         """What the server says first."""
         return [MAGIC, PROTOCOL_VERSION, self._nonce]
 
-    def verdict(self, answer: Message, frame_bytes: int, standby: list[str | int] | None = None) -> Message:
+    def verdict(self, answer: Message, frame_bytes: int, standby: Address | None = None) -> Message:
         """What the server says to the client's answer; the connection is open when the status is OK."""
         if not answer or type(answer[0]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]

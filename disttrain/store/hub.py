@@ -20,6 +20,7 @@ from disttrain.store.wire import (
     NEWS,
     NOT_A_REQUEST,
     READING,
+    Address,
     Decoder,
     Encoder,
     Message,
@@ -38,6 +39,7 @@ NOBODY: Final = 0
 
 _CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
 """Which operations change something; those that concern the session are missing."""
+
 
 class _Connection:
     """One connection; it has a session once the handshake is over."""
@@ -125,6 +127,11 @@ class Hub:
             messages = peer.decoder.feed(data)
         except WireError as error:
             return self._hang_up(connection, error.problem, now_s)
+        actions = self._answers(connection, session, messages, now_s)
+        return actions if self._journal is None else self._after_standby(actions, now_s)
+
+    def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
+        """What a client's requests bring it and others."""
         own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
@@ -132,8 +139,7 @@ class Hub:
             if changes is None:
                 told = self._special(connection, session, message, now_s)
                 if told is not None:
-                    if told:
-                        own.append(self._encode(told))
+                    own.append(told)
                     if connection not in self._connections:
                         break
                     continue
@@ -154,7 +160,7 @@ class Hub:
                 actions += map(self._woken, replies[1:])
         if own:
             actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
-        return actions if self._journal is None else self._after_standby(actions, now_s)
+        return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""
@@ -215,21 +221,21 @@ class Hub:
             actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
         return actions
 
-    def _special(self, connection: int, session: Session, message: Message, now_s: float) -> Message | None:
-        """What concerns the session; a reply ([]: none) if that is all, None where the state must be asked."""
+    def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
+        """What concerns the session; its reply, or b"", if that is all, None where the state must be asked."""
         request_id, op = message[:2]
         if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
             message[1] = op = -op
             if op not in READING and (told := session.told(request_id)) is not None:
-                return told
+                return self._encode(told)
         if op == Op.LEAVE:
             if self._journal is not None and connection == self._journal.follower:
                 self._journal.resign("it has left", now_s)
             self._sessions.end(session)
             self.disconnected(connection, now_s)
-            return [request_id, int(Status.OK), None]
+            return self._encode([request_id, int(Status.OK), None])
         if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
             if self._journal is not None:
@@ -250,35 +256,36 @@ class Hub:
 
     # The standby.
 
-    def _follow(self, connection: int, message: Message, now_s: float) -> Message:
-        """A standby wants to be told everything; [] where it is, else last words that no entry looks like."""
+    def _follow(self, connection: int, message: Message, now_s: float) -> bytes:
+        """A standby wants to be told everything; b"" where it is, else last words that no entry looks like."""
         match message:
             case [int(), int(), str(host), int(port), int() | float() as patience_s] if patience_s > 0:
                 standby = host, port
             case _:
-                return [NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."]
+                return self._encode([NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."])
         if self._journal is not None:
             if self._journal.standby == standby:
                 self._journal.resign("it begins anew", now_s)
                 self.has_new_deadline = True
-            return [NOT_A_REQUEST, int(Status.REFUSED), "there is a standby, or was one only just now."]
+            reason = "there is a standby, or was one only just now."
+            return self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
         present = present_state(self.state, self._sessions, self._name_of)
         self._journal = Journal(connection, standby, patience_s, self.limits.unread_bytes, present, now_s)
         self._is_announced = False
         self.has_new_deadline = True
-        return []
+        return b""
 
     def _name_of(self, connection: int) -> bytes:
         session = self._connections[connection].session
         assert session is not None
         return session.name
 
-    def _acknowledge(self, connection: int, message: Message, now_s: float) -> Message:
+    def _acknowledge(self, connection: int, message: Message, now_s: float) -> bytes:
         journal = self._journal
         match message:
             case [int(), int(), int(num_entries), int(beat)] if journal is not None and connection == journal.follower:
                 journal.acknowledge(num_entries, beat, now_s)
-        return []
+        return b""
 
     def _after_standby(self, actions: list[Action], now_s: float) -> list[Action]:
         """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
@@ -289,7 +296,7 @@ class Hub:
         actions = journal.actions(actions)
         if journal.is_ready and not self._is_announced:
             self._is_announced = True
-            actions += self._news([*journal.standby])
+            actions += self._news(journal.standby)
             actions.append((NOBODY, b"", f"has a standby at {journal.standby[0]}:{journal.standby[1]}"))
         return actions
 
@@ -302,7 +309,7 @@ class Hub:
             actions += self._hang_up(journal.follower, reason, now_s)
         return actions + self._news(None) if self._is_announced else actions
 
-    def _news(self, standby: list[str | int] | None) -> list[Action]:
+    def _news(self, standby: Address | None) -> list[Action]:
         """Tell all clients where the standby is."""
         news = self._encode([NEWS, int(Status.OK), standby])
         follower = None if self._journal is None else self._journal.follower
@@ -329,7 +336,7 @@ class Hub:
         """A peer answers our hello: let it in, as a new client or one that comes back, or say why not."""
         assert peer.handshake is not None
         handshake = peer.handshake
-        standby = [*self._journal.standby] if self._journal is not None and self._is_announced else None
+        standby = self._journal.standby if self._journal is not None and self._is_announced else None
         verdict = handshake.verdict(answer, self.limits.frame_bytes, standby)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
         if verdict[0] == Status.OK and self._is_standby:

@@ -2,9 +2,9 @@
 
 A hub answers by what it was asked, in which order, and by nothing else. So a standby that is told all requests that
 change something, and when sessions begin and end, has the same keys, values, queues and sessions. A new one is first
-told what makes the present state of nothing, window by window, so that service goes on meanwhile; then what has changed
-since. From then on every answer waits until the standby has acknowledged all that came before it: what anybody was told,
-the result of a read too, is known on both sides.
+told what makes the present state of nothing, window by window, so that service goes on; then what has changed since.
+From then on every answer waits until the standby has acknowledged all that came before it: what anybody was told, the
+result of a read too, is known on both sides.
 
 The standby's lease: as long as an acknowledgement is younger than `patience_s`, the leader does not go on without it.
 So a standby whose last beat was answered within that time knows that the leader cannot have answered anybody alone.

@@ -161,7 +161,9 @@ def spawn_server(
     if certificates is not None and not certificates.cert_file:
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
-    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following)
+    config = ServerConfig(
+        host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following
+    )
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""A store's state as its standby has it, of the entries that its leader tells; and the entries that make one of nothing.
+"""A store's state as its standby has it, by the entries that its leader tells, and those that make it of nothing.
 
 The leader's connections have no place here: each session that is connected there counts as one connection. Time stands
 still; what is over is told.

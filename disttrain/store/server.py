@@ -58,9 +58,16 @@ class ServerConfig(NamedTuple):
 
     @classmethod
     def from_message(cls, message: Message) -> ServerConfig:
-        *first, limits, certificates, following = message
+        host, port, token, engine, linger_s, limits, certificates, following = message
         return cls(
-            *first, Limits(*limits), certificates and Certificates(*certificates), following and Following(*following)
+            host,
+            port,
+            token,
+            engine,
+            linger_s,
+            Limits(*limits),
+            certificates and Certificates(*certificates),
+            following and Following(*following),
         )
 
 

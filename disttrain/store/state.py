@@ -126,7 +126,7 @@ class StoreState:
         return dict(self._values), self._queues.copies()
 
     def parked_changes(self) -> list[Parked]:
-        """Requests that will change something once they are answered; under each name in the order in which they came."""
+        """Requests that change something once they are answered; under each name in the order in which they came."""
         return [parked for table in self._changing.values() for row in table.values() for parked in row]
 
     def park(self, connection: int, request_id: int, op: Op, name: str, argument: Any, timeout_s: float) -> None:

@@ -27,7 +27,9 @@ HANDSHAKE_BYTES: Final = 32 << 10
 class TlsHub:
     """A hub behind TLS: for the shells it is one like `Hub`, with bytes of the wire in place of plain ones."""
 
-    def __init__(self, token: str | None, limits: Limits, certificates: Certificates, *, is_standby: bool = False) -> None:
+    def __init__(
+        self, token: str | None, limits: Limits, certificates: Certificates, *, is_standby: bool = False
+    ) -> None:
         """Raises SettingError for files that cannot be used."""
         self._context = make_context(certificates, is_server=True)
         self._hub = Hub(token, limits, digest_of(certificates.cert_file), is_standby=is_standby)

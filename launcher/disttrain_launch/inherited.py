@@ -1,7 +1,7 @@
-"""The rendezvous as a successor of node 0 takes it over, knowing the others by the words that they were told last; pure.
+"""The rendezvous as a successor of node 0 takes it over, knowing the others by the last words to them; pure.
 
-Whoever was told to run, or to stop, may have workers. They are all stopped, as when any other node is lost; what follows
-is decided when none is left.
+Whoever was told to run, or to stop, may have workers. They are all stopped, as when any other node is lost; what
+follows is decided when none is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Inherited(Rendezvous):
     Args: leader  that node;  lost  the one before;  told  each agent's node, and the last word to it, if there was one.
     """
 
-    def __init__(self, terms: Terms, leader: Node, now_s: float, lost: str, told: Mapping[str, tuple[Node, Word | None]]):
+    def __init__(
+        self, terms: Terms, leader: Node, now_s: float, lost: str, told: Mapping[str, tuple[Node, Word | None]]
+    ):
         super().__init__(terms, leader, now_s)
         self._gone.add(lost)
         runs = [word for _, word in told.values() if isinstance(word, Run)]

@@ -174,9 +174,7 @@ def _leader(spec: JobSpec, store: Store, machine: Rendezvous, agent: str, torch_
     seat = None
     if isinstance(store, TCPStore) and _has_standby(spec):
         seat = Seat(PrefixStore(ROOM, store), agent, lambda: store.addresses[0], spec.terms.keep_alive_s)
-    return Leader(
-        store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, seat=seat, torch_addr=torch_addr
-    )
+    return Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, seat=seat, torch_addr=torch_addr)
 
 
 def _successor(spec: JobSpec, store: Store, node: Node) -> Callable[[str, str], Leader]:

@@ -1,9 +1,9 @@
 """Node 0's side of the rendezvous: a shell around `rendezvous_state`, over the store.
 
-Keys, under `launch/` (and those of `seat`): the queue `reports` is what nodes say, in the order in which it came; `word/<agent>` is node 0's
-last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives; `awaited` tells for whom all
-wait, with a number that counts while node 0 lives. So an event costs its node one message, and a round each node a
-handful, however many nodes there are.
+Keys, under `launch/` (others are in `seat`): the queue `reports` is what nodes say, in the order in which it came;
+`word/<agent>` is node 0's last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives;
+`awaited` tells for whom all wait, with a number that counts while node 0 lives. So an event costs its node one message,
+and a round each node a handful, however many nodes there are.
 """
 
 from __future__ import annotations

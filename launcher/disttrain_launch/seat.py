@@ -1,8 +1,8 @@
 """Node 0's seat: who has it, on which node the store's standby is to be, and how a successor finds its way.
 
 Keys, under `launch/`: `leader` is the agent that decides, `standby` the one that is to keep the store's standby,
-`node/<agent>` what a node has said about itself. A standby whose store has become the job's takes the seat as well, when
-the leader's beat stands still for as long as any node's may.
+`node/<agent>` what a node has said about itself. Where a standby has become the store, its agent takes the seat as well
+when the leader's beat stands still for as long as any node's may.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps the standby of the job's store on this node when node 0 wants it here, and takes node 0's place when that is lost.
+"""Keeps the standby of the job's store on this node when node 0 wants it, and takes node 0's place when that is lost.
 
 The standby is a process of its own, like the store's server (`disttrain.store.follower`). When it has become the store,
 and the agent that led the job is silent for as long as no node may be, this node leads.

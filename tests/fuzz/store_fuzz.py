@@ -161,7 +161,9 @@ def servers(data: bytes) -> None:
     token = choices.one_of([TOKEN, None])
     client = ClientHandshake(token, "fuzz")
     for step in (client.answer, client.conclude):
-        hello = choices.one_of([None, ["disttrain store", PROTOCOL_VERSION, b"n" * 32], ["disttrain store", PROTOCOL_VERSION, b""]])
+        hello = choices.one_of(
+            [None, ["disttrain store", PROTOCOL_VERSION, b"n" * 32], ["disttrain store", PROTOCOL_VERSION, b""]]
+        )
         try:
             if step == client.conclude or hello is None:
                 body = choices.piece()
@@ -327,7 +329,11 @@ def seeds() -> list[bytes]:
     """Bytes that come a little way into each target."""
     frames = [
         encode(message)
-        for message in ([1, int(Op.SET), "a", b"7"], [PROTOCOL_VERSION, b"n" * 32, b"p" * 32, b""], ["disttrain store", PROTOCOL_VERSION, b"n" * 32])
+        for message in (
+            [1, int(Op.SET), "a", b"7"],
+            [PROTOCOL_VERSION, b"n" * 32, b"p" * 32, b""],
+            ["disttrain store", PROTOCOL_VERSION, b"n" * 32],
+        )
     ]
     nested: Any = []
     for _ in range(500):

@@ -1,4 +1,4 @@
-"""A standby knows all that anybody was told: its replica is the leader's state, and no answer leaves before its turn."""
+"""A standby knows all that anybody was told: its replica is the leader's state, and no answer leaves too early."""
 
 from __future__ import annotations
 
@@ -221,7 +221,9 @@ def test_what_was_acknowledged_is_there_once_when_the_leader_dies_at_any_moment(
     appended = [b"%d" % number for number, request in requests.items() if request[1] == Op.APPEND]
     assert sorted(values.get("text", b"").split()) == sorted(appended)
     pushed = [request[3] for number, request in requests.items() if request[1] == Op.QUEUE_PUSH and number in replies]
-    popped = [replies[number][2] for number, request in requests.items() if request[1] == Op.QUEUE_POP and number in replies]
+    popped = [
+        replies[number][2] for number, request in requests.items() if request[1] == Op.QUEUE_POP and number in replies
+    ]
     assert Counter(pushed) == Counter(popped) + Counter(queues.get("queue", []))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from typing import TYPE_CHECKING
 
 import psutil
-import pytest
 
 from tests.multirank.launch.test_launch_elastic import TELLING, port, start, told
 
