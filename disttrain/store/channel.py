@@ -144,6 +144,11 @@ class Channel:
             self._parked.clear()
             self._close_unused_socket()
 
+    def break_link(self) -> None:
+        """Let whoever waits for an answer ask for it again, on another link."""
+        with self._mutex:
+            self._shut_down()
+
     def _send(self, op: Op, call: _Call, frame: bytes, timeout_s: float) -> None:
         """Send `frame`, unless there is no link: then whoever leads makes one, and sends what has not been answered."""
         # Nearly always it is free, and asking for a timeout takes as long as all the rest.

@@ -115,9 +115,20 @@ class TCPStore(StoreMethods):
         if self._server is not None:
             self._server.close()
 
-    def _connected(self) -> Channel:
+    def new_dialer(self) -> Dialer:
+        """Makes links of another client's to the same store."""
         (host, port), standby = self.addresses
-        self._dialer = Dialer(host, port, self._token, self._tls, standby)
+        return Dialer(host, port, self._token, self._tls, standby)
+
+    def move(self, address: Address) -> None:
+        """The store is known to be at `address`: give up a link to anywhere else, and what waits there waits anew."""
+        dialer = self._dialer
+        if dialer is not None and self._channel is not None and address == dialer.standby:
+            dialer.address, dialer.standby = address, dialer.address
+            self._channel.break_link()
+
+    def _connected(self) -> Channel:
+        self._dialer = self.new_dialer()
         return Channel(self._dialer, self._timeout_s)
 
     def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:

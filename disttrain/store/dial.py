@@ -46,6 +46,8 @@ class Dialer:
     ) -> None:
         self.address: Address = (host, port)
         self.standby = standby
+        self.vote = 0
+        """For a standby, see `handshake`."""
         self._token = token
         self._tls = tls
         self._session = b""
@@ -108,15 +110,15 @@ class Dialer:
         """Let `redial` return."""
         self._is_over.set()
 
-    def attempt(self, deadline_s: float) -> Link:
-        """A link to the server, or to its standby if that has taken over.
+    def attempt(self, deadline_s: float, attempt_s: float | None = None) -> Link:
+        """A link to the server, or to its standby if that has taken over; `attempt_s` for each, None: as is best.
 
         Raises ConnectionRefusedError when nobody listens at either address, else what was wrong with the last one.
         """
         standby = self.standby
         if standby is None:
-            return self._reach(self.address, deadline_s, ATTEMPT_S)
-        attempt_s = min(ATTEMPT_S, _DIVIDED_S * (1 << min(self._num_vain, 4)))
+            return self._reach(self.address, deadline_s, attempt_s or ATTEMPT_S)
+        attempt_s = attempt_s or min(ATTEMPT_S, _DIVIDED_S * (1 << min(self._num_vain, 4)))
         try:
             return self._reach(self.address, deadline_s, attempt_s)
         except (OSError, WireError) as error:
@@ -146,7 +148,7 @@ class Dialer:
 
     def _shake_hands(self, connection: socket.socket | TlsSocket, certificate: bytes, deadline_s: float) -> Link:
         decoder = Decoder(HANDSHAKE_FRAME_BYTES)
-        handshake = ClientHandshake(self._token, self.where, self._session, certificate)
+        handshake = ClientHandshake(self._token, self.where, self._session, certificate, self.vote)
         answer = handshake.answer(_receive(connection, decoder, deadline_s))
         connection.sendall(encode(answer))
         frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))

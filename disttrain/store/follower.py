@@ -2,7 +2,8 @@
 
 It may take over when the leader is proven dead, which is when its machine says that nobody listens at its address any
 more, and while its lease lasts (see `journal`): so the leader can have answered nobody alone. A leader that is merely
-silent may live behind a network that failed, and go on alone: then the standby begins anew as soon as it can.
+silent may live behind a network that failed, and go on alone: then most electors must have lost it too (see
+`succession`), and else the standby begins anew as soon as it can.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import StoreConnectionError, StoreError
 from disttrain.store.dial import Dialer, Link
+from disttrain.store.handshake import Votes
 from disttrain.store.replica import Replica
+from disttrain.store.succession import may_take_over
 from disttrain.store.wire import NEWS, NOT_A_REQUEST, Address, Op, WireError, encode
 
 if TYPE_CHECKING:
@@ -28,6 +31,9 @@ _BEATS: Final = 8
 
 _LEASE: Final = 0.8
 """Of that time: clocks need not run alike."""
+
+_ATTEMPT_S: Final = 1.0
+"""How long one attempt to reach a silent leader may take."""
 
 _SILENT_S: Final = 60.0
 """How long a leader is looked for that does not answer."""
@@ -48,14 +54,15 @@ class Following(NamedTuple):
 
 
 class Follower:
-    """Follows the leader until it is gone; `port` is the standby's own."""
+    """Follows the leader until it is gone; `port` is the standby's own, `votes` what its hub hears from electors."""
 
-    def __init__(self, following: Following, port: int, token: str | None, tls: ClientTls | None) -> None:
+    def __init__(self, following: Following, port: int, token: str | None, tls: ClientTls | None, votes: Votes) -> None:
         self._leader: Address = (following.host, following.port)
         self._own: Address = (following.known_as, port)
         self._patience_s = following.patience_s
         self._token = token
         self._tls = tls
+        self._votes = votes
         self._is_over = threading.Event()
         self._link: Link | None = None
         self._lease_s = float("-inf")
@@ -96,19 +103,26 @@ class Follower:
         pause_s = _PAUSE_S
         while True:
             try:
-                return Dialer(*self._leader, self._token, self._tls).attempt(until_s)
+                return Dialer(*self._leader, self._token, self._tls).attempt(until_s, _ATTEMPT_S)
             except ConnectionRefusedError:
                 if not replica.is_synced:
                     raise self._lost("nobody listens there") from None
-                if time.monotonic() >= self._lease_s:
+                if time.monotonic() >= self._lease_s and not self._is_elected(replica):
                     raise self._lost("it is dead, and may have gone on without us before") from None
                 return None
             except (OSError, WireError) as error:
                 if time.monotonic() + pause_s >= until_s:
                     raise self._lost(str(error)) from None
+            if replica.is_synced and self._is_elected(replica):
+                return None
             if self._is_over.wait(pause_s):
                 raise self._lost("we were closed")
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _is_elected(self, replica: Replica) -> bool:
+        since_s = time.monotonic() - 2 * self._patience_s
+        votes = {elector: term for elector, (term, said_s) in self._votes.copy().items() if said_s > since_s}
+        return may_take_over(replica.term, replica.electors, votes)
 
     def _listen(self, link: Link, replica: Replica) -> None:
         """Apply what the leader says until it says no more."""

@@ -2,7 +2,7 @@
 
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
                                                     TLS_ONLY in its place: you should have begun with TLS
-    client: [version, client_nonce, client_proof, session]      an empty session: a new client
+    client: [version, client_nonce, client_proof, session, vote]    an empty session: a new client; see `Votes`
     server: [OK, server_proof, frame_bytes, session, standby]   or [another status, sentence], and the connection ends
 
 `standby` is the [host, port] of the one that would take over, or None. The client sends no more than this one frame
@@ -21,6 +21,10 @@ from disttrain.store.wire import PROTOCOL_VERSION, Address, Message, Status
 MAGIC: Final = "disttrain store"
 SESSION_BYTES: Final = 16
 TLS_ONLY: Final = "TLS"
+
+
+Votes = dict[bytes, tuple[int, float]]
+"""The terms in which electors, by session, have sided with a standby, and when they said so last."""
 
 
 class SessionGoneError(StoreError):
@@ -49,6 +53,8 @@ class ServerHandshake:
         self.session = b""
         """The name of the client's session, once there is a verdict; `resumes`: it had one already."""
         self.resumes = False
+        self.vote = 0
+        """For a standby: the term in which this client, an elector, has sided with it."""
 
     def hello(self) -> Message:
         """What the server says first."""
@@ -60,9 +66,9 @@ class ServerHandshake:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
         if answer[0] != PROTOCOL_VERSION:
             return [int(Status.REFUSED), f"The server speaks version {PROTOCOL_VERSION}, the client {answer[0]}."]
-        if len(answer) != 4 or type(answer[3]) is not bytes:
+        if len(answer) != 5 or type(answer[3]) is not bytes or type(answer[4]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
-        _, nonce, proof, session = answer
+        _, nonce, proof, session, self.vote = answer
         self.resumes = bool(session)
         self.session = session or os.urandom(SESSION_BYTES)
         if self._token is None:
@@ -79,8 +85,11 @@ class ClientHandshake:
     `certificate` is the digest of the one that the server has shown, b"" without TLS.
     """
 
-    def __init__(self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"") -> None:
+    def __init__(
+        self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"", vote: int = 0
+    ) -> None:
         self.session = session
+        self._vote = vote
         self.standby: Address | None = None
         """Who would take over from this server."""
         self._certificate = certificate
@@ -112,7 +121,7 @@ class ClientHandshake:
                     "Pass token=read_token(path), or set DISTTRAIN_TOKEN_FILE to the job's token file.",
                     where=self._where,
                 )
-            return [PROTOCOL_VERSION, b"", b"", self.session]
+            return [PROTOCOL_VERSION, b"", b"", self.session, self._vote]
         if not is_nonce(nonce):
             raise StoreAuthError(
                 "connect",
@@ -122,7 +131,7 @@ class ClientHandshake:
             )
         self._server_nonce, self._client_nonce = nonce, new_nonce()
         proof = client_proof(self._token, nonce, self._client_nonce, self._certificate)
-        return [PROTOCOL_VERSION, self._client_nonce, proof, self.session]
+        return [PROTOCOL_VERSION, self._client_nonce, proof, self.session, self._vote]
 
     def conclude(self, verdict: Message) -> int:
         """The largest frame that the server takes.

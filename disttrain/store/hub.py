@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from disttrain.store.handshake import ServerHandshake
+from disttrain.store.handshake import ServerHandshake, Votes
 from disttrain.store.journal import Action, Entry, Journal
 from disttrain.store.limits import Limits, over_limit
 from disttrain.store.replica import Replica, present_state
@@ -57,8 +57,8 @@ class _Connection:
 class Hub:
     """The server, but for its sockets and its clock. Connections are numbered by who calls, from 1.
 
-    Args: certificate  digest of the one that the server shows, b"" without TLS;  is_standby  it lets nobody in until it
-          takes over.
+    Args: certificate  digest of the one that the server shows, b"" without TLS;  votes  of a standby, which lets
+          nobody in until it takes over: where it leaves what electors say that have lost its leader.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Hub:
         limits: Limits | None = None,
         certificate: bytes = b"",
         *,
-        is_standby: bool = False,
+        votes: Votes | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.state = StoreState(self.limits)
@@ -79,7 +79,12 @@ class Hub:
         self._encode = Encoder().encode
         self._connections: dict[int, _Connection] = {}
         self._sessions = Sessions()
-        self._is_standby = is_standby
+        self._votes = votes
+        self._term = 0
+        """See `succession`."""
+        self._electors: dict[bytes, None] = {}
+        self.is_deposed = False
+        """The standby may have taken over: nothing is to be answered any more."""
         self._journal: Journal | None = None
         """While this server has a standby, or has lost it only just now."""
         self._is_announced = False
@@ -171,8 +176,10 @@ class Hub:
             self.state.disconnect(connection)
             is_known = self._sessions.cut_off(peer.session, now_s)
             self.has_new_deadline = True
+            if not is_known:
+                self._forget(peer.session.name)
             if self._journal is not None:
-                self._journal.note(Entry.CUT if is_known else Entry.END, peer.session.name)
+                self._journal.note(Entry.CUT, peer.session.name)
                 self._journal = self._journal.without(connection)
 
     def tick(self, now_s: float) -> list[Action]:
@@ -186,13 +193,14 @@ class Hub:
             actions.append(self._woken((connection, reply)))
         actions += self._hang_up_on_silent(now_s)
         forgotten = self._sessions.tick(now_s)
+        for name in forgotten:
+            self._forget(name)
         if journal is None:
             return actions
-        for name in forgotten:
-            journal.note(Entry.END, name)
         actions = self._after_standby(actions, now_s)
         if self._journal is not None and journal.deadline_s <= now_s and not journal.bear(now_s, self._is_closing):
             actions += self._go_alone(journal.reason, now_s)
+        self.is_deposed = journal.is_deposed
         return actions
 
     def close(self) -> None:
@@ -203,7 +211,9 @@ class Hub:
         """The leader is gone: serve its clients when they come."""
         self.state, self._sessions = replica.take_over(now_s)
         self.limits = self.state.limits._replace(num_unproved=self.limits.num_unproved)
-        self._is_standby = False
+        self._votes = None
+        self._term = replica.term
+        self._electors = dict.fromkeys(replica.electors)
         self.has_new_deadline = True
 
     def _hang_up_on_silent(self, now_s: float) -> list[Action]:
@@ -244,6 +254,8 @@ class Hub:
             return self._follow(connection, message, now_s)
         elif op == Op.ACK:
             return self._acknowledge(connection, message, now_s)
+        elif op == Op.ELECT:
+            return self._elect(connection, session, message)
         return None
 
     def _woken(self, outgoing: tuple[int, Message]) -> Action:
@@ -269,8 +281,10 @@ class Hub:
                 self.has_new_deadline = True
             reason = "there is a standby, or was one only just now."
             return self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
-        present = present_state(self.state, self._sessions, self._name_of)
-        self._journal = Journal(connection, standby, patience_s, self.limits.unread_bytes, present, now_s)
+        self._term += 1
+        present = present_state(self.state, self._sessions, self._name_of, self._term)
+        most_bytes = self.limits.unread_bytes
+        self._journal = Journal(connection, standby, patience_s, most_bytes, present, self._term, self._electors, now_s)
         self._is_announced = False
         self.has_new_deadline = True
         return b""
@@ -287,6 +301,32 @@ class Hub:
                 journal.acknowledge(num_entries, beat, now_s)
         return b""
 
+    def _elect(self, connection: int, session: Session, message: Message) -> bytes:
+        """An elector says how it sides. It is answered at once, whatever waits."""
+        match message:
+            case [int(), int(), int(for_leader), int(for_standby)]:
+                journal = self._journal
+                if session.name not in self._electors:
+                    self._electors[session.name] = None
+                    if journal is not None:
+                        journal.set_electors(self._electors)
+                if journal is None:
+                    return self._encode([message[0], int(Status.OK), [self._term, False]])
+                told = journal.elect(session.name, for_leader, for_standby)
+                self._term = journal.term
+                journal.unheld.append((connection, self._encode([message[0], int(Status.OK), told]), ""))
+                return b""
+        return self._encode([message[0], int(Status.REFUSED), "elect takes two terms."])
+
+    def _forget(self, name: bytes) -> None:
+        """This session has ended."""
+        if self._journal is not None:
+            self._journal.note(Entry.END, name)
+        if name in self._electors:
+            del self._electors[name]
+            if self._journal is not None:
+                self._journal.set_electors(self._electors)
+
     def _after_standby(self, actions: list[Action], now_s: float) -> list[Action]:
         """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
         journal = self._journal
@@ -294,6 +334,8 @@ class Hub:
         if journal.is_overrun:
             return actions + self._go_alone("it is too slow to catch up", now_s)
         actions = journal.actions(actions)
+        if journal.asks and journal.may_go_alone:
+            return actions + self._go_alone(journal.reason, now_s)
         if journal.is_ready and not self._is_announced:
             self._is_announced = True
             actions += self._news(journal.standby)
@@ -339,7 +381,8 @@ class Hub:
         standby = self._journal.standby if self._journal is not None and self._is_announced else None
         verdict = handshake.verdict(answer, self.limits.frame_bytes, standby)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
-        if verdict[0] == Status.OK and self._is_standby:
+        if verdict[0] == Status.OK and self._votes is not None:
+            self._votes[handshake.session] = (handshake.vote, now_s)
             verdict = [int(Status.STANDBY), "this is a standby, and has not taken over."]
         elif verdict[0] == Status.OK and handshake.resumes and session is None:
             verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
@@ -366,6 +409,10 @@ class Hub:
         if self._journal is None:
             return [*actions, welcome]
         self._journal.note(Entry.BEGIN, session.name)
+        if session.name in self._electors:
+            # It is needed to decide what all others wait for, and knows its session's name already.
+            self._journal.unheld.append(welcome)
+            return actions + self._after_standby([], now_s)
         return actions + self._after_standby([welcome], now_s)
 
     def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:

@@ -13,11 +13,12 @@ So a standby whose last beat was answered within that time knows that the leader
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum, unique
 from typing import Any, Final
 
 from disttrain.store.state import NEVER_S
+from disttrain.store.succession import Consent
 from disttrain.store.wire import Address, Encoder, Message, WireError
 
 Action = tuple[int, bytes, str]
@@ -34,7 +35,7 @@ LATE_S: Final = 0.5
 class Entry(IntEnum):
     """What a standby is told; the comment shows what follows."""
 
-    LIMITS = 0  # limits: those of the leader, first of all
+    LIMITS = 0  # limits, term: those of the leader, first of all
     REQUEST = 1  # session, message: a client's request that may change something
     TIMED_OUT = 2  # session, request_id: of one that waited
     BEGIN = 3  # session: a client comes, or comes back
@@ -44,13 +45,16 @@ class Entry(IntEnum):
     PARKED = 7  # session, request_id, op, name, argument, timeout_s: a request that waits already
     SYNCED = 8  # the present state is complete
     HEARD = 9  # beat: the last one that came
+    TERM = 10  # term
+    ELECTORS = 11  # sessions
 
 
 class Journal:
     """Of one leader, for one standby.
 
     Args: follower  the standby's connection;  standby  where clients will find it;  patience_s  how long it may be
-          silent;  most_bytes  how much may gather while the present state is sent;  present  entries that make it.
+          silent;  most_bytes  how much may gather while the present state is sent;  present  entries that make it;
+          term  a new one;  electors  as they are now.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Journal:
         patience_s: float,
         most_bytes: int,
         present: Iterator[Message],
+        term: int,
+        electors: Iterable[bytes],
         now_s: float,
     ) -> None:
         self.follower: int | None = follower
@@ -68,6 +74,16 @@ class Journal:
         """Until when the leader waits for another acknowledgement."""
         self.reason = "it has acknowledged nothing in time"
         """Why to go on without it, at the deadline."""
+        self.asks = False
+        """The deadline is over, and electors are asked whether to go on alone."""
+        self.is_deposed = False
+        """They have not agreed in time: the standby may have taken over."""
+        self.term = term
+        """The last one that has begun, or is about to."""
+        self.unheld: list[Action] = []
+        """What need not wait, since it tells nothing of the state."""
+        self._electors = [*electors]
+        self._consent: Consent | None = None
         self._has_resigned = False
         self._patience_s = patience_s
         self._most_bytes = most_bytes
@@ -110,7 +126,9 @@ class Journal:
         """The standby has applied so many entries; `beat` is to be answered, unless it is 0."""
         self._num_acknowledged = max(self._num_acknowledged, num_entries)
         if not self._has_resigned:
-            self.deadline_s = now_s + self._patience_s
+            self.deadline_s, self.asks = now_s + self._patience_s, False
+        if self._consent is not None:
+            self._consent.acknowledged(num_entries)
         if beat and self._synced is not None:
             self.note(Entry.HEARD, beat)
         if self._synced is None and self._num_acknowledged >= self._num_sent:
@@ -126,17 +144,42 @@ class Journal:
         """The standby says that it does not take over: no need to wait until that is certain."""
         self.reason, self.deadline_s, self._has_resigned = reason, now_s, True
 
+    def set_electors(self, electors: Iterable[bytes]) -> None:
+        """There are others."""
+        self._electors = [*electors]
+        if self._consent is not None:
+            self.note(Entry.ELECTORS, self._electors)
+            self._consent.changed(self._num_sent, self._electors)
+
+    def elect(self, elector: bytes, for_leader: int, for_standby: int) -> list[int | bool]:
+        """An elector says how it sides, and is told the term and whether we ask."""
+        if self._consent is None:
+            return [0, False]
+        self._consent.side(elector, for_leader, for_standby)
+        if self._consent.wants_renewal and not self.asks:
+            self.term += 1
+            self.note(Entry.TERM, self.term)
+            self._consent.renewed(self._num_sent, self.term)
+        return [self._consent.term, self.asks]
+
+    @property
+    def may_go_alone(self) -> bool:
+        """Whether the standby does not take over, now that the deadline is over."""
+        return self._has_resigned or self._consent is None or self._consent.may_go_alone
+
     def bear(self, now_s: float, is_closing: bool) -> bool:
-        """At `deadline_s`: whether to wait on, since it was us who were late, or since the leader must not go alone."""
+        """At `deadline_s`: whether to wait on, since it was us who were late, or since we must not go on alone."""
         if self._has_resigned:
             return False
         is_late = now_s - self.deadline_s > LATE_S
+        self.is_deposed = self.asks and not is_late
+        self.asks = not is_late and not is_closing
         self.deadline_s = NEVER_S if is_closing else now_s + self._patience_s
-        return is_closing or is_late
+        return not (self.asks and self.may_go_alone)
 
     def actions(self, actions: list[Action]) -> list[Action]:
         """What may go out now: what waited for acknowledgements that have come, entries, and of `actions` what may."""
-        out = []
+        out, self.unheld = self.unheld, []
         while self._held and self._held[0][0] <= self._num_acknowledged:
             out.append(self._held.popleft()[1])
         if self._frames:
@@ -160,8 +203,10 @@ class Journal:
             num_bytes += len(frame)
             if num_bytes >= WINDOW_BYTES:
                 return
-        self._synced = self._num_sent + 1
+        self._synced = self._num_sent + 2
+        self.note(Entry.ELECTORS, self._electors)
         self.note(Entry.SYNCED)
+        self._consent = Consent(self.term, self._electors)
 
     def _present_and_since(self, present: Iterator[Message]) -> Iterator[bytes]:
         yield from map(self._encode, present)

@@ -22,12 +22,14 @@ BATCH_BYTES: Final = 1 << 20
 _NOBODY: Final = b""
 
 
-def present_state(state: StoreState, sessions: Sessions, name_of: Callable[[int], bytes]) -> Iterator[Message]:
+def present_state(
+    state: StoreState, sessions: Sessions, name_of: Callable[[int], bytes], term: int
+) -> Iterator[Message]:
     """Entries that make a replica the same as `state` and `sessions` are now, whatever becomes of these meanwhile.
 
     `name_of` gives the session of a connection.
     """
-    entries: list[Message] = [[Entry.LIMITS, list(state.limits)]]
+    entries: list[Message] = [[Entry.LIMITS, list(state.limits), term]]
     for session in sessions:
         forgotten_id, replies = session.memory()
         entries.append([Entry.SESSION, session.name, forgotten_id, replies, session.connection is not None])
@@ -71,6 +73,8 @@ class Replica:
         self.num_entries = 0
         self.is_synced = False
         """Whether this is the leader's state, as it was at the last entry."""
+        self.term = 0
+        self.electors: list[bytes] = []
         self.beat = 0
         """The last one that the leader has heard."""
         self._connections = itertools.count(1)
@@ -86,6 +90,8 @@ class Replica:
             Entry.PARKED: self._parked,
             Entry.SYNCED: self._synced,
             Entry.HEARD: self._heard,
+            Entry.TERM: self._begin_term,
+            Entry.ELECTORS: self._elect,
         }
 
     def apply(self, entry: Message) -> None:
@@ -101,8 +107,15 @@ class Replica:
             self.sessions.cut_off(session, now_s)
         return self.state, self.sessions
 
-    def _limits(self, limits: list[int]) -> None:
+    def _limits(self, limits: list[int], term: int) -> None:
         self.state = StoreState(Limits(*limits))
+        self.term = term
+
+    def _begin_term(self, term: int) -> None:
+        self.term = term
+
+    def _elect(self, electors: list[bytes]) -> None:
+        self.electors = electors
 
     def _request(self, name: bytes, message: Message) -> None:
         session = self.sessions.resume(name)

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.store.certificates import Certificates
 from disttrain.store.follower import Follower, Following
+from disttrain.store.handshake import Votes
 from disttrain.store.hub import Hub
 from disttrain.store.keepalive import set_options
 from disttrain.store.limits import Limits
@@ -153,20 +154,19 @@ def _read_config(descriptor: int) -> ServerConfig:
     raise StoreError("store server", "stdin ended before the configuration came.", "Start it with `spawn_server`.")
 
 
-def make_hub(config: ServerConfig, limits: Limits) -> AnyHub:
+def make_hub(config: ServerConfig, limits: Limits, votes: Votes | None) -> AnyHub:
     """The hub, behind TLS if there are certificates. Raises SettingError for files that cannot be used."""
-    is_standby = config.following is not None
     if config.certificates is None:
-        return Hub(config.token, limits, is_standby=is_standby)
+        return Hub(config.token, limits, votes=votes)
     # It loads OpenSSL, which a store without certificates does not wait for.
     from disttrain.store.tls_hub import TlsHub
 
-    return TlsHub(config.token, limits, config.certificates, is_standby=is_standby)
+    return TlsHub(config.token, limits, config.certificates, votes=votes)
 
 
-def make_follower(config: ServerConfig, port: int) -> Follower | None:
-    """Whoever follows the leader for a standby that listens on `port`."""
-    if config.following is None:
+def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follower | None:
+    """Whoever follows the leader for a standby that listens on `port`; its hub leaves `votes` to it."""
+    if config.following is None or votes is None:
         return None
     tls = None
     if config.certificates is not None:
@@ -174,7 +174,7 @@ def make_follower(config: ServerConfig, port: int) -> Follower | None:
         from disttrain.store.tls_socket import ClientTls
 
         tls = ClientTls(config.certificates)
-    return Follower(config.following, port, config.token, tls)
+    return Follower(config.following, port, config.token, tls, votes)
 
 
 def _follow(follower: Follower, shell: Shell) -> None:
@@ -206,11 +206,12 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         config = _read_config(sys.stdin.fileno())
-        hub = make_hub(config, _allow_many_connections(config.limits))
+        votes: Votes | None = None if config.following is None else {}
+        hub = make_hub(config, _allow_many_connections(config.limits), votes)
         shell = make_shell(config.engine, hub, config.linger_s, _released)
         listener = listen(config.host, config.port, config.token)
         host, port = listener.getsockname()[:2]
-        follower = make_follower(config, port)
+        follower = make_follower(config, port, votes)
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)
         return 1

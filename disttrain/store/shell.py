@@ -31,6 +31,9 @@ class AnyHub(Protocol):
     def limits(self) -> Limits: ...
 
     @property
+    def is_deposed(self) -> bool: ...
+
+    @property
     def num_clients(self) -> int: ...
 
     @property
@@ -185,6 +188,9 @@ class Shell(ABC):
 
     def _set_timer(self, now_s: float) -> None:
         self._hub.has_new_deadline = False
+        if self._hub.is_deposed:
+            self._log.say("disttrain store: ends, since its standby has taken over or may do so", now_s)
+            self.stop()
         deadline_s = self._hub.next_deadline_s
         if self._ends_s is not None:
             deadline_s = self._ends_s if deadline_s is None else min(deadline_s, self._ends_s)

@@ -12,7 +12,7 @@ import ssl
 from typing import Final
 
 from disttrain.store.certificates import Certificates
-from disttrain.store.handshake import MAGIC, TLS_ONLY
+from disttrain.store.handshake import MAGIC, TLS_ONLY, Votes
 from disttrain.store.hub import Hub
 from disttrain.store.journal import Action
 from disttrain.store.limits import Limits
@@ -28,11 +28,11 @@ class TlsHub:
     """A hub behind TLS: for the shells it is one like `Hub`, with bytes of the wire in place of plain ones."""
 
     def __init__(
-        self, token: str | None, limits: Limits, certificates: Certificates, *, is_standby: bool = False
+        self, token: str | None, limits: Limits, certificates: Certificates, *, votes: Votes | None = None
     ) -> None:
         """Raises SettingError for files that cannot be used."""
         self._context = make_context(certificates, is_server=True)
-        self._hub = Hub(token, limits, digest_of(certificates.cert_file), is_standby=is_standby)
+        self._hub = Hub(token, limits, digest_of(certificates.cert_file), votes=votes)
         self._tunnels: dict[int, Tunnel] = {}
 
     @property
@@ -94,6 +94,10 @@ class TlsHub:
     def take_over(self, replica: Replica, now_s: float) -> None:
         """See `Hub.take_over`."""
         self._hub.take_over(replica, now_s)
+
+    @property
+    def is_deposed(self) -> bool:
+        return self._hub.is_deposed
 
     def close(self) -> None:
         """See `Hub.close`."""

@@ -65,6 +65,7 @@ class Op(IntEnum):
     LEAVE = 19  # nothing will be asked again; no reply
     FOLLOW = 20  # host, port, patience_s: be told all that changes, as the standby at this address
     ACK = 21  # num_entries, beat: how many entries have been applied; no reply
+    ELECT = 22  # for_leader, for_standby: an elector and its sides; [term, asks], see `succession`
 
 
 READING: Final = frozenset(

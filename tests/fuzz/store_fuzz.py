@@ -266,7 +266,7 @@ class Crowd:
         server_nonce, nonce = Decoder(HANDSHAKE_FRAME_BYTES).feed(hello)[0][2], b"n" * 32
         proof = b"" if self._token is None else client_proof(self._token, server_nonce, nonce)
         session = choices.one_of(self._sessions)
-        told = self.hub.received(connection, encode([PROTOCOL_VERSION, nonce, proof, session]), self.now_s)
+        told = self.hub.received(connection, encode([PROTOCOL_VERSION, nonce, proof, session, 0]), self.now_s)
         verdict = Decoder(HANDSHAKE_FRAME_BYTES).feed(told[-1][1])[0]
         if verdict[0] == Status.OK:
             self._sessions.append(verdict[3])
@@ -331,7 +331,7 @@ def seeds() -> list[bytes]:
         encode(message)
         for message in (
             [1, int(Op.SET), "a", b"7"],
-            [PROTOCOL_VERSION, b"n" * 32, b"p" * 32, b""],
+            [PROTOCOL_VERSION, b"n" * 32, b"p" * 32, b"", 0],
             ["disttrain store", PROTOCOL_VERSION, b"n" * 32],
         )
     ]

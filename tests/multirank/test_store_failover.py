@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import select
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from disttrain.errors import StoreConnectionError, StoreTimeoutError
 from disttrain.store import Certificates, Following, ServerProcess, TCPStore, new_token, spawn_server
+from disttrain.store.elector import BEAT_S, Elector
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -224,6 +226,57 @@ def test_a_frozen_leader_is_waited_for(one_pair: Pair) -> None:
     assert one_pair.store.add("sum", 1) == 1
     assert one_pair.store.addresses[0] == (HOST, one_pair.leader.port)
     one_pair.wait_until_ready()
+
+
+@pytest.fixture
+def electors(one_pair: Pair) -> Iterator[list[Elector]]:
+    """One for each of three nodes."""
+    one_pair.wait_until_ready()
+    stores = [one_pair.connect() for _ in range(3)]
+    electors = [Elector(store) for store in stores]
+    for elector in electors:
+        elector.start()
+    # They make themselves known, and the standby has to know them.
+    time.sleep(4 * BEAT_S)
+    yield electors
+    for elector in electors:
+        elector.close()
+    for store in stores:
+        store.close()
+
+
+def test_a_silent_leader_is_replaced_when_most_have_lost_it(one_pair: Pair, electors: list[Elector]) -> None:
+    assert one_pair.store.add("sum", 1) == 1
+    with contextlib.closing(one_pair.connect()) as waiting, ThreadPoolExecutor(1) as pool:
+        popped = pool.submit(waiting.queue_pop, "queue")
+        os.kill(one_pair.leader.pid, signal.SIGSTOP)
+        with contextlib.closing(TCPStore(HOST, one_pair.standby.port, timeout=SOON_S, token=TOKEN)) as store:
+            assert store.add("sum", 1) == 2
+            # The old leader finds that it is one no more, and its clients go where the others are.
+            os.kill(one_pair.leader.pid, signal.SIGCONT)
+            store.queue_push("queue", b"1")
+            assert popped.result(SOON_S) == b"1"
+            assert one_pair.store.add("sum", 1) == 3
+            assert one_pair.store.addresses[0] == (HOST, one_pair.standby.port)
+    assert gone(one_pair.leader.pid)
+
+
+def test_a_silent_leader_is_not_replaced_when_most_still_have_it(one_pair: Pair, electors: list[Elector]) -> None:
+    """The standby alone has lost it; the leader goes on with the electors' consent."""
+    os.kill(one_pair.standby.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    assert one_pair.store.add("sum", 1) == 1
+    assert time.monotonic() - began_s < PATIENCE_S + 4 * BEAT_S + 3
+    os.kill(one_pair.standby.pid, signal.SIGCONT)
+    one_pair.wait_until_ready()
+    assert one_pair.store.addresses[0] == (HOST, one_pair.leader.port)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(select.select([os.pidfd_open(pid)], [], [], SOON_S)[0])
+    except ProcessLookupError:
+        return True
 
 
 def test_both_gone_is_said_at_once(one_pair: Pair) -> None:

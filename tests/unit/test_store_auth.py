@@ -119,9 +119,10 @@ def test_an_answer_cannot_be_reflected() -> None:
     [
         [],
         [PROTOCOL_VERSION],
-        [PROTOCOL_VERSION, b"", b"", b""],
-        [PROTOCOL_VERSION, b"x" * 32, "text", b""],
-        [PROTOCOL_VERSION, b"x" * 32, b"", 7],
+        [PROTOCOL_VERSION, b"", b"", b"", 0],
+        [PROTOCOL_VERSION, b"x" * 32, "text", b"", 0],
+        [PROTOCOL_VERSION, b"x" * 32, b"", 7, 0],
+        [PROTOCOL_VERSION, b"x" * 32, b"", b"", "0"],
         ["2", b"", b"", b""],
         [99, b"", b"", b""],
     ],

@@ -95,7 +95,7 @@ class Job:
 def shape(state: Any, sessions: Any) -> list[Message]:
     """All there is to know about a state, as comparable values; numbers of connections, which differ, are left out."""
     name_of = {session.connection: session.name for session in sessions}
-    return [encode(entry) for entry in present_state(state, sessions, name_of.__getitem__)]
+    return [encode(entry) for entry in present_state(state, sessions, name_of.__getitem__, 1)]
 
 
 def waiting_request(choices: Choices, num_requests: int) -> Message:
@@ -197,7 +197,7 @@ def test_what_was_acknowledged_is_there_once_when_the_leader_dies_at_any_moment(
         for client in clients:
             told[client].update({reply[0]: reply for reply in job.take(client) if reply[0] != NEWS})
 
-    after = Hub(None, is_standby=True)
+    after = Hub(None, votes={})
     assert job.replica.is_synced
     after.take_over(job.replica, 0.0)
     job.hub = after
@@ -337,7 +337,7 @@ def test_what_gathers_while_a_slow_standby_catches_up_has_a_bound() -> None:
 
 
 def test_a_standby_lets_nobody_in_before_it_has_taken_over() -> None:
-    hub = Hub(None, is_standby=True)
+    hub = Hub(None, votes={})
     ((_, hello, _),) = hub.connected(1, 0.0)
     answer = ClientHandshake(None, "here").answer(Decoder(512).feed(hello)[0])
     ((_, verdict, reason),) = hub.received(1, encode(answer), 0.0)
