@@ -18,7 +18,7 @@ from disttrain.store.succession import Side
 from disttrain.store.wire import NEWS, Op, WireError, encode
 
 BEAT_S: Final = 0.5
-SILENT_S: Final = 3.0
+SILENT_S: Final = 2.0
 """A store that has not answered for so long is lost."""
 
 _ATTEMPT_S: Final = 1.0

@@ -29,13 +29,16 @@ PATIENCE_S: Final = 4.0
 _BEATS: Final = 8
 """In that time."""
 
+_SILENT: Final = 0.625
+"""Of that time: a leader that has said nothing for so long is lost."""
+
 _LEASE: Final = 0.8
 """Of that time: clocks need not run alike."""
 
 _ATTEMPT_S: Final = 1.0
 """How long one attempt to reach a silent leader may take."""
 
-_SILENT_S: Final = 60.0
+_LOOK_S: Final = 60.0
 """How long a leader is looked for that does not answer."""
 
 _PAUSE_S: Final = 0.01
@@ -99,7 +102,7 @@ class Follower:
 
     def _reached(self, replica: Replica) -> Link | None:
         """The next link to the leader; None when it is dead, and `replica` has all that anybody was told."""
-        until_s = time.monotonic() + _SILENT_S
+        until_s = time.monotonic() + _LOOK_S
         pause_s = _PAUSE_S
         while True:
             try:
@@ -142,7 +145,7 @@ class Follower:
             if self._is_over.is_set():
                 link.socket.sendall(encode([0, int(Op.LEAVE)]))
                 return
-            if data == b"" or now_s - heard_s > self._patience_s:
+            if data == b"" or now_s - heard_s > _SILENT * self._patience_s:
                 return
             if data:
                 heard_s = now_s

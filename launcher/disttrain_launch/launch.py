@@ -25,6 +25,7 @@ from disttrain.store import (
     spawn_server,
     write_token,
 )
+from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
@@ -151,6 +152,10 @@ def _meet(
     # Where nobody else takes part the workers' store need not be asked.
     store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
+    if isinstance(store, TCPStore) and _has_standby(spec):
+        elector = Elector(store)
+        elector.start()
+        cleanup.callback(elector.close)
     node = _node(spec, agent, host)
     leader = None
     if server is not None:

@@ -74,10 +74,26 @@ class AnySchedule(RuleBasedStateMachine):
             self.sides[name].heard(term, asks)
 
     @rule(name=SOMEBODY)
+    def an_elector_is_asked_and_answers(self, name: bytes) -> None:
+        for _ in range(2):
+            side = self.sides[name]
+            self.consent.side(name, side.for_leader, side.for_standby)
+            side.heard(self.consent.term, asks=True)
+
+    @rule(name=SOMEBODY)
+    def an_elector_loses_the_leader_and_votes(self, name: bytes) -> None:
+        self.sides[name].heard(self.consent.term, asks=False)
+        self.sides[name].lost()
+        self.a_vote_arrives(name)
+
+    @rule(name=SOMEBODY)
     def an_elector_loses_the_leader(self, name: bytes) -> None:
         self.sides[name].lost()
 
     @rule(name=SOMEBODY)
+    def a_late_vote_arrives(self, name: bytes) -> None:
+        self.a_vote_arrives(name)
+
     def a_vote_arrives(self, name: bytes) -> None:
         if self.sides[name].for_standby:
             self.standby.votes[name] = self.sides[name].for_standby

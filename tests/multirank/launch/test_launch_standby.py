@@ -105,3 +105,22 @@ def test_without_a_standby_the_job_ends_with_node_0(launches: Launches, port: in
     ended = launches.end(nodes[1])
     assert ended.exit_code == 1
     assert "node 0's store at" in ended.stderr
+
+
+def test_a_node_0_that_falls_silent_is_replaced_and_told(launches: Launches, port: int) -> None:
+    script = launches.script(TELLING)
+    nodes = [start(launches, port, "1:3", "--node-rank", str(rank), script) for rank in range(3)]
+    for node in nodes:
+        told(launches, node)
+    wait_for_standby(nodes[1:])
+    frozen = [psutil.Process(nodes[0].pid), *psutil.Process(nodes[0].pid).children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    assert sorted(told(launches, node)[:4] for node in nodes[1:]) == [[0, 2, 0, 1], [1, 2, 1, 1]]
+    for process in frozen:
+        process.resume()
+    first = launches.end(nodes[0])
+    assert first.exit_code == 1
+    assert "another has taken its place as node 0" in first.stderr
+    (launches.folder / "finish").touch()
+    assert [launches.end(node).exit_code for node in nodes[1:]] == [0, 0]
