@@ -6,10 +6,12 @@ The libuv shells only move bytes and timers: they tell the hub what happened, an
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final
 
 from disttrain.store.handshake import ServerHandshake, Votes
-from disttrain.store.journal import Action, Entry, Journal
+from disttrain.store.journal import Action, Entry
+from disttrain.store.lead import Lead
 from disttrain.store.limits import Limits, over_limit
 from disttrain.store.replica import Replica, present_state
 from disttrain.store.sessions import SESSION_S, Session, Sessions
@@ -17,10 +19,8 @@ from disttrain.store.state import StoreState
 from disttrain.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     HEADER_BYTES,
-    NEWS,
     NOT_A_REQUEST,
     READING,
-    Address,
     Decoder,
     Encoder,
     Message,
@@ -33,9 +33,6 @@ HANDSHAKE_S: Final = 5.0
 """Seconds that a peer has to prove that it knows the token."""
 
 _LATE_S: Final = 0.5
-
-NOBODY: Final = 0
-"""As the connection of an action: its text is for the log alone."""
 
 _CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
 """Which operations change something; those that concern the session are missing."""
@@ -80,16 +77,7 @@ class Hub:
         self._connections: dict[int, _Connection] = {}
         self._sessions = Sessions()
         self._votes = votes
-        self._term = 0
-        """See `succession`."""
-        self._electors: dict[bytes, None] = {}
-        self.is_deposed = False
-        """The standby may have taken over: nothing is to be answered any more."""
-        self._journal: Journal | None = None
-        """While this server has a standby, or has lost it only just now."""
-        self._is_announced = False
-        """Clients have been told of the standby."""
-        self._is_closing = False
+        self._lead = Lead(self._clients, self._present, self.limits.unread_bytes)
         # Until when each may take, in the order in which they came. (A dict would find its first slower and slower.)
         self._unproved: OrderedDict[int, float] = OrderedDict()
 
@@ -97,8 +85,7 @@ class Hub:
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
         unproved = next(iter(self._unproved.values()), None)
-        follower = None if self._journal is None else self._journal.deadline_s
-        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved, follower)
+        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved, self._lead.deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def connected(self, connection: int, now_s: float) -> list[Action]:
@@ -133,7 +120,7 @@ class Hub:
         except WireError as error:
             return self._hang_up(connection, error.problem, now_s)
         actions = self._answers(connection, session, messages, now_s)
-        return actions if self._journal is None else self._after_standby(actions, now_s)
+        return actions if self._lead.journal is None else self._lead.after(actions)
 
     def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
         """What a client's requests bring it and others."""
@@ -149,8 +136,8 @@ class Hub:
                         break
                     continue
                 changes = message[1] not in READING
-            if changes and self._journal is not None:
-                self._journal.note(Entry.REQUEST, session.name, message)
+            if changes and self._lead.journal is not None:
+                self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
             if not replies:
                 self.has_new_deadline = True
@@ -176,15 +163,13 @@ class Hub:
             self.state.disconnect(connection)
             is_known = self._sessions.cut_off(peer.session, now_s)
             self.has_new_deadline = True
+            self._lead.cut(connection, peer.session.name, now_s)
             if not is_known:
-                self._forget(peer.session.name)
-            if self._journal is not None:
-                self._journal.note(Entry.CUT, peer.session.name)
-                self._journal = self._journal.without(connection)
+                self._lead.ended(peer.session.name)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
-        journal = self._journal
+        journal = self._lead.journal
         actions: list[Action] = []
         for connection, reply in self.state.expire(now_s):
             session = self._connections[connection].session
@@ -192,28 +177,25 @@ class Hub:
                 journal.note(Entry.TIMED_OUT, session.name, reply[0])
             actions.append(self._woken((connection, reply)))
         actions += self._hang_up_on_silent(now_s)
-        forgotten = self._sessions.tick(now_s)
-        for name in forgotten:
-            self._forget(name)
-        if journal is None:
-            return actions
-        actions = self._after_standby(actions, now_s)
-        if self._journal is not None and journal.deadline_s <= now_s and not journal.bear(now_s, self._is_closing):
-            actions += self._go_alone(journal.reason, now_s)
-        self.is_deposed = journal.is_deposed
-        return actions
+        for name in self._sessions.tick(now_s):
+            self._lead.ended(name)
+        return self._lead.tick(actions, now_s)
+
+    @property
+    def is_deposed(self) -> bool:
+        """Whether the standby may have taken over: nothing is to be answered any more."""
+        return self._lead.is_deposed
 
     def close(self) -> None:
-        """Nobody can connect any more: go on with the standby, which may take that for death, or not at all."""
-        self._is_closing = True
+        """Nobody can connect any more."""
+        self._lead.close()
 
     def take_over(self, replica: Replica, now_s: float) -> None:
         """The leader is gone: serve its clients when they come."""
         self.state, self._sessions = replica.take_over(now_s)
         self.limits = self.state.limits._replace(num_unproved=self.limits.num_unproved)
         self._votes = None
-        self._term = replica.term
-        self._electors = dict.fromkeys(replica.electors)
+        self._lead.inherit(replica.term, replica.electors, now_s)
         self.has_new_deadline = True
 
     def _hang_up_on_silent(self, now_s: float) -> list[Action]:
@@ -241,21 +223,21 @@ class Hub:
             if op not in READING and (told := session.told(request_id)) is not None:
                 return self._encode(told)
         if op == Op.LEAVE:
-            if self._journal is not None and connection == self._journal.follower:
-                self._journal.resign("it has left", now_s)
+            self._lead.left(connection, now_s)
             self._sessions.end(session)
             self.disconnected(connection, now_s)
             return self._encode([request_id, int(Status.OK), None])
         if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
-            if self._journal is not None:
-                self._journal.note(Entry.REQUEST, session.name, message)
-        elif op == Op.FOLLOW:
-            return self._follow(connection, message, now_s)
+            if self._lead.journal is not None:
+                self._lead.journal.note(Entry.REQUEST, session.name, message)
         elif op == Op.ACK:
-            return self._acknowledge(connection, message, now_s)
-        elif op == Op.ELECT:
-            return self._elect(connection, session, message)
+            return self._lead.acknowledge(connection, message, now_s)
+        elif op in (Op.FOLLOW, Op.ELECT):
+            self.has_new_deadline = True
+            if op == Op.FOLLOW:
+                return self._lead.follow(connection, message, now_s)
+            return self._lead.elect(connection, session.name, message)
         return None
 
     def _woken(self, outgoing: tuple[int, Message]) -> Action:
@@ -266,100 +248,16 @@ class Hub:
         session.woken(reply)
         return connection, self._encode(reply), ""
 
-    # The standby.
-
-    def _follow(self, connection: int, message: Message, now_s: float) -> bytes:
-        """A standby wants to be told everything; b"" where it is, else last words that no entry looks like."""
-        match message:
-            case [int(), int(), str(host), int(port), int() | float() as patience_s] if patience_s > 0:
-                standby = host, port
-            case _:
-                return self._encode([NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."])
-        if self._journal is not None:
-            if self._journal.standby == standby:
-                self._journal.resign("it begins anew", now_s)
-                self.has_new_deadline = True
-            reason = "there is a standby, or was one only just now."
-            return self._encode([NOT_A_REQUEST, int(Status.REFUSED), reason])
-        self._term += 1
-        present = present_state(self.state, self._sessions, self._name_of, self._term)
-        most_bytes = self.limits.unread_bytes
-        self._journal = Journal(connection, standby, patience_s, most_bytes, present, self._term, self._electors, now_s)
-        self._is_announced = False
-        self.has_new_deadline = True
-        return b""
+    def _present(self, term: int) -> Iterator[Message]:
+        return present_state(self.state, self._sessions, self._name_of, term)
 
     def _name_of(self, connection: int) -> bytes:
         session = self._connections[connection].session
         assert session is not None
         return session.name
 
-    def _acknowledge(self, connection: int, message: Message, now_s: float) -> bytes:
-        journal = self._journal
-        match message:
-            case [int(), int(), int(num_entries), int(beat)] if journal is not None and connection == journal.follower:
-                journal.acknowledge(num_entries, beat, now_s)
-        return b""
-
-    def _elect(self, connection: int, session: Session, message: Message) -> bytes:
-        """An elector says how it sides. It is answered at once, whatever waits."""
-        match message:
-            case [int(), int(), int(for_leader), int(for_standby)]:
-                journal = self._journal
-                if session.name not in self._electors:
-                    self._electors[session.name] = None
-                    if journal is not None:
-                        journal.set_electors(self._electors)
-                if journal is None:
-                    return self._encode([message[0], int(Status.OK), [self._term, False]])
-                told = journal.elect(session.name, for_leader, for_standby)
-                self._term = journal.term
-                journal.unheld.append((connection, self._encode([message[0], int(Status.OK), told]), ""))
-                return b""
-        return self._encode([message[0], int(Status.REFUSED), "elect takes two terms."])
-
-    def _forget(self, name: bytes) -> None:
-        """This session has ended."""
-        if self._journal is not None:
-            self._journal.note(Entry.END, name)
-        if name in self._electors:
-            del self._electors[name]
-            if self._journal is not None:
-                self._journal.set_electors(self._electors)
-
-    def _after_standby(self, actions: list[Action], now_s: float) -> list[Action]:
-        """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
-        journal = self._journal
-        assert journal is not None
-        if journal.is_overrun:
-            return actions + self._go_alone("it is too slow to catch up", now_s)
-        actions = journal.actions(actions)
-        if journal.asks and journal.may_go_alone:
-            return actions + self._go_alone(journal.reason, now_s)
-        if journal.is_ready and not self._is_announced:
-            self._is_announced = True
-            actions += self._news(journal.standby)
-            actions.append((NOBODY, b"", f"has a standby at {journal.standby[0]}:{journal.standby[1]}"))
-        return actions
-
-    def _go_alone(self, reason: str, now_s: float) -> list[Action]:
-        """Do without the standby from now on."""
-        assert self._journal is not None
-        journal, self._journal = self._journal, None
-        actions = [*journal.held(), (NOBODY, b"", f"goes on without its standby: {reason}")]
-        if journal.follower is not None:
-            actions += self._hang_up(journal.follower, reason, now_s)
-        return actions + self._news(None) if self._is_announced else actions
-
-    def _news(self, standby: Address | None) -> list[Action]:
-        """Tell all clients where the standby is."""
-        news = self._encode([NEWS, int(Status.OK), standby])
-        follower = None if self._journal is None else self._journal.follower
-        return [
-            (connection, news, "")
-            for connection, peer in self._connections.items()
-            if peer.session is not None and connection != follower
-        ]
+    def _clients(self) -> list[int]:
+        return [connection for connection, peer in self._connections.items() if peer.session is not None]
 
     def _greet(self, connection: int, peer: _Connection, data: bytes, now_s: float) -> list[Action]:
         """A peer that has proved nothing yet sent `data`: no more than one small frame is even decoded."""
@@ -378,11 +276,11 @@ class Hub:
         """A peer answers our hello: let it in, as a new client or one that comes back, or say why not."""
         assert peer.handshake is not None
         handshake = peer.handshake
-        standby = self._journal.standby if self._journal is not None and self._is_announced else None
-        verdict = handshake.verdict(answer, self.limits.frame_bytes, standby)
+        verdict = handshake.verdict(answer, self.limits.frame_bytes, self._lead.standby)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
         if verdict[0] == Status.OK and self._votes is not None:
-            self._votes[handshake.session] = (handshake.vote, now_s)
+            if handshake.vote:
+                self._votes[handshake.session] = (handshake.vote, now_s)
             verdict = [int(Status.STANDBY), "this is a standby, and has not taken over."]
         elif verdict[0] == Status.OK and handshake.resumes and session is None:
             verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
@@ -405,15 +303,8 @@ class Hub:
         del self._unproved[connection]
         peer.decoder.max_frame_bytes = self.limits.frame_bytes
         self.num_clients += 1
-        welcome: Action = (connection, self._encode(verdict), "")
-        if self._journal is None:
-            return [*actions, welcome]
-        self._journal.note(Entry.BEGIN, session.name)
-        if session.name in self._electors:
-            # It is needed to decide what all others wait for, and knows its session's name already.
-            self._journal.unheld.append(welcome)
-            return actions + self._after_standby([], now_s)
-        return actions + self._after_standby([welcome], now_s)
+        welcome = (connection, self._encode(verdict), "")
+        return actions + self._lead.after(self._lead.came(session.name, welcome))
 
     def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
         # Strangers get no explanation; a client that lost its way gets one.

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from disttrain.store.hub import NOBODY
 from disttrain.store.journal import Action
+from disttrain.store.lead import NOBODY
 from disttrain.store.limits import Limits
 from disttrain.store.log import Log
 from disttrain.store.replica import Replica

@@ -129,8 +129,8 @@ def test_a_replica_is_what_the_leader_is(seed: int) -> None:
         event = choices.number(14)
         job.now_s += choices.number(3) + SESSION_S * (event == 4)
         # Sessions and requests end, but the standby stays.
-        if begins < 0 and job.hub._journal is not None:
-            job.hub._journal.deadline_s = job.now_s + PATIENCE_S
+        if begins < 0 and job.hub._lead.journal is not None:
+            job.hub._lead.journal.deadline_s = job.now_s + PATIENCE_S
         job.tick(job.now_s)
         connection = choices.one_of(open_ or [0])
         if event == 0 or not open_:
@@ -265,9 +265,9 @@ def test_a_leader_that_was_frozen_itself_looks_again() -> None:
     job.follow()
     job.catch_up()
     job.tick(PATIENCE_S + 1)
-    assert job.hub._journal is not None
+    assert job.hub._lead.journal is not None
     job.tick(2 * PATIENCE_S + 1)
-    assert job.hub._journal is None
+    assert job.hub._lead.journal is None
 
 
 def test_a_leader_that_nobody_can_reach_any_more_does_not_go_on_alone() -> None:
@@ -306,7 +306,7 @@ def test_a_second_standby_is_refused_and_the_first_may_begin_anew() -> None:
     assert job.ask(2, 0, Op.FOLLOW, "elsewhere", 7, 1)[0][:2] == [NOT_A_REQUEST, Status.REFUSED]
     assert job.ask(2, 1, Op.FOLLOW, "other", 7, 1)[0][:2] == [NOT_A_REQUEST, Status.REFUSED]
     job.tick(0.0)
-    assert job.hub._journal is None
+    assert job.hub._lead.journal is None
     job.take(2)
     assert job.ask(2, 2, Op.FOLLOW, "other", 7, 0)[0][:2] == [NOT_A_REQUEST, Status.REFUSED]
     assert job.ask(2, 3, Op.FOLLOW, "other", 7, 1)[0][:2] == [0, list(Limits())], "the first entry: the limits"
@@ -332,7 +332,7 @@ def test_what_gathers_while_a_slow_standby_catches_up_has_a_bound() -> None:
     job.follow()
     for number in range(1, 4):
         assert job.ask(2, number, Op.SET, "more", bytes(400)) == [[number, Status.OK, None]]
-    assert job.hub._journal is None
+    assert job.hub._lead.journal is None
     assert job.log == ["goes on without its standby: it is too slow to catch up"]
 
 
