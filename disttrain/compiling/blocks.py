@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -67,10 +68,16 @@ def compile_blocks(
 
 
 def _guarded(compiled: Forward, name: str) -> Forward:
-    """`compiled`, but with an error where it would be silently wrong."""
+    """`compiled`, but with an error where something done since would be silently wrong, or hard to understand."""
+    seen: WeakSet[nn.Module] = WeakSet()
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and is_under_policy():
+        if torch.compiler.is_compiling():
+            return compiled(block, *args, **kwargs)
+        if block not in seen:
+            _check_parts(name, block)
+            seen.add(block)
+        if is_under_policy():
             raise CompileError(
                 f"{name}.forward",
                 "a policy of selective checkpointing is around a compiled block; what its graph computes would be"

@@ -90,6 +90,16 @@ def test_parts_that_are_gathered_within_a_block_are_refused() -> None:
 
 
 @on_ranks(2)
+def test_parts_that_are_gathered_later_are_refused_at_the_first_call() -> None:
+    model = Decoder()
+    compiled(model)
+    for block in model.blocks:
+        fully_shard(block.mlp)
+    with pytest.raises(CompileError, match=r"called on Block\.mlp, which is within the block 'Block'\. Shard whole"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@on_ranks(2)
 def test_a_wrapper_around_a_sharded_block_is_refused() -> None:
     model = Decoder()
     for number, block in enumerate(model.blocks):
