@@ -2,7 +2,7 @@
 
     disttrain-launch --nproc-per-node 2 examples/train_lm.py
     disttrain-launch --nproc-per-node 8 examples/train_lm.py --data DIR --preset base --batch 64 --seq 1024
-    disttrain-launch --nproc-per-node 2 examples/train_lm.py --resume
+    disttrain-launch --nproc-per-node 2 examples/train_lm.py --resume --compile
 
 `train` is the whole story; what it tells is above it, and in `lm/`: the network, the text, the screen.
 """
@@ -27,6 +27,7 @@ from torch import Tensor
 
 import disttrain
 from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
+from disttrain.compiling import compile_blocks
 from disttrain.errors import SettingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 
@@ -141,6 +142,8 @@ def train(flags: Namespace, device: torch.device) -> None:
     with together():
         text = read_text(flags.data, flags.seq)
     model = make_model(flags.preset, seed=flags.seed, device=device, dtype=DTYPES[flags.dtype])
+    if flags.compile:
+        compile_blocks(model)
     optimizer = make_optimizer(model)
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     with together():

@@ -13,6 +13,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_DOOR = {"disttrain/settings.py"}
 TORCH_DOORS = {
     "disttrain/process_group/_c10d.py",  # transports
+    "disttrain/compiling/_torch.py",  # dispatch modes, compiled modules
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
     "disttrain/pipelining/_torch.py",  # hooks of tensors, nested values
