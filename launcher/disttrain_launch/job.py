@@ -12,6 +12,9 @@ from disttrain_launch.rounds import Terms
 OPERATION = "disttrain-launch"
 """How every message of the launcher begins."""
 
+NOT_STARTED = 2
+"""Exit code when the job was not started as asked."""
+
 STDOUT, STDERR = 1, 2
 STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
@@ -55,6 +58,12 @@ class LogPlan:
     shown_local_ranks: frozenset[int] | None = None
     """None: all."""
     has_prefixes: bool = True
+    folds: bool = True
+    """Whether equal lines of several ranks are shown as one."""
+    event_file: Path | None = None
+    """Where node 0 writes what happens, as JSON."""
+    is_quiet: bool = False
+    """The launcher itself says only why the job failed."""
 
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:

@@ -81,4 +81,4 @@ def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> N
     nodes = f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}"
     workers = f"{place.world_size} worker{'s' if place.world_size > 1 else ''}"
     restarts = f"; restart {run.num_restarts} of {spec.max_restarts}" if run.num_restarts else ""
-    agent.output.say(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")
+    agent.output.mention(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")

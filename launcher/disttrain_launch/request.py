@@ -227,7 +227,16 @@ def _log_plan(args: argparse.Namespace, run_id: str) -> LogPlan:
         print(f"{OPERATION}: logs are in {directory}", file=sys.stderr)
     if directory is not None:
         _check_writable(directory)
-    return LogPlan(directory, only_file, file_and_screen, _local_ranks(args.local_ranks_filter))
+    event_file = None if directory is None else directory / "events.jsonl"
+    return LogPlan(
+        directory,
+        only_file,
+        file_and_screen,
+        _local_ranks(args.local_ranks_filter),
+        folds=not args.no_fold,
+        event_file=event_file if args.event_log is None else Path(args.event_log).absolute(),
+        is_quiet=args.quiet,
+    )
 
 
 def _file_name(text: str) -> str:

@@ -34,6 +34,7 @@ LAUNCHER_KNOWS = {
     "disttrain.flight_recorder.ring_layout",
     "disttrain.flight_recorder.ring_reader",
     "disttrain.flight_recorder.verdict",
+    "disttrain.reports",
     "disttrain.settings",
     "disttrain.store",
 }
