@@ -26,20 +26,20 @@ def happened(event: str, **fields: Any) -> Record:
     return {"time": time, "event": event, **fields}
 
 
-def cause_fields(outcome: Outcome) -> Record:
-    """Why a round or the job ends: `cause`, and what is known of it."""
+def cause_of(outcome: Outcome) -> Record:
+    """Why a round or the job ends: its `kind`, and what is known of it."""
     match outcome:
         case Succeeded():
-            return {"cause": "success"}
+            return {"kind": "success"}
         case Failed():
             where = {"rank": outcome.rank, "host": outcome.host, "pid": outcome.pid}
-            return {"cause": "worker failed", **where, **exit_fields(Exit(outcome.returncode))}
+            return {"kind": "worker failed", **where, **exit_fields(Exit(outcome.returncode))}
         case Interrupted(number, _, host):
-            return {"cause": "signal", "signal": signal_name(number), "host": host}
+            return {"kind": "signal", "signal": signal_name(number), "host": host}
         case Lost(problem):
-            return {"cause": "lost", "reason": problem}
+            return {"kind": "lost", "reason": problem}
         case Changed(change):
-            return {"cause": "nodes changed", "reason": change}
+            return {"kind": "nodes changed", "reason": change}
 
 
 def exit_fields(end: Exit) -> Record:
@@ -66,7 +66,7 @@ class Chronicle:
         if isinstance(event, Came) and event.agent not in self._nodes:
             records += self._came(event.node, words.get(event.agent))
         if stop := next((word for word in words.values() if isinstance(word, Stop)), None):
-            records.append(self._record("stop", round=stop.round, **cause_fields(stop.cause)))
+            records.append(self._record("stop", round=stop.round, cause=cause_of(stop.cause)))
         for agent, word in words.items():
             if isinstance(word, Done | Refused):
                 records += self._goes(agent, word)
@@ -86,8 +86,8 @@ class Chronicle:
     def _goes(self, agent: str, word: Done | Refused) -> list[Record]:
         if (node := self._nodes.pop(agent, None)) is None:
             return []
-        why = cause_fields(word.outcome) if isinstance(word, Done) else {"cause": "refused", "reason": word.problem}
-        return [self._record("node_left", host=node.host, group_rank=node.group_rank, **why)]
+        cause = cause_of(word.outcome) if isinstance(word, Done) else {"kind": "refused", "reason": word.problem}
+        return [self._record("node_left", host=node.host, group_rank=node.group_rank, cause=cause)]
 
     def _round(self, runs: dict[str, Run]) -> list[Record]:
         first = next(iter(runs.values()))

@@ -22,7 +22,7 @@ from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
-from disttrain_launch.events import Chronicle, cause_fields
+from disttrain_launch.events import Chronicle, cause_of
 from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
 from disttrain_launch.link import JobLink
@@ -120,19 +120,20 @@ def _take_part(
         done = take_part(spec, agent, link, signals, say)
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
-        link.ended(agent.round, Interrupted(stop.number, spec.node_rank or 0, host))
+        interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
+        link.ended(agent.round, interrupted)
         link.stopped(agent.round)
         _hear_the_end(link, patience_s)
-        log("job_ended", exit_code=128 + stop.number, cause="signal", signal=signal_name(stop.number), host=host)
+        log("job_ended", exit_code=interrupted.exit_code, cause=cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
         _hear_the_end(link, patience_s)
-        log("job_ended", exit_code=NOT_STARTED, cause="not started", reason=str(error))
+        log("job_ended", exit_code=NOT_STARTED, cause={"kind": "not started", "reason": str(error)})
         raise
     why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
     if why:
         log("verdict", text=why.strip())
-    log("job_ended", exit_code=done.outcome.exit_code, **cause_fields(done.outcome))
+    log("job_ended", exit_code=done.outcome.exit_code, cause=cause_of(done.outcome))
     agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     agent.output.flush()
     link.leave()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disttrain import console
-from disttrain_launch.view import RUNNING, JobNode, Number, Sight, WorkerState, combined
+from disttrain_launch.view import RUNNING, JobNode, Sight, WorkerState, combined
 
 SILENT_S = 15.0
 """Whoever reports is named as silent after so long."""
@@ -152,8 +152,7 @@ def _text(name: str, ends: tuple[float, float] | None) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _number_text(name: str, value: Number) -> str:
-    if isinstance(value, int):
-        return str(value)
-    assert value is not None, "what is no number has been left out"
-    return console.short(value) if name.endswith("_per_s") else f"{value:.4g}"
+def _number_text(name: str, value: float) -> str:
+    if name.endswith("_per_s"):
+        return console.short(value)
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -21,6 +21,7 @@ TORCH_DOORS = {
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 LAUNCHER_KNOWS = {
     "disttrain.__version__",
+    "disttrain.console",
     "disttrain.durations",
     "disttrain.errors",
     "disttrain.flight_recorder.analysis",

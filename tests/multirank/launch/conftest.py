@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -89,6 +90,13 @@ class Launches:
             return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
+
+
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

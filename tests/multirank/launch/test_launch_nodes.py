@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -23,12 +22,6 @@ WAITING = """
     print("ready", os.getpid())
     time.sleep(100)
 """
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start(launches: Launches, port: int, node_rank: int, *argv: str, num_nodes: int = 2) -> subprocess.Popen[str]:
