@@ -12,6 +12,9 @@ from disttrain_launch.rounds import Terms
 OPERATION = "disttrain-launch"
 """How every message of the launcher begins."""
 
+UNNAMED = "none"
+"""Name of a job of several nodes that was given none."""
+
 NOT_STARTED = 2
 """Exit code when the job was not started as asked."""
 
@@ -92,7 +95,7 @@ class JobSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Port of the launcher's store on node 0; 0 (one node only): any free one."""
-    run_id: str = "none"
+    run_id: str = UNNAMED
     role: str = "default"
     num_threads: int = 1
     """Of each of several workers' CPU operators, unless the user has said."""

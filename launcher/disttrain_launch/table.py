@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disttrain import console
+from disttrain_launch.job import UNNAMED
 from disttrain_launch.view import RUNNING, JobNode, Sight, WorkerState, combined
 
 SILENT_S = 15.0
@@ -107,7 +108,8 @@ def _title(sight: Sight, placed: Sequence[JobNode], now_s: float) -> str:
         *([f"restart {job.num_restarts} of {job.max_restarts}"] if job.max_restarts else []),
         console.clock(max(now_s - job.started_s, 0.0)),
     ]
-    return f"job {job.job}: {', '.join(facts)}"
+    name = f"job {job.job}" if job.job != UNNAMED else "job"
+    return f"{name}: {', '.join(facts)}"
 
 
 def _in_order(nodes: Sequence[JobNode]) -> list[JobNode]:
