@@ -23,7 +23,7 @@ The parts, from the command line inwards:
     merging, screen     its shell: prefixes, bars, the table's place, a terminal that may be slow
     board, view         what scripts report; what there is to see of a job; as values
     telling, table      a thread that tells it to the store; as a table
-    status              the same from elsewhere
+    status, whereabouts the same from elsewhere; where jobs are
     events, event_log   what happened as records, pure; their file
     outcome, report     how a job ended as a value, and as text
 

@@ -33,10 +33,10 @@ from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
 from disttrain_launch.signals import SignalPipe, SignalStop
-from disttrain_launch.status import Address, leave_note
 from disttrain_launch.telling import Connect, Telling
 from disttrain_launch.view import JobState
 from disttrain_launch.warden import Warden
+from disttrain_launch.whereabouts import Address, leave_note
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 

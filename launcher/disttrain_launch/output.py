@@ -54,7 +54,8 @@ class Output(Streams):
         """Whether all streams end on one terminal that understands more than lines."""
         is_dumb = settings.TERMINAL.read(self._environ) == "dumb"
         is_one = self.screens[STDOUT] is self.screens[STDERR] and self.screens[STDOUT].is_terminal
-        return is_one and not is_dumb and not self._spec.logs.is_quiet and find_spec("rich") is not None
+        logs = self._spec.logs
+        return is_one and not is_dumb and logs.has_prefixes and not logs.is_quiet and find_spec("rich") is not None
 
     def show_table(self, lines: Sequence[bytes]) -> None:
         self.screens[STDOUT].show_table(lines)

@@ -1,7 +1,7 @@
 """`disttrain-launch status`: what running jobs are doing, seen from any machine that has the token.
 
-Each launcher leaves a note in its own folder, which only its user can read, of where its job's store is. So the jobs of
-this user on this machine are found; others by `--endpoint`.
+Jobs of this user on this machine are found by what their launchers left there (`whereabouts.py`), others by
+`--endpoint`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from disttrain import settings
@@ -27,39 +24,10 @@ from disttrain_launch.rendezvous import ROOM
 from disttrain_launch.screen import Outlet, Screen
 from disttrain_launch.table import drawn, table_of
 from disttrain_launch.view import Sight, look
+from disttrain_launch.whereabouts import Address, addresses_here
 
 NO_JOB = 3
-_NOTE = "job.json"
 _WAIT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a job's store is, and the file with its token; empty: it has none."""
-
-    endpoint: str
-    token_file: str = ""
-
-
-def leave_note(folder: Path, address: Address) -> None:
-    """Let `status` on this machine find the job, as long as `folder` is there. Only its owner can read it."""
-    fd = os.open(folder / _NOTE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        json.dump(asdict(address), file)
-
-
-def addresses_here() -> list[Address]:
-    """Of this user's jobs on this machine, each once."""
-    found: dict[str, Address] = {}
-    for note in sorted(Path(tempfile.gettempdir()).glob(f"disttrain-*/{_NOTE}")):
-        try:
-            # What somebody else has put there is none of ours.
-            if note.lstat().st_uid == os.getuid() == note.parent.lstat().st_uid:
-                address = Address(**json.loads(note.read_text(encoding="utf-8")))
-                found.setdefault(address.endpoint, address)
-        except (OSError, ValueError, TypeError):
-            continue  # Its job ends just now, or begins.
-    return [*found.values()]
 
 
 def status(argv: Sequence[str]) -> int:

@@ -18,8 +18,7 @@ from disttrain.store import PrefixStore
 from disttrain.store.base import Store
 from disttrain_launch.board import Board
 from disttrain_launch.rendezvous import ROOM
-from disttrain_launch.table import drawn, table_of
-from disttrain_launch.view import JOB, STATUS, JobState, encoded, look
+from disttrain_launch.view import JobState, NodeState, look, tell_job, tell_node
 
 EVERY_S = 1.0
 Connect = Callable[[], AbstractContextManager[Store]]
@@ -72,7 +71,9 @@ class Telling:
         self._job = job
         self._feed = feed
         self._is_over = threading.Event()
-        self._told: dict[str, bytes] = {}
+        self._node_told: NodeState | None = None
+        self._job_told: JobState | None = None
+        self._known: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="telling", daemon=True)
 
     def start(self) -> None:
@@ -103,16 +104,18 @@ class Telling:
                 return
 
     def _tell(self, store: Store) -> None:
-        told = {f"{STATUS}{self._agent}": encoded(self._board.state())}
-        if self._job is not None:
-            told[JOB] = encoded(self._job())
-        if new := {key: value for key, value in told.items() if self._told.get(key) != value}:
-            store.multi_set([*new], [*new.values()])
-            self._told |= new
+        if (node := self._board.state()) != self._node_told:
+            tell_node(store, self._agent, node)
+            self._node_told = node
+        if self._job is not None and (job := self._job()) != self._job_told:
+            tell_job(store, job, self._known)
+            self._job_told = job
 
     def _draw(self, store: Store) -> None:
         if self._feed is None or (sight := look(store)) is None:
             return
+        from disttrain_launch.table import drawn, table_of  # a launcher that shows none shall start without it
+
         size = shutil.get_terminal_size()
         table = table_of(sight, time.time(), max_rows=max(size.lines // _TABLE_SHARE, 3))
         self._feed.put(drawn(table, size.columns, is_coloured=self._feed.is_coloured))

@@ -13,8 +13,8 @@ from typing import Any
 
 from disttrain.store.base import Store
 
-JOB = "job"
-STATUS = "status/"
+_JOB = "job"
+_STATUS = "status/"
 RUNNING = "running"
 
 Number = int | float | None
@@ -97,20 +97,32 @@ class Sight:
 
 def look(store: Store) -> Sight | None:
     """What the job of this store (its `launch` part) is doing; None: nobody has said yet. Raises StoreError."""
-    keys = store.list_keys(STATUS)
-    if not store.check([JOB]):
+    if not store.check([_JOB]):
         return None
-    job, *states = store.multi_get([JOB, *keys])
-    plain = json.loads(job)
+    plain = json.loads(store.get(_JOB))
     nodes = tuple(JobNode(**node) for node in plain.pop("nodes"))
-    return Sight(
-        JobState(**plain, nodes=nodes),
-        {key.removeprefix(STATUS): _node_state(state) for key, state in zip(keys, states, strict=True)},
-    )
+    states = store.multi_get([_STATUS + node.agent for node in nodes]) if nodes else []
+    told = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
+    return Sight(JobState(**plain, nodes=nodes), told)
 
 
-def encoded(state: JobState | NodeState) -> bytes:
-    """As it lies in the store."""
+def tell_job(store: Store, state: JobState, known: set[str]) -> None:
+    """Say how the job stands. Each node has a place for its state first, so that whoever looks need not wait.
+
+    Args: known  agents whose place is there; grows.
+    """
+    for agent in {node.agent for node in state.nodes} - known:
+        store.compare_set(_STATUS + agent, "", "")
+        known.add(agent)
+    store.set(_JOB, _encoded(state))
+
+
+def tell_node(store: Store, agent: str, state: NodeState) -> None:
+    """Say how a node's workers are."""
+    store.set(_STATUS + agent, _encoded(state))
+
+
+def _encoded(state: JobState | NodeState) -> bytes:
     return json.dumps(asdict(state)).encode()
 
 

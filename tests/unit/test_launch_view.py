@@ -17,9 +17,19 @@ from disttrain_launch.messages import Came, Ended, Stopped
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 from disttrain_launch.rendezvous_state import Event, NodeLost, Rendezvous
 from disttrain_launch.rounds import Node, Phase, Terms
-from disttrain_launch.status import Address, addresses_here, leave_note
 from disttrain_launch.table import drawn, table_of
-from disttrain_launch.view import JOB, STATUS, JobNode, JobState, NodeState, Sight, WorkerState, combined, encoded, look
+from disttrain_launch.view import (
+    JobNode,
+    JobState,
+    NodeState,
+    Sight,
+    WorkerState,
+    combined,
+    look,
+    tell_job,
+    tell_node,
+)
+from disttrain_launch.whereabouts import Address, addresses_here, leave_note
 from tests.terminal import Terminal
 
 FAILED = Failed(1, 1, 0, "host-0", 99, -9, 3.0, "a password", "")
@@ -42,10 +52,14 @@ def test_what_was_put_into_the_store_is_seen() -> None:
     store = HashStore()
     assert look(store) is None
     expected = sight()
-    store.set(JOB, encoded(expected.job))
+    known: set[str] = set()
+    tell_job(store, expected.job, known)
+    assert look(store) == replace(expected, nodes={})
     for agent, state in expected.nodes.items():
-        store.set(STATUS + agent, encoded(state))
+        tell_node(store, agent, state)
+    tell_job(store, expected.job, known)
     assert look(store) == expected
+    assert known == expected.nodes.keys()
 
 
 def test_numbers_of_several_ranks_are_combined_by_their_names() -> None:
