@@ -116,8 +116,8 @@ class Screen:
     def show_table(self, lines: Sequence[bytes]) -> None:
         """Show these lines, none wider than the terminal, in place of those before; empty: none."""
         self._table = lines
-        # What somebody types at a question would be lost, and who reads slowly gets no more than he takes.
-        if not (self._bar and self._is_question) and not self.outlet.is_waiting:
+        # Who reads slowly gets no more than he takes.
+        if not self._asks and not self.outlet.is_waiting:
             self._draw()
 
     def restore(self) -> None:
@@ -131,10 +131,16 @@ class Screen:
         if self.is_terminal and b"\x1b[?25" in text:
             self._is_cursor_hidden = text.rfind(_HIDE_CURSOR) > text.rfind(_SHOW_CURSOR)
 
+    @property
+    def _asks(self) -> bool:
+        return bool(self._bar) and self._is_question
+
     def _draw(self, lines: bytes = b"") -> None:
         """Write `lines` over table and bar, and these anew below them."""
         erasure = self._erasure()
-        self._drawn = [*self._table, self._bar] if self._bar else [*self._table]
+        # Whoever answers a question ends its line, unseen by us: only that one line may stand there then.
+        table = () if self._asks else self._table
+        self._drawn = [*table, self._bar] if self._bar else [*table]
         if text := erasure + lines + b"\n".join(self._drawn):
             self.outlet.put(text)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from disttrain import console
 from disttrain_launch.job import UNNAMED
+from disttrain_launch.outcome import Exit
 from disttrain_launch.view import RUNNING, JobNode, Sight, WorkerState, combined
 
 SILENT_S = 15.0
@@ -17,6 +18,7 @@ SILENT_S = 15.0
 MAX_NUMBERS = 6
 _FIRST_NAMES = ("step", "loss", "tokens_per_s")
 _MAX_NAME = 16
+_GOOD = (RUNNING, str(Exit(0)))
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def drawn(table: Table, columns: int, *, is_coloured: bool) -> list[bytes]:
         for column, name in enumerate(table.head):
             grid.add_column(Text(name), no_wrap=True, justify="left" if column in table.words else "right")
         for row in table.rows:
-            style = "bold" if row[0] == "all" else "" if row[-1] == RUNNING else "yellow"
+            style = "bold" if row[0] == "all" else "" if row[-1] in _GOOD else "yellow"
             grid.add_row(*(Text(cell) for cell in row), style=style)
         screen.print(grid)
     for note in [*([f"and {table.num_left_out} more"] if table.num_left_out else []), *table.notes]:

@@ -137,7 +137,7 @@ def test_status_by_its_address_needs_the_token(launches: Launches, port: int) ->
     asked = ("status", "--endpoint", f"127.0.0.1:{port}", "--token-file")
     ended = launches.run(*asked, "token")
     for _ in range(200):
-        if ended.stdout.count("running\n") == 2:
+        if ended.stdout.count("2.00k") == 2:  # Both nodes have told.
             break
         ended = launches.run(*asked, "token")
     title, head, *rows, total = ended.lines
