@@ -90,7 +90,7 @@ class Telling:
             if not self._is_over.wait(EVERY_S):
                 with self._connect() as store:
                     self._tell_on(PrefixStore(ROOM, store))
-        except StoreError:
+        except (StoreError, OSError):
             pass  # Where the job needs the store as well, others say so.
 
     def _tell_on(self, store: Store) -> None:

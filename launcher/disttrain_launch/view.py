@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from disttrain.errors import LaunchError
 from disttrain.store.base import Store
+from disttrain_launch.job import OPERATION
 
 _JOB = "job"
 _STATUS = "status/"
@@ -96,14 +98,21 @@ class Sight:
 
 
 def look(store: Store) -> Sight | None:
-    """What the job of this store (its `launch` part) is doing; None: nobody has said yet. Raises StoreError."""
+    """What the job of this store (its `launch` part) is doing; None: nobody has said yet.
+
+    Raises StoreError, and LaunchError where it is said in words of another version.
+    """
     if not store.check([_JOB]):
         return None
-    plain = json.loads(store.get(_JOB))
-    nodes = tuple(JobNode(**node) for node in plain.pop("nodes"))
-    states = store.multi_get([_STATUS + node.agent for node in nodes]) if nodes else []
-    told = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
-    return Sight(JobState(**plain, nodes=nodes), told)
+    try:
+        plain = json.loads(store.get(_JOB))
+        nodes = tuple(JobNode(**node) for node in plain.pop("nodes"))
+        states = store.multi_get([_STATUS + node.agent for node in nodes]) if nodes else []
+        told = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
+        return Sight(JobState(**plain, nodes=nodes), told)
+    except (ValueError, TypeError, KeyError):
+        problem = "what the job says of itself is not understood."
+        raise LaunchError(f"{OPERATION} status", problem, "Ask with the job's own version of disttrain.") from None
 
 
 def tell_job(store: Store, state: JobState, known: set[str]) -> None:

@@ -62,6 +62,14 @@ def test_what_was_put_into_the_store_is_seen() -> None:
     assert known == expected.nodes.keys()
 
 
+@pytest.mark.parametrize("said", ["{half", '{"nodes": [{"name": 1}]}', '{"nodes": []}', "[]"])
+def test_what_another_version_says_is_no_traceback(said: str) -> None:
+    store = HashStore()
+    store.set("job", said)
+    with pytest.raises(LaunchError, match="Ask with the job's own version"):
+        look(store)
+
+
 def test_numbers_of_several_ranks_are_combined_by_their_names() -> None:
     reported: list[dict[str, int | float | None]] = [
         {"step": 4, "loss": 1.0, "tokens_per_s": 100, "lr": None},

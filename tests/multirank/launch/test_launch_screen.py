@@ -131,13 +131,13 @@ def test_status_by_its_address_needs_the_token(launches: Launches, port: int) ->
     launches.run("--new-token", "other")
     script = launches.script(REPORTING)
     job = ["--nnodes", "2", "--master-port", str(port), "--token-file", "token", "--nproc-per-node", "2"]
-    nodes = [launches.start(*job, "--node-rank", str(rank), script) for rank in range(2)]
+    nodes = [launches.start(*job, "--node-rank", str(rank), "--event-log", "events", script) for rank in range(2)]
     for node in nodes:
         launches.ready(node, 1)
     asked = ("status", "--endpoint", f"127.0.0.1:{port}", "--token-file")
     ended = launches.run(*asked, "token")
     for _ in range(200):
-        if ended.stdout.count("2.00k") == 2:  # Both nodes have told.
+        if "4.00k" in ended.stdout:  # Both nodes have told.
             break
         ended = launches.run(*asked, "token")
     title, head, *rows, total = ended.lines
@@ -151,6 +151,10 @@ def test_status_by_its_address_needs_the_token(launches: Launches, port: int) ->
     assert len(refused.stderr.splitlines()) == 1
     (launches.folder / "over").touch()
     assert [launches.end(node).exit_code for node in nodes] == [0, 0]
+    found = events(launches.folder / "events")
+    for name in ("worker_started", "worker_exited"):
+        assert sorted(one["rank"] for one in found if one["event"] == name) == [0, 1, 2, 3]
+    assert [one["event"] for one in found if one["event"].startswith("job")] == ["job_started", "job_ended"]
     gone = launches.run(*asked, "token")
     assert (gone.exit_code, gone.stderr) == (
         3,
