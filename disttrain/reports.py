@@ -64,6 +64,8 @@ def write(page: mmap.mmap, told: Numbers) -> None:
 def read(page: bytes) -> tuple[float, dict[str, int | float | None]] | None:
     """When the last report was made, in seconds since 1970, and what it says; None: there is none, or it is being
     written."""
+    if len(page) < PAGE_BYTES:
+        return None
     size_bytes, checksum = _HEAD.unpack_from(page)
     text = page[_HEAD.size : _HEAD.size + size_bytes]
     if not text or zlib.crc32(text) != checksum:
@@ -73,6 +75,17 @@ def read(page: bytes) -> tuple[float, dict[str, int | float | None]] | None:
         return float(time_s), {str(name): _plain(value) for name, value in told.items()}
     except (ValueError, TypeError, AttributeError):
         return None  # Somebody else's bytes.
+
+
+def make_page(file: Path) -> None:
+    """Make a page with nothing on it, or wipe it. Only its owner can read it. Raises OSError."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Where the disk is full this fails; a process that writes to a page that cannot be had would die of it.
+        os.posix_fallocate(fd, 0, PAGE_BYTES)
+        os.pwrite(fd, bytes(PAGE_BYTES), 0)
+    finally:
+        os.close(fd)
 
 
 def open_page(file: Path) -> mmap.mmap:

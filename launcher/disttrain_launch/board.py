@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 from disttrain import settings
-from disttrain.reports import PAGE_BYTES, open_page, read
+from disttrain.reports import make_page, read
 from disttrain_launch.outcome import Exit
 from disttrain_launch.view import NodeState, WorkerState
 from disttrain_launch.worker import Worker
@@ -25,24 +23,24 @@ class Board:
         self._lock = threading.Lock()
         self._round = -1
         self._workers: dict[int, WorkerState] = {}
-        self._files = [folder / f"report-{local_rank}" for local_rank in range(num_local_workers)]
-        self._pages: list[mmap.mmap] = []
+        self._pages = [folder / f"report-{local_rank}" for local_rank in range(num_local_workers)]
         try:
-            self._pages = [_made(file) for file in self._files]
+            for page in self._pages:
+                make_page(page)
         except OSError:
-            pass  # Nothing of it is needed for training.
+            self._pages = []  # Nothing of it is needed for training.
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Environment variables for a worker."""
-        return {settings.REPORT_FILE.name: str(self._files[local_rank])} if self._pages else {}
+        return {settings.REPORT_FILE.name: str(self._pages[local_rank])} if self._pages else {}
 
     def begin(self, round: int) -> None:
-        """Forget the workers before."""
+        """Forget the workers before; none of them is left."""
         with self._lock:
             self._round = round
             self._workers = {}
             for page in self._pages:
-                page[:] = bytes(PAGE_BYTES)
+                make_page(page)
 
     def started(self, worker: Worker) -> None:
         with self._lock:
@@ -57,16 +55,6 @@ class Board:
         with self._lock:
             for local_rank, worker in self._workers.items():
                 # Nothing is found while a report is being written: then the one before is still good.
-                if self._pages and (told := read(self._pages[local_rank][:])) is not None:
+                if self._pages and (told := read(self._pages[local_rank].read_bytes())) is not None:
                     self._workers[local_rank] = replace(worker, told_s=told[0], numbers=told[1])
             return NodeState(self._round, tuple(worker for _, worker in sorted(self._workers.items())))
-
-
-def _made(file: Path) -> mmap.mmap:
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        # Where the disk is full this fails; a worker that writes to a page that cannot be had would die of it.
-        os.posix_fallocate(fd, 0, PAGE_BYTES)
-    finally:
-        os.close(fd)
-    return open_page(file)

@@ -15,7 +15,7 @@ import torch
 
 import disttrain
 from disttrain import reports, settings
-from disttrain.reports import PAGE_BYTES, open_page, read, write
+from disttrain.reports import PAGE_BYTES, make_page, open_page, read, write
 from disttrain_launch.board import Board
 
 
@@ -23,7 +23,7 @@ from disttrain_launch.board import Board
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A page that is this process's own."""
     file = tmp_path / "page"
-    file.write_bytes(bytes(PAGE_BYTES))
+    make_page(file)
     monkeypatch.setenv(settings.REPORT_FILE.name, str(file))
     reports._own_page.cache_clear()
     yield file
@@ -105,6 +105,7 @@ def test_who_reads_while_another_writes_sees_a_whole_report_or_none(page: Path) 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff" * PAGE_BYTES, os.urandom(PAGE_BYTES)])
 def test_somebody_elses_bytes_are_no_report(junk: bytes) -> None:
+    assert read(junk) is None
     assert read(junk.ljust(PAGE_BYTES, b"\0")) is None
 
 
