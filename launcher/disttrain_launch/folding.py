@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 HOLD_S = 0.1
 """Who looks at a screen does not notice it; ranks that meet in collectives are less far apart."""
@@ -23,12 +23,16 @@ Said = tuple[frozenset[int], bytes]
 """Ranks, and a line without its end."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Held:
     number: int
     text: bytes
     since_s: float
-    ranks: set[int] = field(default_factory=set)
+    ranks: set[int]
+
+
+def _number(held: _Held) -> int:
+    return held.number
 
 
 class LineMerger:
@@ -43,18 +47,23 @@ class LineMerger:
 
     def put(self, rank: int, lines: Iterable[bytes], now_s: float) -> None:
         """Take what a rank has said."""
+        last = self._last.get(rank, -1)
         for text in lines:
-            alike = self._by_text.setdefault(text, deque())
-            at = bisect_right(alike, self._last.get(rank, -1), key=lambda held: held.number)
-            if at == len(alike):
-                held = _Held(self._num_lines, text, now_s)
-                self._num_lines += 1
-                alike.append(held)
-                self._held.append(held)
-            else:
+            alike = self._by_text.get(text)
+            at = bisect_right(alike, last, key=_number) if alike is not None else 0
+            if alike is not None and at < len(alike):
                 held = alike[at]
-            held.ranks.add(rank)
-            self._last[rank] = held.number
+                held.ranks.add(rank)
+            else:
+                held = _Held(self._num_lines, text, now_s, {rank})
+                self._num_lines += 1
+                self._held.append(held)
+                if alike is None:
+                    self._by_text[text] = deque((held,))
+                else:
+                    alike.append(held)
+            last = held.number
+        self._last[rank] = last
 
     def holds_of(self, rank: int) -> bool:
         """Whether something that this rank has said is still held."""

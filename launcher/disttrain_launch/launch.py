@@ -22,7 +22,7 @@ from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
-from disttrain_launch.events import Chronicle, cause_of
+from disttrain_launch.events import Chronicle, Record, cause_of
 from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
 from disttrain_launch.link import JobLink
@@ -72,8 +72,7 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                say = _keep_quiet if spec.logs.is_quiet else _say
-                meeting, link, leader, connect = _meet(spec, cleanup, folder, name, host, say)
+                meeting, link, leader, connect = _meet(spec, cleanup, folder, name, host)
                 if leader is not None:
                     cleanup.callback(leader.join)
                 board = Board(folder, spec.num_local_workers)
@@ -92,9 +91,7 @@ def run(spec: JobSpec) -> int:
                 telling = Telling(connect, name, board, None if leader is None else lambda: leader.job, agent.feed)
                 telling.start()
                 cleanup.callback(telling.stop)
-                # The others' store goes with this node where it is node 0: they stop their workers first.
-                patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
-                return _take_part(spec, agent, link, leader, signals, environ, host, folder, patience_s, say)
+                return _take_part(spec, agent, link, leader, signals, environ, host, folder)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -111,33 +108,42 @@ def _take_part(
     environ: Mapping[str, str],
     host: str,
     folder: Path,
-    patience_s: float,
-    say: Say,
 ) -> int:
+    # The others' store goes with this node where it is node 0: they stop their workers first.
+    patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
     started_s = time.time()
-    log = (lambda event, **fields: None) if leader is None else leader.log
     try:
-        done = take_part(spec, agent, link, signals, say)
+        done = take_part(spec, agent, link, signals, _sayer(spec))
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
         link.ended(agent.round, interrupted)
         link.stopped(agent.round)
         _hear_the_end(link, patience_s)
-        log("job_ended", exit_code=interrupted.exit_code, cause=cause_of(interrupted))
+        _log_end(leader, interrupted.exit_code, cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
         _hear_the_end(link, patience_s)
-        log("job_ended", exit_code=NOT_STARTED, cause={"kind": "not started", "reason": str(error)})
+        _log_end(leader, NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
-    why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
-    if why:
-        log("verdict", text=why.strip())
-    log("job_ended", exit_code=done.outcome.exit_code, cause=cause_of(done.outcome))
+    dumps = dump_folder(environ, max(agent.round, 0))
+    # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
+    has_story = leader is not None or folder in dumps.parents
+    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
     agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
+
+
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+    """The last records of the event log; `leader` None: another node writes it."""
+    if leader is None:
+        return
+    if verdict:
+        leader.log("verdict", text=verdict)
+    leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 
 def _hear_the_end(link: JobLink, patience_s: float) -> None:
@@ -147,12 +153,13 @@ def _hear_the_end(link: JobLink, patience_s: float) -> None:
 
 
 def _meet(
-    spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str, say: Say
+    spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
 ) -> tuple[Meeting, JobLink, Leader | None, Connect]:
     """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it.
 
     Returns also how to reach the store into which others look.
     """
+    say = _sayer(spec)
     token_file, token = _token(spec, folder)
     store_addr, store_port = spec.master_addr, spec.master_port
     server = _serve(spec, token)
@@ -249,8 +256,9 @@ def _hold_standard_fds() -> None:
     os.close(fd)
 
 
-def _keep_quiet(text: str) -> None:
-    """In the place of `_say` where nobody wants to hear of it."""
+def _sayer(spec: JobSpec) -> Say:
+    """How the launcher tells what is no failure."""
+    return (lambda text: None) if spec.logs.is_quiet else _say
 
 
 def _say(text: str) -> None:
