@@ -54,6 +54,8 @@ class Chronicle:
         self._state = state
         self._record = record
         self._nodes: dict[str, JobNode] = {}
+        self._gone: set[str] = set()
+        """Whoever left does not come back: what it had reported before may be repeated."""
 
     def state(self, phase: Phase, awaited: str) -> JobState:
         """How the job stands, with what the rendezvous says of itself."""
@@ -63,7 +65,7 @@ class Chronicle:
         """What has happened with this event, which was answered with these commands."""
         words = {command.agent: command.word for command in commands if isinstance(command, Tell)}
         records = []
-        if isinstance(event, Came) and event.agent not in self._nodes:
+        if isinstance(event, Came) and not (event.agent in self._nodes or event.agent in self._gone):
             records += self._came(event.node, words.get(event.agent))
         if stop := next((word for word in words.values() if isinstance(word, Stop)), None):
             records.append(self._record("stop", round=stop.round, cause=cause_of(stop.cause)))
@@ -84,6 +86,7 @@ class Chronicle:
         return [self._record("node_joined", **about)]
 
     def _goes(self, agent: str, word: Done | Refused) -> list[Record]:
+        self._gone.add(agent)
         if (node := self._nodes.pop(agent, None)) is None:
             return []
         cause = cause_of(word.outcome) if isinstance(word, Done) else {"kind": "refused", "reason": word.problem}

@@ -186,6 +186,7 @@ def test_a_lost_node_leaves_and_the_end_has_a_cause() -> None:
     told(Came(node(0)))
     told(Came(node(1)))
     (stop, left) = told(NodeLost("agent-1"))
+    assert told(Came(node(1))) == []
     assert (left["event"], left["host"], left["group_rank"], left["cause"]["kind"]) == (
         "node_left",
         "host-1",
