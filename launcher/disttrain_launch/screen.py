@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from disttrain import settings
-from disttrain.flight_recorder.record import ranks_text
 
 ATOMIC_BYTES = 4096
 """POSIX's PIPE_BUF on Linux: a write of that size to a pipe that polls writable neither blocks nor is torn."""
@@ -218,7 +217,11 @@ def terminal_variables(screens: Mapping[int, Screen]) -> dict[str, str]:
 def ranks_prefix(ranks: Iterable[int], environ: Mapping[str, str], *, is_terminal: bool) -> bytes:
     """Such as `[rank 3] ` or `[ranks 0-7] `; on a terminal each rank has its colour."""
     first, *others = sorted(ranks)
-    text = f"[{ranks_text((first, *others))}]"
+    text, color = f"[rank {first}]", _COLORS[first % len(_COLORS)]
+    if others:
+        from disttrain.flight_recorder.record import ranks_text  # a start does not wait for it
+
+        text, color = f"[{ranks_text((first, *others))}]", _BOLD
     if is_terminal and not settings.NO_COLOR.read(environ):
-        text = f"\x1b[{_BOLD if others else _COLORS[first % len(_COLORS)]}m{text}\x1b[0m"
+        text = f"\x1b[{color}m{text}\x1b[0m"
     return f"{text} ".encode()
