@@ -28,12 +28,13 @@ from torch import Tensor
 import disttrain
 from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
 from disttrain.compiling import compile_blocks
+from disttrain.console import clock, short
 from disttrain.errors import SettingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 
 try:
     from lm.record import Record, Row
-    from lm.screen import Meter, Screen, clock, short
+    from lm.screen import Meter, Screen
 except ModuleNotFoundError as missing:
     sys.exit(f"train_lm: {missing.name} is not installed. Run: pip install 'disttrain[examples]'")
 
@@ -165,6 +166,8 @@ def train(flags: Namespace, device: torch.device) -> None:
             rate = learning_rate(step, flags.steps, flags.lr)
             loss = mean_over_ranks(train_step(model, optimizer, batch.to(device), rate))
             meter.add(loss, time.perf_counter() - started_s)
+            own_tokens_per_s = meter.tokens_per_s / disttrain.get_world_size()
+            disttrain.report(step=meter.step, loss=loss, tokens_per_s=own_tokens_per_s)
             record.add(Row(step, loss, held_out_loss))
             screen.show_step(peak_memory_bytes(device))
             if (step + 1) % flags.save_every == 0 or step + 1 == flags.steps:

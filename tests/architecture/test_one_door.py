@@ -22,6 +22,7 @@ TORCH_DOORS = {
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 LAUNCHER_KNOWS = {
     "disttrain.__version__",
+    "disttrain.console",
     "disttrain.durations",
     "disttrain.errors",
     "disttrain.flight_recorder.analysis",
@@ -35,6 +36,7 @@ LAUNCHER_KNOWS = {
     "disttrain.flight_recorder.ring_layout",
     "disttrain.flight_recorder.ring_reader",
     "disttrain.flight_recorder.verdict",
+    "disttrain.reports",
     "disttrain.settings",
     "disttrain.store",
 }
