@@ -28,6 +28,11 @@ class Meeting:
     """Where the store is by now, and its standby; None: it stays where it was."""
 
     @property
+    def endpoint(self) -> str:
+        """Of the job's store, as it was at first: `host:port`."""
+        return _endpoint(self.store_addr, self.store_port)
+
+    @property
     def endpoints(self) -> str:
         """The store's `host:port`, and its standby's after a comma."""
         address, standby = (self.store_addr, self.store_port), None

@@ -10,14 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 
 from disttrain import __version__, settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
 from disttrain.store import (
     HashStore,
-    PrefixStore,
     ServerProcess,
     Store,
     TCPStore,
@@ -28,22 +27,26 @@ from disttrain.store import (
 from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
+from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
+from disttrain_launch.event_log import EventLog
+from disttrain_launch.events import Record, cause_of
 from disttrain_launch.handed_token import STDIN, read_handed_token
-from disttrain_launch.inherited import Inherited
-from disttrain_launch.job import OPERATION, JobSpec
+from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
+from disttrain_launch.leading import first_leader, has_standby, successor
 from disttrain_launch.link import JobLink
 from disttrain_launch.outcome import Interrupted, signal_name
 from disttrain_launch.part import take_part
-from disttrain_launch.rendezvous import ROOM, Leader, connect
-from disttrain_launch.rendezvous_state import Rendezvous
+from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
-from disttrain_launch.seat import Seat, told_by
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
+from disttrain_launch.telling import Connect, Telling
+from disttrain_launch.view import JobState
 from disttrain_launch.warden import Warden
+from disttrain_launch.whereabouts import Address, leave_note
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
@@ -52,6 +55,10 @@ _LEAVE_S = 2.0
 
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
+
+
+Leads = Callable[[], Leader | None]
+"""Who leads the job on this node, as far as that is known when it is called."""
 
 
 def run(spec: JobSpec) -> int:
@@ -79,9 +86,9 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                meeting, link, leader = _meet(spec, cleanup, folder, name, host)
-                if leader is not None:
-                    cleanup.callback(leader.join)
+                meeting, link, leads, connect = _meet(spec, cleanup, folder, name, host)
+                cleanup.callback(_join, leads)
+                board = Board(folder, spec.num_local_workers)
                 agent = Agent(
                     spec,
                     name=name,
@@ -91,10 +98,13 @@ def run(spec: JobSpec) -> int:
                     signals=signals,
                     warden=warden,
                     link=link,
+                    board=board,
+                    has_table=leads() is not None,
                 )
-                # The others' store goes with this node where it is node 0: they stop their workers first.
-                patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
-                return _take_part(spec, agent, link, signals, environ, host, folder, patience_s)
+                telling = Telling(connect, name, board, lambda: _job_of(leads()), agent.feed)
+                telling.start()
+                cleanup.callback(telling.stop)
+                return _take_part(spec, agent, link, leads, signals, environ, host, folder)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -106,29 +116,60 @@ def _take_part(
     spec: JobSpec,
     agent: Agent,
     link: JobLink,
+    leads: Leads,
     signals: SignalPipe,
     environ: Mapping[str, str],
     host: str,
     folder: Path,
-    patience_s: float,
 ) -> int:
     started_s = time.time()
     try:
-        done = take_part(spec, agent, link, signals, _say)
+        done = take_part(spec, agent, link, signals, _sayer(spec))
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
-        link.ended(agent.round, Interrupted(stop.number, spec.node_rank or 0, host))
+        interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
+        link.ended(agent.round, interrupted)
         link.stopped(agent.round)
-        _hear_the_end(link, patience_s)
+        _hear_the_end(link, _patience_s(spec, leads()))
+        _log_end(leads(), interrupted.exit_code, cause_of(interrupted))
         raise
-    except (DisttrainError, OSError):
-        _hear_the_end(link, patience_s)
+    except (DisttrainError, OSError) as error:
+        _hear_the_end(link, _patience_s(spec, leads()))
+        _log_end(leads(), NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
-    why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
-    agent.output.say(ending(done.outcome, spec, done.note) + why)
+    leader = leads()
+    dumps = dump_folder(environ, max(agent.round, 0))
+    # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
+    has_story = leader is not None or folder in dumps.parents
+    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
+    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
+
+
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+    """The last records of the event log; `leader` None: another node writes it."""
+    if leader is None:
+        return
+    if verdict:
+        leader.log("verdict", text=verdict)
+    leader.log("job_ended", exit_code=exit_code, cause=cause)
+
+
+def _join(leads: Leads) -> None:
+    if (leader := leads()) is not None:
+        leader.join()
+
+
+def _job_of(leader: Leader | None) -> JobState | None:
+    return None if leader is None else leader.job
+
+
+def _patience_s(spec: JobSpec, leader: Leader | None) -> float:
+    # The others' store goes with this node where it leads: they stop their workers first.
+    return _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
 
 
 def _hear_the_end(link: JobLink, patience_s: float) -> None:
@@ -139,8 +180,13 @@ def _hear_the_end(link: JobLink, patience_s: float) -> None:
 
 def _meet(
     spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
-) -> tuple[Meeting, JobLink, Leader | None]:
-    """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it."""
+) -> tuple[Meeting, JobLink, Leads, Connect]:
+    """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it.
+
+    Returns also who leads the job on this node, if anybody does by then, and how to reach the store into which others
+    look.
+    """
+    say = _sayer(spec)
     token_file, token = _token(spec, folder)
     store_addr, store_port = spec.master_addr, spec.master_port
     server = _serve(spec, token)
@@ -150,46 +196,35 @@ def _meet(
         store_addr, store_port = server.host if is_loopback(server.host) else LOOPBACK, server.port
     store: Store
     # Where nobody else takes part the workers' store need not be asked.
-    store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
+    store = connect(spec, store_addr, store_port, token, say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
-    if isinstance(store, TCPStore) and _has_standby(spec):
+    if isinstance(store, TCPStore) and has_standby(spec):
         elector = Elector(store)
         elector.start()
         cleanup.callback(elector.close)
     node = _node(spec, agent, host)
-    leader = None
+    leader = standby = None
     if server is not None:
-        machine = Rendezvous(spec.terms, node, time.monotonic())
-        leader = _leader(spec, store, machine, agent)
+        events = EventLog(spec.logs.event_file)
+        cleanup.callback(events.close)
+        leader = first_leader(spec, store, node, events.write, say)
+        leader.log("job_started", **_about(spec, node))
         leader.start()
-    elif isinstance(store, TCPStore) and _has_standby(spec):
-        standby = Standby(spec, store, agent, token, _successor(spec, store, node), _say)
+    elif isinstance(store, TCPStore) and has_standby(spec):
+        standby = Standby(spec, store, agent, token, successor(spec, store, node, say), say)
         standby.start()
         cleanup.callback(standby.close)
+
+    def leads() -> Leader | None:
+        return leader if standby is None else standby.leader
+
     link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
     addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
-    return Meeting(store_addr, store_port, token_file, spec.master_addr, addresses), link, leader
-
-
-def _has_standby(spec: JobSpec) -> bool:
-    return spec.has_standby and spec.terms.is_elastic
-
-
-def _leader(spec: JobSpec, store: Store, machine: Rendezvous, agent: str, torch_addr: str = "") -> Leader:
-    seat = None
-    if isinstance(store, TCPStore) and _has_standby(spec):
-        seat = Seat(PrefixStore(ROOM, store), agent, lambda: store.addresses[0], spec.terms.keep_alive_s)
-    return Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, seat=seat, torch_addr=torch_addr)
-
-
-def _successor(spec: JobSpec, store: Store, node: Node) -> Callable[[str, str], Leader]:
-    """Makes the leader that `node` is when the one that is given is lost."""
-
-    def lead(lost: str, torch_addr: str) -> Leader:
-        machine = Inherited(spec.terms, node, time.monotonic(), lost, told_by(PrefixStore(ROOM, store)))
-        return _leader(spec, store, machine, node.agent, torch_addr)
-
-    return lead
+    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, addresses)
+    leave_note(folder, Address(meeting.endpoint, str(token_file.absolute()) if token_file is not None else ""))
+    if spec.num_nodes > 1:
+        return meeting, link, leads, lambda: nullcontext(store)
+    return meeting, link, leads, lambda: closing(TCPStore(store_addr, store_port, is_master=False, token=token))
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
@@ -233,6 +268,18 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
     )
 
 
+def _about(spec: JobSpec, node: Node) -> dict[str, str | int]:
+    """What the event log says of the job: not its arguments, since there may be secrets in them."""
+    return {
+        "job": spec.run_id,
+        "version": node.version,
+        "nodes": node.num_nodes,
+        "max_restarts": spec.max_restarts,
+        "host": node.host,
+        "pid": os.getpid(),
+    }
+
+
 def _temporary_directory() -> str:
     try:
         return tempfile.gettempdir()
@@ -245,6 +292,11 @@ def _hold_standard_fds() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+
+
+def _sayer(spec: JobSpec) -> Say:
+    """How the launcher tells what is no failure."""
+    return (lambda text: None) if spec.logs.is_quiet else _say
 
 
 def _say(text: str) -> None:

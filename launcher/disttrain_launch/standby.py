@@ -49,7 +49,8 @@ class Standby:
         self._known_as = ""
         self._server: ServerProcess | None = None
         self._started_s = float("-inf")
-        self._leader: Leader | None = None
+        self.leader: Leader | None = None
+        """Once this node has taken node 0's place."""
         self._is_over = threading.Event()
         self._pulse = Pulse(spec.terms.keep_alive_s)
         self._thread = threading.Thread(target=self._run, name="standby", daemon=True)
@@ -59,10 +60,8 @@ class Standby:
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of what runs here: a leader says first how the job ended."""
+        """Let go of what runs here, after the leader, if it is here, has said how the job ended."""
         self._is_over.set()
-        if self._leader is not None:
-            self._leader.join()
         # Whatever it does now takes a beat at most, but for the start of a process.
         self._thread.join(2 * self._spec.beat_s + 1)
         if self._server is not None:
@@ -70,7 +69,7 @@ class Standby:
 
     def _run(self) -> None:
         chosen: bytes | None = None
-        while not self._is_over.is_set() and self._leader is None:
+        while not self._is_over.is_set() and self.leader is None:
             try:
                 chosen = self._room.watch(STANDBY, chosen, self._spec.beat_s)
             except StoreTimeoutError:
@@ -112,5 +111,6 @@ class Standby:
             return
         if self._room.compare_set(LEADER, lost, self._agent).decode() == self._agent:
             self._say("node 0 is lost, and this node has taken its place")
-            self._leader = self._lead(lost, self._known_as)
-            self._leader.start()
+            leader = self._lead(lost, self._known_as)
+            leader.start()
+            self.leader = leader

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from tests.multirank.launch.test_launch_elastic import TELLING, port, start, told
+from tests.multirank.launch.test_launch_elastic import TELLING, start, told
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
 
-__all__ = ["port"]
 SOON_S = 40.0
 
 
