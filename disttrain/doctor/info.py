@@ -91,8 +91,8 @@ def _event_loop() -> str:
 
 def _torch_facts() -> dict[str, str]:
     try:
-        import torch
-        import torch.distributed as torch_distributed
+        import torch  # may be what is broken
+        import torch.distributed as torch_distributed  # as above
     except Exception as error:  # noqa: BLE001  a broken install is what the report is about
         return {"torch": f"cannot be imported: {type(error).__name__}: {error}"}
     found = {"CUDA": torch.version.cuda or "not in this build"}
