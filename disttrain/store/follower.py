@@ -35,6 +35,9 @@ _SILENT: Final = 0.625
 _LEASE: Final = 0.8
 """Of that time: clocks need not run alike."""
 
+_VOTES: Final = 2
+"""So many times as long a vote counts."""
+
 _ATTEMPT_S: Final = 1.0
 """How long one attempt to reach a silent leader may take."""
 
@@ -69,6 +72,7 @@ class Follower:
         self._is_over = threading.Event()
         self._link: Link | None = None
         self._lease_s = float("-inf")
+        """Until when the leader cannot have gone on alone."""
 
     def run(self) -> Replica | None:
         """All that the leader knew when it died; None: `close` was called.
@@ -102,28 +106,30 @@ class Follower:
 
     def _reached(self, replica: Replica) -> Link | None:
         """The next link to the leader; None when it is dead, and `replica` has all that anybody was told."""
-        until_s = time.monotonic() + _LOOK_S
+        began_s = time.monotonic()
+        until_s = began_s + _LOOK_S
         pause_s = _PAUSE_S
         while True:
             try:
                 return Dialer(*self._leader, self._token, self._tls).attempt(until_s, _ATTEMPT_S)
             except ConnectionRefusedError:
-                if not replica.is_synced:
-                    raise self._lost("nobody listens there") from None
-                if time.monotonic() >= self._lease_s and not self._is_elected(replica):
-                    raise self._lost("it is dead, and may have gone on without us before") from None
-                return None
+                if replica.is_synced and time.monotonic() < self._lease_s:
+                    return None
+                # Electors find that out as well, and may speak for us.
+                until_s = min(until_s, began_s + (_VOTES * self._patience_s if replica.is_synced else 0.0))
+                reason = "it is dead, and may have gone on without us before"
             except (OSError, WireError) as error:
-                if time.monotonic() + pause_s >= until_s:
-                    raise self._lost(str(error)) from None
+                reason = str(error).rstrip(".")
             if replica.is_synced and self._is_elected(replica):
                 return None
+            if time.monotonic() + pause_s >= until_s:
+                raise self._lost(reason)
             if self._is_over.wait(pause_s):
                 raise self._lost("we were closed")
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _is_elected(self, replica: Replica) -> bool:
-        since_s = time.monotonic() - 2 * self._patience_s
+        since_s = time.monotonic() - _VOTES * self._patience_s
         votes = {elector: term for elector, (term, said_s) in self._votes.copy().items() if said_s > since_s}
         return may_take_over(replica.term, replica.electors, votes)
 
