@@ -126,7 +126,8 @@ class Dialer:
         try:
             link = self._reach(standby, deadline_s, attempt_s)
         except ConnectionRefusedError:
-            # As long as the server itself may live, it is the one to wait for.
+            # It is of no use; the server itself may live, and then names another.
+            self.standby = None
             raise first from None
         self.address = standby
         return link

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from disttrain.errors import StoreError
+from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store.base import Store
 from disttrain.store.wire import Address
 from disttrain_launch.messages import Came, Word, decode
@@ -48,12 +48,15 @@ class Seat:
 
     def check(self) -> None:
         """Before anybody is told anything. Raises SupersededError."""
-        if time.monotonic() - self._checked_s < self._check_s:
+        while (asked_s := time.monotonic()) - self._checked_s >= self._check_s:
+            try:
+                leader = self._store.get(LEADER).decode()
+            except StoreTimeoutError:
+                continue  # A store that is slow to answer is not gone yet.
+            if leader != self._agent:
+                raise SupersededError("disttrain-launch", "this node was silent too long, and another leads the job.")
+            self._checked_s = asked_s
             return
-        leader = self._store.get(LEADER).decode()
-        if leader != self._agent:
-            raise SupersededError("disttrain-launch", "this node was silent too long, and another leads the job.")
-        self._checked_s = time.monotonic()
 
     def choose_standby(self, agents: list[str]) -> None:
         """Let one of `agents` keep the standby; the same as before where it can."""
@@ -62,9 +65,10 @@ class Seat:
             self._home = home
             self._hosts.add(self._chosen)
         able = [agent for agent in agents if agent not in self._hosts]
-        if self._chosen not in able:
-            self._chosen = able[0] if able else ""
-            self._store.set(STANDBY, self._chosen)
+        chosen = self._chosen if self._chosen in able else "".join(able[:1])
+        if chosen != self._chosen:
+            self._chosen = chosen
+            self._store.set(STANDBY, chosen)
 
 
 def told_by(store: Store) -> dict[str, tuple[Node, Word | None]]:
