@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from disttrain.checkpoint import direct
 
-PIECE_BYTES = 4 * direct.ALIGNMENT
+PIECE_BYTES = 4 * direct.PAGE_BYTES
 SOURCE = mmap.mmap(-1, 1 << 18)
 SOURCE.write(os.urandom(1 << 18))
 
-cuts = st.tuples(st.integers(0, 5 * direct.ALIGNMENT), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
+cuts = st.tuples(st.integers(0, 5 * direct.PAGE_BYTES), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +27,7 @@ def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies
     """`lies_alike`: each part lies in memory as in the file, modulo pages; it is then written from there."""
     views, offset = [], 0
     for start, size in parts:
-        begin = start // direct.ALIGNMENT * direct.ALIGNMENT + offset % direct.ALIGNMENT if lies_alike else start
+        begin = start // direct.PAGE_BYTES * direct.PAGE_BYTES + offset % direct.PAGE_BYTES if lies_alike else start
         views.append(memoryview(SOURCE)[begin : begin + size])
         offset += size
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
