@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +16,13 @@ from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import remove_old
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.folders import steps
-from disttrain.checkpoint.loading import load_folder, load_source
-from disttrain.checkpoint.memory_loading import kept_saves
+from disttrain.checkpoint.loading import load_folder
+from disttrain.checkpoint.memory_loading import kept_saves, load_kept
 from disttrain.checkpoint.peer_memory import PeerMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.saving import save_folder
 from disttrain.checkpoint.storage import Storage, locate
-from disttrain.errors import CheckpointCorruptError, CheckpointError
+from disttrain.errors import CheckpointError
 
 
 class Checkpointer:
@@ -151,11 +150,10 @@ class Checkpointer:
             for save in kept:
                 if save.step < max(steps, default=0) if step is None else save.step != step:
                     continue
-                try:
-                    self.report = load_source(council, state, save.open, rules)
+                report = load_kept(council, state, save, rules)
+                if report is not None:
+                    self.report = report
                     return save.step
-                except CheckpointCorruptError as error:
-                    warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=2)
         found: int = council.agree(lambda: None, lambda _: self._wanted(steps, step))
         self.report = load_folder(council, state, self._folder(found), self._storage, rules)
         return found

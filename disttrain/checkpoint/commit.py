@@ -62,7 +62,7 @@ def check_names(names: Sequence[str]) -> None:
 @contextmanager
 def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
     """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
-    _check_claim(storage, target)
+    check_target(storage, target)
     remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
     if target.path.name in storage.names(target.path.parent):
         raise CheckpointError("save", f"{target.path} is there already.", "Save to a new place, or remove it first.")
@@ -74,7 +74,8 @@ def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
             _remove_if_there(storage, target.folder)
 
 
-def _check_claim(storage: Storage, target: Target) -> None:
+def check_target(storage: Storage, target: Target) -> None:
+    """Raises CheckpointError when this job may not save there any more."""
     if target.claim is not None:
         check_claim(storage, target.path.parent, target.claim)
 
@@ -97,7 +98,7 @@ def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[
     manifest = make_manifest(target.save_id, contents, written)
     storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
     storage.sync_folder(target.folder)
-    _check_claim(storage, target)
+    check_target(storage, target)
     storage.move(target.folder, target.path)
     storage.sync_folder(target.path.parent)
 

@@ -20,10 +20,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
-from disttrain.checkpoint.commit import check_names, commit, remove_old, temporary_folder
+from disttrain.checkpoint.commit import check_names, check_target, commit, remove_old, temporary_folder
 from disttrain.checkpoint.image import Image, Written, file_name
 from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, KEPT, Job
-from disttrain.checkpoint.memory_saving import Copies
+from disttrain.checkpoint.memory_saving import Copies, arranged
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
@@ -126,27 +126,29 @@ class Writer:
             def prepare() -> list[Any]:
                 nonlocal storage
                 storage = self._storage(name, arguments)
-                if self._copies is not None:
-                    self._copies.make_ready(job.target)
-                return [job.digest, job.target.path.name]
+                ready = [] if self._copies is None else self._copies.make_ready()
+                return [job.digest, job.target.path.name, ready]
 
-            def begin(ballots: list[list[Any]]) -> bool:
+            def begin(ballots: list[list[Any]]) -> list[Any] | None:
                 assert storage is not None
-                digests, names = zip(*ballots, strict=True)
+                digests, names, ready = zip(*ballots, strict=True)
                 check_names(names)
                 _check_plans(digests)
                 self._store.delete_key(fate_key(job.number - 8))
                 if self._store.compare_set(fate_key(job.number), b"", BEGUN) != BEGUN:
-                    return False
+                    return None
+                arrangement = [] if self._copies is None else arranged(ready)
                 held.enter_context(temporary_folder(storage, job.target))
-                return True
+                return arrangement
 
-            if not self._assembly.agree(prepare, begin):
+            arrangement = self._assembly.agree(prepare, begin)
+            if arrangement is None:
                 self._say(DROPPED, job.number)
                 return
             assert storage is not None
             if self._copies is not None:
-                self._keep(job, self._copies)
+                self._copies.begin(arrangement)
+                self._keep(job, storage, self._copies)
             self._write(job, storage)
         self._say(COMMITTED, job.number)
 
@@ -158,11 +160,12 @@ class Writer:
             self._storages[key] = getattr(importlib.import_module(module), attribute)(**arguments)
         return self._storages[key]
 
-    def _keep(self, job: Job, copies: Copies) -> None:
+    def _keep(self, job: Job, storage: Storage, copies: Copies) -> None:
         """Keep it in memory, as far as that can be: the disk has it all the same."""
 
         def finish(rows: list[list[Any]]) -> tuple[bool, str]:
             assert job.contents is not None
+            check_target(storage, job.target)
             return copies.finish(job.target, job.contents, rows)
 
         is_whole, problem = self._assembly.agree(lambda: copies.write(job.target, job.image, self._data(job)), finish)
