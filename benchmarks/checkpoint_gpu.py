@@ -5,7 +5,8 @@
 A model under `fully_shard` whose parameters and moments take `--gib` of each rank. "stall": how long the call keeps the
 host, of the first save and of later ones, and for torch also how long the host then waits until the optimizer may step
 (ours waits on the GPU). "beside": a step while a save is under way, over one without. "commit": from the call to the
-whole save. "synchronous": `save`, in turns with plain writes of the same bytes. The slowest rank's figures; torch saves each rank's local tensors under names of its own.
+whole save. "synchronous": `save`, in turns with plain writes of the same bytes. The slowest rank's figures; torch saves
+each rank's local tensors under names of its own.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
 from disttrain.checkpoint.claims import Claim
-from disttrain.checkpoint.commit import remove_old
+from disttrain.checkpoint.commit import retire_old
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.folders import steps
 from disttrain.checkpoint.loading import load_folder
 from disttrain.checkpoint.memory_loading import kept_saves, load_kept
 from disttrain.checkpoint.peer_memory import PeerMemory
 from disttrain.checkpoint.pending import PendingSave
+from disttrain.checkpoint.removal import Removal
 from disttrain.checkpoint.saving import save_folder
 from disttrain.checkpoint.storage import Storage, locate
 from disttrain.errors import CheckpointError
@@ -60,6 +61,7 @@ class Checkpointer:
         self.when_busy = when_busy
         self._memory = None if peer_memory is None else peer_memory.of(self.directory)
         self._claim = Claim(self._storage, self.directory)
+        self._removal = Removal(self._storage)
         self._saver: AsyncSaver | None = None
         self.report = LoadReport()
 
@@ -104,6 +106,7 @@ class Checkpointer:
             if saver is not None:
                 saver.close()
         finally:
+            self._removal.wait()
             self._claim.close()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -119,8 +122,11 @@ class Checkpointer:
             self._save_and_wait(step, state)
             return
         council = Council("Checkpointer.save")
+        self._removal.wait()
         save_folder(council, state, self._folder(step), self._storage, self._claim)
-        council.agree(lambda: None, lambda _: remove_old(self._storage, self.directory, step, self.keep))
+        dying: list[Path] = []
+        council.agree(lambda: None, lambda _: dying.extend(retire_old(self._storage, self.directory, step, self.keep)))
+        self._removal.begin(dying)
 
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.claims import check_claim
-from disttrain.checkpoint.folders import STEP, remove_leftovers, remove_save, steps, temporary
+from disttrain.checkpoint.folders import STEP, remove_leftovers, set_aside, steps, temporary
 from disttrain.checkpoint.image import Written, file_name
 from disttrain.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedTensor, encode
 from disttrain.checkpoint.storage import Storage
@@ -132,14 +132,19 @@ def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) 
     )
 
 
-def remove_old(storage: Storage, directory: Path, step: int, keep: int | None) -> None:
-    """Remove all but the `keep` newest saves; never that of `step`, which was just made. Raises CheckpointError."""
+def retire_old(storage: Storage, directory: Path, step: int, keep: int | None) -> list[Path]:
+    """Set aside all but the `keep` newest saves; never that of `step`, which was just made. Returns: what to remove.
+
+    Raises CheckpointError.
+    """
     others = [(other, folder) for other, folder in steps(storage, directory).items() if other != step]
     num_kept = len(others) if keep is None else keep - 1
+    dying = []
     for old, folder in others[: len(others) - num_kept]:
         try:
-            remove_save(storage, folder)
+            dying.append(set_aside(storage, folder))
         except OSError as error:
             raise CheckpointError(
                 "save", f"step {step} is saved, but step {old} could not be removed: {error}.", "Remove it by hand."
             ) from error
+    return dying

@@ -32,11 +32,11 @@ def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bo
         storage.remove_unless_held(parent / name)
 
 
-def remove_save(storage: Storage, folder: Path) -> None:
-    """Remove a save so that, wherever this process dies, it is there as a whole or not at all."""
+def set_aside(storage: Storage, folder: Path) -> Path:
+    """Take a save away by renaming it, so that it is there as a whole or not at all. Returns: what is to be removed."""
     dying = temporary(folder, uuid4().hex)
     storage.move(folder, dying)
-    storage.remove_folder(dying)
+    return dying
 
 
 def temporary(target: Path, save_id: str) -> Path:

@@ -102,9 +102,7 @@ class WholeSave:
     def without(self, copies: Sequence[Sequence[Any]]) -> WholeSave | None:
         """The same save without these copies, (file, rank); None when it is not whole then."""
         bad = {tuple(copy) for copy in copies}
-        holders = {
-            name: [rank for rank in ranks if (name, rank) not in bad] for name, ranks in self.holders.items()
-        }
+        holders = {name: [rank for rank in ranks if (name, rank) not in bad] for name, ranks in self.holders.items()}
         return WholeSave(self.name, holders) if all(holders.values()) else None
 
 

@@ -112,7 +112,9 @@ class NodeMemory:
             files = [file for file in os.scandir(self.root / save.folder) if not file.name.endswith(_UNDER_WAY)]
             has = {file.name: file.stat().st_size for file in files if file.name != _KEPT}
             needed = self._needed(save.folder) if MANIFEST in has else None
-            found.append(Holding(save, {file: size for file, size in has.items() if needed or file != MANIFEST}, needed))
+            found.append(
+                Holding(save, {file: size for file, size in has.items() if needed or file != MANIFEST}, needed)
+            )
         return found
 
     def path_of(self, save: str, file: str) -> Path:

@@ -17,14 +17,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
-from disttrain.checkpoint.commit import check_names, check_target, commit, remove_old, temporary_folder
+from disttrain.checkpoint.commit import check_names, check_target, commit, retire_old, temporary_folder
 from disttrain.checkpoint.image import Image, Written, file_name
 from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, KEPT, Job
 from disttrain.checkpoint.memory_saving import Copies, arranged
 from disttrain.checkpoint.peer_memory import NodeMemory
+from disttrain.checkpoint.removal import remove_all
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
 from disttrain.errors import CheckpointError, DisttrainError
@@ -149,8 +151,9 @@ class Writer:
             if self._copies is not None:
                 self._copies.begin(arrangement)
                 self._keep(job, storage, self._copies)
-            self._write(job, storage)
+            dying = self._write(job, storage)
         self._say(COMMITTED, job.number)
+        remove_all(storage, dying)
 
     def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
         """What `Portable.recipe` has described."""
@@ -177,7 +180,10 @@ class Writer:
         """The file as it lies in shared memory."""
         return memoryview(b"") if job.image is None else memoryview(self._arenas[job.arena])[: job.image.num_bytes]
 
-    def _write(self, job: Job, storage: Storage) -> None:
+    def _write(self, job: Job, storage: Storage) -> list[Path]:
+        """Returns: what is to be removed, on rank 0."""
+        dying: list[Path] = []
+
         def write() -> list[Any]:
             if job.image is None:
                 return Written().to_plain()
@@ -192,7 +198,9 @@ class Writer:
         self._assembly.agree(write, finish)
         if job.keep is not None:
             step = int(job.target.path.name.rpartition("-")[2])
-            self._assembly.agree(lambda: None, lambda _: remove_old(storage, job.target.path.parent, step, job.keep))
+            directory, keep = job.target.path.parent, job.keep
+            self._assembly.agree(lambda: None, lambda _: dying.extend(retire_old(storage, directory, step, keep)))
+        return dying
 
     def _parts(self, job: Job, image: Image, file: str, written: Written) -> Iterator[memoryview]:
         """The file's parts from shared memory, which is its image; tells how far it is."""

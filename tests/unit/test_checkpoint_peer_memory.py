@@ -19,7 +19,8 @@ from disttrain.errors import CheckpointError
 from disttrain.store import FileStore, PrefixStore
 
 A, B, C, D = (
-    KeptName(step, order, digit * 32).folder for step, order, digit in ((1, 1, "f"), (2, 2, "e"), (3, 3, "d"), (2, 4, "c"))
+    KeptName(step, order, digit * 32).folder
+    for step, order, digit in ((1, 1, "f"), (2, 2, "e"), (3, 3, "d"), (2, 4, "c"))
 )
 
 
