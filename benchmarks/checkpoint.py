@@ -4,10 +4,11 @@
 
 "plain" writes the same bytes with four threads to four files through the page cache and syncs them, "plain direct" does
 so with O_DIRECT, as the plain read does: what the machine itself takes, from and to memory in large pages, of which a
-disk takes more at once. Before each read the files are dropped from the page cache. "stall" is the time until an asynchronous save gives the caller its tensors back,
-when it has been used before; that of small tensors is the processor's time of the calling thread. Bytes read: three
-ranks load what four have saved. "4 ranks, replicated": all want the same bytes, and read them for each other, or each
-for itself. The load of the machine is that at the beginning and at the end.
+disk takes more at once. Before each read the files are dropped from the page cache. "stall" is the time until an
+asynchronous save gives the caller its tensors back, when it has been used before; that of small tensors is the
+processor's time of the calling thread. Bytes read: three ranks load what four have saved. "4 ranks, replicated": all
+want the same bytes, and read them for each other, or each for itself. The load of the machine is that at the beginning
+and at the end.
 Writes benchmarks/results/checkpoint.json.
 """
 

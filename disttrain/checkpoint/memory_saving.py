@@ -105,7 +105,7 @@ class Copies:
 
 
 def arranged(ready: Sequence[list[int]]) -> list[Any]:
-    """From what each rank is ready with: the save's place in the order of all, and the nodes. Raises CheckpointError."""
+    """From what each rank is ready with: the save's place in the order of all, the nodes. Raises CheckpointError."""
     sizes, lasts = zip(*ready, strict=True)
     return [1 + max(lasts), [[node.start, node.stop] for node in nodes_of(sizes)]]
 

@@ -14,7 +14,6 @@ from typing import Self
 
 from disttrain.checkpoint.storage import ReadableFile
 
-
 MOST_IDLE = 64
 """A local file takes two descriptors, and a process has 1024 of them on most machines."""
 

@@ -1,4 +1,4 @@
-"""Removing old saves beside what comes next: to free a file takes a disk up to half as long as to write it. Torch-free."""
+"""Removing old saves beside what comes next: to free a file may take half as long as to write it. Torch-free."""
 
 from __future__ import annotations
 

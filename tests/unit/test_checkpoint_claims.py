@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from threading import Timer
 
@@ -141,6 +141,30 @@ def test_one_that_chose_the_same_number_and_has_looked_around_stays(processes: P
         processes.claim("b")
     assert [claim.name[7:13] for claim in made] == ["000001"]
     processes.check(made[0])
+
+
+@pytest.mark.parametrize("other", ["a", "c"])
+def test_without_locks_one_of_two_at_the_same_time_stays(processes: Processes, other: str) -> None:
+    made: list[Claim] = []
+
+    class Lockless(LocklessStorage):
+        def hold(self, path: Path) -> AbstractContextManager[None]:
+            if not made:
+                made.append(Claim(processes.storage, processes.directory))
+                processes.become(other)
+                made[0].ensure()
+                processes.become("b")
+            return super().hold(path)
+
+    processes.storage = Lockless()
+    made.append(processes.claim("b"))
+    refused = []
+    for claim in made:
+        try:
+            processes.check(claim)
+        except CheckpointError as error:
+            refused.append(error.problem)
+    assert len(refused) == 1
 
 
 def test_a_later_one_that_withdraws_is_waited_for(processes: Processes) -> None:
