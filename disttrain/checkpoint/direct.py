@@ -92,8 +92,9 @@ class _Writer:
         # As many as are being written may be ready.
         while len(self._running) >= 2 * _NUM_THREADS:
             self._collect()
-        if self._direct is not None and self._num_bytes > max(self._reserved_bytes, PAGE_BYTES):
-            self._reserved_bytes = max(self._reserved_bytes, offset) + _RESERVED_BYTES
+        is_full = self._num_bytes - offset == _PIECE_BYTES
+        if self._direct is not None and is_full and self._num_bytes > self._reserved_bytes:
+            self._reserved_bytes = offset + _RESERVED_BYTES
             _reserve(self._direct, self._reserved_bytes)
         piece, self._piece = self._piece, []
         self._running.add(self._pool.submit(self._write, offset, piece))

@@ -37,6 +37,29 @@ def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies
         assert path.read_bytes() == b"".join(bytes(view) for view in views)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_room_that_was_not_needed_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    reserved, real = [], direct._reserve
+
+    def reserve(descriptor: int, num_bytes: int) -> None:
+        reserved.append(num_bytes)
+        if has_room:
+            real(descriptor, num_bytes)
+
+    monkeypatch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct, "_RESERVED_BYTES", 2 * PIECE_BYTES)
+    monkeypatch.setattr(direct, "_reserve", reserve)
+    data = memoryview(SOURCE)[: 5 * PIECE_BYTES + 77]
+    direct.write_file(tmp_path / "file", [data])
+    assert reserved == [2 * PIECE_BYTES, 4 * PIECE_BYTES, 6 * PIECE_BYTES]
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 4096
+    direct.write_file(tmp_path / "small", [data[:100]])
+    assert len(reserved) == 3
+
+
 def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
