@@ -28,7 +28,7 @@ from disttrain.checkpoint.storage import Readable, ReadableFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group.packing import unpack
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 
 
 class Reader:
