@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tests.flight_corpus import absent, calls, gpu, healthy, messages, parallel, slow
+from tests.flight_corpus import absent, calls, gpu, healthy, messages, parallel, second, slow
 from tests.flight_corpus.case import NCCL, Case
 
 RUNS: Final = Path(__file__).parent / "runs"
@@ -33,4 +33,4 @@ ON_NCCL: Final[tuple[Case, ...]] = (
     *gpu.CASES,
     *(replace(case, backend=NCCL) for case in ON_GLOO if case.name in _ALSO_ON_NCCL),
 )
-CASES: Final = (*ON_GLOO, *ON_NCCL)
+CASES: Final = (*ON_GLOO, *ON_NCCL, *second.CASES)
