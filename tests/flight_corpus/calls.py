@@ -185,9 +185,9 @@ def circle_over_four_groups(rank: int) -> None:
     _circle(rank, 4)
 
 
-@labelled(CASES, Kind.DIFFERENT_GROUPS, 0, 1, says="has not made that group")
+@labelled(CASES, Kind.DIFFERENT_GROUPS, 1, says="has not made that group")
 def other_members(rank: int) -> None:
-    """Rank 1 is alone with its view, but ranks 0 and 1 wait for each other: either may be meant."""
+    """Ranks 0 and 1 wait for each other, but rank 1 is alone with its view."""
     train(3)
     group = group_of(0, 1) if rank == 1 else group_of(0, 1, 2)
     step(group)

@@ -37,7 +37,7 @@ SETTLE_S: Final = 5.0
 """After the first dump of a hang."""
 SIGNAL_AFTER_S: Final = 3.0
 MAX_RUN_S: Final = 90.0
-NUM_AT_ONCE: Final = {GLOO: 3, NCCL: 4}
+NUM_AT_ONCE: Final = {GLOO: 3, NCCL: 6}
 
 
 @dataclass
@@ -69,6 +69,8 @@ class Running:
         if not self.dumped_s and any(self.folder.glob("*.flight")):
             self.dumped_s = now_s
         settle_s = 3.0 if self.is_signalled else SETTLE_S + self.case.timeout_s * (self.case.timeout_s < MAX_RUN_S / 6)
+        if self.case.backend == NCCL:
+            settle_s += SOFT_LIMIT_S[NCCL]  # A rank may end that has waited for nothing, while others hang.
         has_settled = self.dumped_s > 0 and now_s > self.dumped_s + settle_s
         return not self.ranks or has_settled or now_s > self.started_s + MAX_RUN_S
 
@@ -143,11 +145,15 @@ def be_rank(forked: Forked) -> None:
         MASTER_ADDR="127.0.0.1",
         DISTTRAIN_STORE=f"127.0.0.1:{forked.port}",
         DISTTRAIN_FLIGHT_DIR=str(forked.folder),
+        DISTTRAIN_FLIGHT_RING_DIR=str(forked.folder.parent / "rings"),
+        TORCH_NCCL_ENABLE_TIMING="1",
         DISTTRAIN_FLIGHT_SOFT_LIMIT_S=str(SOFT_LIMIT_S[case.backend]),
     )
     log = os.open(forked.folder.parent / f"{case.name}.{forked.rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if case.backend == NCCL:
+        torch.cuda.set_device(forked.rank)
     disttrain.init_process_group(GLOO if case.backend == GLOO else None, timeout=case.timeout_s)
     case.run(forked.rank)
     if case.backend == NCCL:

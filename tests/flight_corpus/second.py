@@ -133,7 +133,7 @@ def one_batch_less(rank: int) -> None:
         model(ones(2, DIM)).sum().backward()
 
 
-@labelled(CASES, Kind.MISMATCHED_OPERATION, 2, num_ranks=4, says="full_tensor")
+@labelled(CASES, Kind.MISMATCHED_OPERATION, 2, num_ranks=4, says="one_rank_prints")
 def one_rank_prints_a_parameter(rank: int) -> None:
     mesh = disttrain.init_device_mesh(device().type, (4,), mesh_dim_names=("dp",))
     weight = distribute_tensor(ones(16, 4), mesh, [Shard(0)])
