@@ -79,7 +79,7 @@ class _Blame:
 
     def __init__(self, delays: Sequence[_Delay]) -> None:
         self._waits: defaultdict[int, list[tuple[float, float, int, float]]] = defaultdict(list)
-        """Of each rank: when a wait ended, how much of it was lost, for whom, and when that one came by its own clock."""
+        """Of each rank: when a wait ended, how much of it was lost, for whom, and when that one came, by its clock."""
         for delay in delays:
             if delay.lost_s >= _MIN_TOLD_S:
                 records = delay.meeting.records

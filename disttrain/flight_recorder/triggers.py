@@ -35,6 +35,8 @@ _SIGNAL: Final = "SIGUSR2"
 _MIN_SOFT_LIMIT_S: Final = 2.0
 _MAX_SOFT_LIMIT_S: Final = 60.0
 _MAX_TRIES: Final = 10
+_SILENT_S: Final = 60.0
+"""Without a sign of life, for another rank's records to be kept when this one fails."""
 
 
 def enable(world: World | None = None) -> FlightRecorder:
@@ -61,7 +63,7 @@ def enable(world: World | None = None) -> FlightRecorder:
         folder = asked_folder or rings
         recorder.when_closed(Watchdog(recorder, folder, rings, soft_limit_s, ends_job=ends_job).close)
         if asked_folder is not None:
-            recorder.when_closed(Triggers(recorder, asked_folder).close)
+            recorder.when_closed(Triggers(recorder, asked_folder, rings).close)
     except (OSError, StoreError) as problem:
         _log.warning("the flight recorder may watch for no hangs, and write no files: %s", problem)
         recorder.attach(world)
@@ -122,12 +124,14 @@ def _made_private_folder() -> Path:
 class Triggers:
     """Makes `recorder` dump into `folder` when something happens to this process, or its world ends.
 
+    Where it fails, because another process is gone perhaps, it keeps what such processes have in `rings`.
     Raises OSError when there are too many open files.
     """
 
-    def __init__(self, recorder: FlightRecorder, folder: Path) -> None:
+    def __init__(self, recorder: FlightRecorder, folder: Path, rings: Path) -> None:
         self._recorder = recorder
         self._folder = folder
+        self._rings = rings
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._is_done = False
@@ -176,6 +180,11 @@ class Triggers:
     def _dump(self, reason: str, error: BaseException | None = None) -> bool:
         try:
             self._recorder.dump(self._folder, reason, error)
+            if error is not None:
+                # Here: it loads what reads rings, which no job needs that ends well.
+                from disttrain.flight_recorder.left_rings import keep_silent
+
+                keep_silent(self._rings, self._folder, _SILENT_S, self._recorder.job)
         except (OSError, DisttrainError) as problem:
             _log.error("the flight recorder cannot write its dump: %s", problem)
             return False

@@ -97,9 +97,7 @@ def test_a_handler_that_the_script_installs_later_stays(tmp_path: Path, monkeypa
         faulthandler.unregister(signal.SIGUSR2)
 
 
-def test_the_ring_is_elsewhere_than_the_dumps(
-    private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ring_is_elsewhere_than_the_dumps(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dumps may go over a network; what is mapped is this machine's own, and a link leads to it."""
     monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
     _join()
