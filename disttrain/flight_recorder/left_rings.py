@@ -45,7 +45,8 @@ def collect(rings: Path, folder: Path) -> None:
 
 
 def _is_silent(owner: Owner, silent_s: float) -> bool:
-    return time.monotonic_ns() - owner.alive_ns > silent_s * 1e9
+    # Without a watchdog nobody says that the process is alive.
+    return owner.alive_ns > 0 and time.monotonic_ns() - owner.alive_ns > silent_s * 1e9
 
 
 def _copy(source: Path, target: Path, more: bytes = b"") -> None:

@@ -45,7 +45,7 @@ def find_device_waits(found: Match) -> list[DeviceWait]:
 
 
 def _last_meetings(found: Match) -> Iterable[Meeting]:
-    return (next(reversed(meetings.values())) for meetings in found.meetings.values() if meetings)
+    return (meetings[max(meetings)] for meetings in found.meetings.values() if meetings)
 
 
 def _members(found: Match, rank: int, record: Record) -> set[int]:

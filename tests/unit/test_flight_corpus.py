@@ -23,7 +23,7 @@ def _as_known(case: Case) -> object:
     return pytest.param(case, id=case.name, marks=marks)
 
 
-@pytest.mark.parametrize("case", map(_as_known, KEPT))
+@pytest.mark.parametrize("case", [_as_known(case) for case in KEPT])
 def test_the_cause_is_named(case: Case) -> None:
     found = answer(case)
     assert found.is_right, (found.verdict.kind, found.verdict.ranks, found.verdict.cause, found.verdict.summary)

@@ -82,8 +82,8 @@ class GlooBackend(C10dBackend):
         self._scope.is_given_up = True
         if num_left := num_under_way(self._scope.dropped, _DROPPED_S):
             _log.warning(
-                "rank %d lets go of a group in which %d collectives that nobody has waited for do not end; keep the "
-                "handle that async_op=True gives, and wait for it",
+                "rank %d has not waited for collectives, %d under way in the group that it lets go of: they may "
+                "not take place. Keep the handle that async_op=True gives, and wait for it.",
                 self._global_rank,
                 num_left,
             )
