@@ -129,7 +129,7 @@ class Watchdog:
         self._beat()
         # Here: nobody waits for this thread to load it, and in a hang files may be out of reach.
         from disttrain.flight_recorder.analysis import analyze
-        from disttrain.flight_recorder.left_rings import keep_silent
+        from disttrain.flight_recorder.left_rings import keep_silent  # as above
 
         next_beat_s = time.monotonic() + self._beat_s
         while not self._is_closing:
