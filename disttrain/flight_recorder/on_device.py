@@ -33,15 +33,18 @@ def find_device_waits(found: Match) -> list[DeviceWait]:
         return []
     play = _Play(found)
     waits: list[DeviceWait] = []
-    for rank, queue in play.queues.items():
-        front = play.front(rank)
-        if front is not None:
+    for rank in play.queues:
+        if (front := play.front(rank)) is not None:
             others = play.missing(front)
             if rank in busy or (ended.intersection(others) and found.dumps[rank].reason != RING):
                 waits.append((rank, _held(front), others))
-        elif rank in busy and queue and _members(found, rank, queue[-1]) <= busy:
-            waits.append((rank, _held(queue[-1]), ()))
-    return waits
+    if waits:
+        return waits  # Whoever is busy beside these has something else on its device.
+    return [
+        (rank, _held(queue[-1]), ())
+        for rank, queue in play.queues.items()
+        if rank in busy and queue and _members(found, rank, queue[-1]) <= busy
+    ]
 
 
 def _last_meetings(found: Match) -> Iterable[Meeting]:

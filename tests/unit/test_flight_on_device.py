@@ -42,6 +42,16 @@ def test_a_rank_that_has_not_come() -> None:
     )
 
 
+def test_a_rank_whose_own_kernel_does_not_end() -> None:
+    """Its device is as busy as the others', but its host has not come to what they wait in."""
+    others = [_busy(_trained(rank).call("all_reduce", at=12)) for rank in (0, 2)]
+    absent = _busy(_trained(1))
+    (main,) = absent.threads
+    absent = replace(absent, threads=(replace(main, activity="running"),))
+    verdict = _judge(others[0], absent, others[1])
+    assert (verdict.kind, verdict.ranks, verdict.cause) == (Kind.RANK_ABSENT, (1,), Cause.IN_KERNEL)
+
+
 def test_without_a_busy_device_hosts_only_run_ahead() -> None:
     ahead = [_trained(rank).call("all_reduce").dump(at=READ_LOSS) for rank in (0, 2)]
     assert _judge(ahead[0], _trained(1).dump(at=33), ahead[1]).kind is Kind.NOTHING_WRONG
