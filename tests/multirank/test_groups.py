@@ -184,8 +184,7 @@ def test_what_nobody_waits_for_holds_up_no_end() -> None:
         disttrain.all_reduce(torch.ones(4), group=group, async_op=True)
         began_s = time.monotonic()
         disttrain.destroy_process_group(group)
-        took_s = time.monotonic() - began_s
-        assert 4 < took_s < 15, took_s
+        assert 4 < time.monotonic() - began_s < 30
     disttrain.barrier()
 
 

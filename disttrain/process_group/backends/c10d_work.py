@@ -122,5 +122,6 @@ def num_under_way(works: Sequence[TransportWork], wait_s: float) -> int:
     for work in works:
         while not work.is_completed() and (left_s := deadline_s - time.monotonic()) > 0:
             with suppress(RuntimeError):
-                work.wait(timedelta(seconds=left_s))
+                # torch takes a timeout of nothing for none at all.
+                work.wait(timedelta(seconds=max(left_s, 1e-3)))
     return sum(not work.is_completed() for work in works)
