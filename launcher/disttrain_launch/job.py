@@ -12,6 +12,12 @@ from disttrain_launch.rounds import Terms
 OPERATION = "disttrain-launch"
 """How every message of the launcher begins."""
 
+UNNAMED = "none"
+"""Name of a job of several nodes that was given none."""
+
+NOT_STARTED = 2
+"""Exit code when the job was not started as asked."""
+
 STDOUT, STDERR = 1, 2
 STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
@@ -55,6 +61,12 @@ class LogPlan:
     shown_local_ranks: frozenset[int] | None = None
     """None: all."""
     has_prefixes: bool = True
+    folds: bool = True
+    """Whether equal lines of several ranks are shown as one."""
+    event_file: Path | None = None
+    """Where node 0 writes what happens, as JSON."""
+    is_quiet: bool = False
+    """The launcher itself says only why the job failed."""
 
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:
@@ -83,7 +95,7 @@ class JobSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Port of the launcher's store on node 0; 0 (one node only): any free one."""
-    run_id: str = "none"
+    run_id: str = UNNAMED
     role: str = "default"
     num_threads: int = 1
     """Of each of several workers' CPU operators, unless the user has said."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
+from disttrain_launch.events import Chronicle, Record
 from disttrain_launch.link import JobLink
 from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
@@ -18,6 +19,7 @@ from disttrain_launch.rendezvous import Leader, Pulse
 from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.view import JobState
 from tests.rendezvous_model import failed
 
 
@@ -212,7 +214,10 @@ class SlowStore(HashStore):
 def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) -> None:
     store = SlowStore()
     nodes = [node(rank, 2) for rank in range(2)]
-    leader = Leader(store, Rendezvous(Terms(2, 2), nodes[0], time.monotonic()), beat_s=0.05, close_s=3.0, say=print)
+    records: list[Record] = []
+    chronicle = Chronicle(JobState("job", 0.0, 0))
+    machine = Rendezvous(Terms(2, 2), nodes[0], time.monotonic())
+    leader = Leader(store, machine, chronicle, records.extend, beat_s=0.05, close_s=3.0, say=print)
     leader.start()
     links = [JobLink(store, "host-0:1", one, beat_s=0.05) for one in nodes]
     for link in links:
