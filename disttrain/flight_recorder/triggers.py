@@ -135,6 +135,8 @@ class Triggers:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._is_done = False
+        # The handler writes a line at a time: the dump of a signal may be under way, or to come, when the last is made.
+        self._dumping = threading.Lock()
         self._reading, self._writing = os.pipe()
         # A handler must never wait, not even for a pipe that nobody empties.
         os.set_blocking(self._writing, False)
@@ -148,11 +150,12 @@ class Triggers:
         """The world ends: dump what it was, and leave signal and hook to those who had them before."""
         if os.getpid() != self._pid:
             return  # A child that was forked off shares the hooks, but is no rank.
-        is_done, self._is_done = self._is_done, True
-        if not is_done:
-            # `finally: destroy_process_group()` comes before the hook.
-            error = sys.exc_info()[1]
-            self._dump(EXIT if error is None else EXCEPTION, error)
+        with self._dumping:
+            is_done, self._is_done = self._is_done, True
+            if not is_done:
+                # `finally: destroy_process_group()` comes before the hook.
+                error = sys.exc_info()[1]
+                self._dump(EXIT if error is None else EXCEPTION, error)
         # Launchers signal whoever has a ring: without the handler that would end the process.
         self._recorder.ring.close()
         # Python does not see faulthandler's handlers: another one than before was installed over it, and stays.
@@ -165,12 +168,15 @@ class Triggers:
 
     def _dump_on_signal(self) -> None:
         while os.read(self._reading, 1 << 16):
-            self._dump(_SIGNAL)
+            with self._dumping:
+                if not self._is_done:
+                    self._dump(_SIGNAL)
         os.close(self._reading)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if os.getpid() == self._pid and not self._is_done:
-            self._is_done = self._dump(UNCAUGHT_EXCEPTION, error)
+            with self._dumping:
+                self._is_done = self._dump(UNCAUGHT_EXCEPTION, error)
             if self._is_done:
                 self._recorder.close()  # The dump says all that the ring does.
             else:
