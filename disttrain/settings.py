@@ -239,6 +239,12 @@ FLIGHT_DIR = Setting[Path | None](
     None,
     "Folder for the flight recorder's dumps, made where it is missing; unset: a private one for what hangs or dies.",
 )
+FLIGHT_RING_DIR = Setting[Path | None](
+    "DISTTRAIN_FLIGHT_RING_DIR",
+    Path,
+    None,
+    "Folder on this machine, best in memory, for rings: a rank's last calls while it runs; unset: the private one.",
+)
 FLIGHT_SOFT_LIMIT_S = Setting[float | None](
     "DISTTRAIN_FLIGHT_SOFT_LIMIT_S",
     _positive,
