@@ -18,6 +18,7 @@ import pytest
 from disttrain.errors import StoreConnectionError, StoreTimeoutError
 from disttrain.store import Certificates, Following, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.elector import BEAT_S, Elector
+from disttrain.store.limits import Limits
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -30,9 +31,15 @@ SOON_S = 20.0
 class Pair:
     """A leader and its standby."""
 
-    def __init__(self, engine: str, certificates: Certificates | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        engine: str,
+        certificates: Certificates | None = None,
+        patience_s: float = PATIENCE_S,
+        limits: Limits | None = None,
+    ) -> None:
         self._certificates = certificates
-        self.leader = spawn_server(HOST, 0, TOKEN, engine=engine, certificates=certificates)
+        self.leader = spawn_server(HOST, 0, TOKEN, engine=engine, certificates=certificates, limits=limits)
         self.store = self.connect()
         self.standby = self.add_standby(engine, patience_s)
 
@@ -171,6 +178,27 @@ def test_a_large_state_is_all_there(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
     one_pair.kill()
     assert dict(zip(values, one_pair.store.multi_get(list(values)), strict=True)) == values
+
+
+def test_a_state_with_many_values_is_all_there_where_frames_are_small() -> None:
+    limits = Limits(key_bytes=1 << 10, value_bytes=16 << 10, frame_bytes=32 << 10)
+    with contextlib.closing(Pair(ENGINES[0], limits=limits)) as pair:
+        for number in range(100):
+            pair.store.set(f"key{number}", bytes(1000))
+        pair.standby.close()
+        pair.standby = pair.add_standby(ENGINES[0])
+        pair.wait_until_ready()
+        pair.kill()
+        assert pair.store.num_keys() == 101
+
+
+def test_a_second_standby_costs_the_leader_next_to_nothing(one_pair: Pair) -> None:
+    one_pair.wait_until_ready()
+    with contextlib.closing(one_pair.add_standby(ENGINES[0])):
+        time.sleep(1.0)
+        assert one_pair.store.addresses[1] == (HOST, one_pair.standby.port)
+        one_pair.kill()
+        assert one_pair.store.add("sum", 1) == 1
 
 
 def test_one_that_was_killed_and_followed_by_another_may_be_killed_again(one_pair: Pair) -> None:
