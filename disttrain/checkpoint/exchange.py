@@ -174,7 +174,12 @@ class RemoteFile:
     def read_at(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset` on; returns how many bytes there were, or the file's size for an empty one."""
         with self._mutex:  # question and answer go together
-            return self._read_at(offset, buffer)
+            try:
+                return self._read_at(offset, buffer)
+            except BaseException:
+                # The rest of this answer may still come, and would be taken for the next one.
+                self._connection.close()
+                raise
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         _send_frame(self._connection, [READ, *self._name, offset, len(buffer)])
