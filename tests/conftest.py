@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +36,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch sees none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What jobs leave that fail on purpose goes with pytest's own folders."""
+    earlier, earlier_folder = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
+    yield
+    tempfile.tempdir = earlier_folder
+    os.environ.pop("TMPDIR")
+    if earlier is not None:
+        os.environ["TMPDIR"] = earlier
 
 
 @pytest.fixture(scope="session")

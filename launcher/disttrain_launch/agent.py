@@ -15,7 +15,7 @@ from typing import Any
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import ask_for_dumps, dump_folder
+from disttrain_launch.dumps import ask_for_dumps, collect_rings, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.events import Record, exit_fields, happened
 from disttrain_launch.job import OPERATION, JobSpec
@@ -127,6 +127,7 @@ class Agent:
                 worker.kill()
             sessions = {worker.pid for worker in self._workers.values()}
             stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
+            collect_rings(self._environ, self._dump_folder)
             self._warden.ended()
             self.output.end_all()
 
@@ -244,7 +245,7 @@ class Agent:
                         self._workers[local_rank].send(number, with_children=with_children)
                 case AskForDumps():
                     sessions = {self._workers[local_rank].pid for local_rank in self._running}
-                    self._deadline_s = time.monotonic() + ask_for_dumps(self._dump_folder, sessions)
+                    self._deadline_s = time.monotonic() + ask_for_dumps(self._environ, self._dump_folder, sessions)
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from disttrain import settings
@@ -12,7 +13,9 @@ from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import analyze
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.dump_reader import reason_of
-from disttrain.flight_recorder.dump_words import END_REASONS
+from disttrain.flight_recorder.dump_words import END_REASONS, EXIT
+from disttrain.flight_recorder.left_rings import collect, keep_silent
+from disttrain.flight_recorder.process_state import start_of
 from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
@@ -21,14 +24,20 @@ from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.outcome import Failed, Outcome
 
 _FOLDER = "flight"
+_RINGS = "rings"
+_SILENT_S = 10.0
 DUMP_S = 1.0
 """How long workers may take to dump."""
 
 
-def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path) -> dict[str, str]:
-    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`."""
+def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path, memory: Path) -> dict[str, str]:
+    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`.
+
+    Those may lie on a network's file system. Rings are mapped into workers, and lie in `memory`, the launcher's, too.
+    """
     folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / _FOLDER
-    return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
+    variables = {settings.FLIGHT_DIR.name: folder.absolute(), settings.FLIGHT_RING_DIR.name: memory / _RINGS}
+    return {**environ, **{name: str(path) for name, path in variables.items()}}
 
 
 def dump_folder(environ: Mapping[str, str], round: int) -> Path:
@@ -38,21 +47,42 @@ def dump_folder(environ: Mapping[str, str], round: int) -> Path:
     return folder if round == 0 else folder / f"round-{round}"
 
 
-def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
+def ask_for_dumps(environ: Mapping[str, str], folder: Path, sessions: set[int]) -> float:
     """Have the processes of these sessions that record dump. Returns: the seconds that they may take for it.
 
-    Others would die of the signal: who records is known by its ring.
+    Others would die of the signal: who records is known by its ring, and by when it was started, since numbers of
+    processes are used again. Of those that are gone or stopped already the rings are kept in `folder` as they are.
     """
+    rings = _ring_folder(environ)
+    _keep(keep_silent, rings, folder, _SILENT_S)
     is_asked = False
-    for ring in folder.glob(f"*{SUFFIX}"):
+    for ring in rings.glob(f"*{SUFFIX}"):
+        owner = ring_owner(ring)
         try:
-            pid = ring_owner(ring)
-            if pid is not None and os.getsid(pid) in sessions:
-                os.kill(pid, signal.SIGUSR2)
+            if owner is not None and os.getsid(owner.pid) in sessions and start_of(owner.pid) == owner.start:
+                os.kill(owner.pid, signal.SIGUSR2)
                 is_asked = True
         except (ProcessLookupError, PermissionError):
             continue  # It is the ring of a process that is gone.
     return DUMP_S if is_asked else 0.0
+
+
+def collect_rings(environ: Mapping[str, str], folder: Path) -> None:
+    """What the workers of a round have left of their rings, to its dumps. For when they are gone."""
+    _keep(collect, _ring_folder(environ), folder)
+
+
+def _ring_folder(environ: Mapping[str, str]) -> Path:
+    rings = settings.FLIGHT_RING_DIR.read(environ)
+    assert rings is not None, "launch sets it"
+    return rings
+
+
+def _keep(keep: Callable[..., None], rings: Path, folder: Path, *more: float) -> None:
+    try:
+        keep(rings, folder, *more)
+    except OSError as problem:  # such as a full disk
+        print(f"{OPERATION}: flight recorder: rings cannot be copied to {folder}: {problem}", file=sys.stderr)
 
 
 def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
@@ -89,6 +119,8 @@ def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
     if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
         return ""
     if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
+        if all(dump.reason == EXIT for dump in dumps):
+            return ""  # Of this node all ranks have ended as they should.
         # Whoever lies elsewhere would be blamed for having left nothing.
         ranks = ranks_text(dump.rank for dump in dumps)
         return f"of {ranks} only; put the dumps of all nodes into one folder."
