@@ -88,9 +88,13 @@ class FileServer:
                 if self._closing.wait(_AGAIN_S):
                     return
                 continue
-            if self._unproved.acquire(blocking=False):
+            if not self._unproved.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
+            except RuntimeError:  # out of threads, which passes as well
+                self._unproved.release()
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:

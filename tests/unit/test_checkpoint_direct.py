@@ -56,7 +56,8 @@ def test_room_that_was_not_needed_is_given_back(
     direct.write_file(tmp_path / "file", [data])
     assert reserved == [2 * PIECE_BYTES, 4 * PIECE_BYTES, 6 * PIECE_BYTES]
     assert (tmp_path / "file").read_bytes() == bytes(data)
-    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 4096
+    # A page for the 77 bytes; another one lists the parts of a file that lies in many.
+    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 2 * 4096
     direct.write_file(tmp_path / "small", [data[:100]])
     assert len(reserved) == 3
 

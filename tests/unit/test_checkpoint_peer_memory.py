@@ -96,6 +96,20 @@ def test_a_file_goes_to_another_node_and_back(memory: NodeMemory, server: FileSe
         assert file.num_bytes == 0
 
 
+def test_a_server_that_was_out_of_threads_goes_on(
+    memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="ended|reset"):
+        put_file(server.address, A, "x", memoryview(b"abc"))
+    put_file(server.address, A, "x", memoryview(b"abc"))
+    assert memory.holdings()[0].has == {"x": 3}
+
+
 def test_a_reader_may_rest_between_requests(
     memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
