@@ -149,7 +149,10 @@ class _Writer:
 
 
 def _free_bytes(descriptor: int) -> int:
-    file_system = os.fstatvfs(descriptor)
+    try:
+        file_system = os.fstatvfs(descriptor)
+    except OSError:  # nobody can know
+        return 0
     return file_system.f_bavail * file_system.f_frsize
 
 
