@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
-from disttrain.store.handshake import ClientHandshake, to_address
+from disttrain.store.handshake import ClientHandshake, SessionGoneError, to_address
 from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, NEWS, Address, Decoder, Message, WireError, encode
 
@@ -122,8 +122,9 @@ class Dialer:
         attempt_s = attempt_s or min(ATTEMPT_S, _DIVIDED_S * (1 << min(self._num_vain, 4)))
         try:
             return self._reach(self.address, deadline_s, attempt_s)
-        except (OSError, WireError) as error:
-            first = error
+        except (OSError, WireError, SessionGoneError, StoreAuthError) as error:
+            # Another's store may be there by now.
+            first: Exception = error
         try:
             link = self._reach(standby, deadline_s, attempt_s)
         except ConnectionRefusedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,3 +288,24 @@ def test_a_name_with_a_silent_address_and_one_that_refuses_is_not_proven_dead(mo
     monkeypatch.setattr(socket, "create_connection", create_connection)
     with pytest.raises(TimeoutError):
         Dialer("both", 7, None).attempt(1e9)
+
+
+@pytest.mark.parametrize("status", [Status.GONE, Status.REFUSED])
+def test_who_has_taken_the_dead_leaders_address_does_not_keep_a_client_from_the_standby(
+    listener: socket.socket, status: Status
+) -> None:
+    def serve() -> None:
+        for told in ([int(status), "no such client"], []):
+            with listener.accept()[0] as peer:
+                handshake = ServerHandshake(None)
+                peer.sendall(encode(handshake.hello()))
+                verdict = handshake.verdict(Decoder(512).feed(peer.recv(512))[0], 1 << 20)
+                peer.sendall(encode(told or verdict))
+                peer.recv(1)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    port = listener.getsockname()[1]
+    dialer = Dialer(HOST, port, None, standby=(HOST, port))
+    dialer.attempt(time.monotonic() + 20.0).socket.close()
+    server.join()
