@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import StoreConnectionError, StoreError
 from disttrain.store.dial import Dialer, Link
-from disttrain.store.handshake import Votes
+from disttrain.store.handshake import SessionGoneError, Votes
 from disttrain.store.replica import Replica
 from disttrain.store.succession import may_take_over
 from disttrain.store.wire import NEWS, NOT_A_REQUEST, Address, Op, WireError, encode
@@ -70,6 +70,7 @@ class Follower:
         self._token = token
         self._tls = tls
         self._votes = votes
+        self._dialer = self._new_dialer()
         self._is_over = threading.Event()
         self._link: Link | None = None
         self._lease_s = float("-inf")
@@ -119,7 +120,13 @@ class Follower:
         pause_s = _PAUSE_S
         while True:
             try:
-                return Dialer(*self._leader, self._token, self._tls).attempt(until_s, _ATTEMPT_S)
+                return self._dialer.attempt(until_s, _ATTEMPT_S)
+            except SessionGoneError as error:
+                # While the lease lasts, the leader would know us: it is another's store.
+                if replica.is_synced and time.monotonic() < self._lease_s:
+                    return None
+                self._dialer = self._new_dialer()
+                reason = error.problem
             except ConnectionRefusedError:
                 if replica.is_synced and time.monotonic() < self._lease_s:
                     return None
@@ -135,6 +142,9 @@ class Follower:
             if self._is_over.wait(pause_s):
                 raise self._lost("we were closed")
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _new_dialer(self) -> Dialer:
+        return Dialer(*self._leader, self._token, self._tls)
 
     def _is_elected(self, replica: Replica) -> bool:
         now_s = time.monotonic()

@@ -237,7 +237,7 @@ def test_a_standby_that_is_let_go_says_so(one_pair: Pair) -> None:
 
 def test_a_frozen_standby_is_left_behind_and_does_not_take_over(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
-    os.kill(one_pair.standby.pid, signal.SIGSTOP)
+    freeze(one_pair.standby.pid)
     assert one_pair.store.add("sum", 1) == 1
     one_pair.kill()
     os.kill(one_pair.standby.pid, signal.SIGCONT)
@@ -250,7 +250,7 @@ def test_a_frozen_standby_is_left_behind_and_does_not_take_over(one_pair: Pair) 
 
 def test_a_frozen_leader_is_waited_for(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
-    os.kill(one_pair.leader.pid, signal.SIGSTOP)
+    freeze(one_pair.leader.pid)
     time.sleep(1.5 * PATIENCE_S)
     os.kill(one_pair.leader.pid, signal.SIGCONT)
     assert one_pair.store.add("sum", 1) == 1
@@ -279,7 +279,7 @@ def test_a_silent_leader_is_replaced_when_most_have_lost_it(one_pair: Pair, elec
     assert one_pair.store.add("sum", 1) == 1
     with contextlib.closing(one_pair.connect()) as waiting, ThreadPoolExecutor(1) as pool:
         popped = pool.submit(waiting.queue_pop, "queue")
-        os.kill(one_pair.leader.pid, signal.SIGSTOP)
+        freeze(one_pair.leader.pid)
         with contextlib.closing(TCPStore(HOST, one_pair.standby.port, timeout=SOON_S, token=TOKEN)) as store:
             assert store.add("sum", 1) == 2
             # The old leader finds that it is one no more, and its clients go where the others are.
@@ -293,13 +293,19 @@ def test_a_silent_leader_is_replaced_when_most_have_lost_it(one_pair: Pair, elec
 
 def test_a_silent_leader_is_not_replaced_when_most_still_have_it(one_pair: Pair, electors: list[Elector]) -> None:
     """The standby alone has lost it; the leader goes on with the electors' consent."""
-    os.kill(one_pair.standby.pid, signal.SIGSTOP)
+    freeze(one_pair.standby.pid)
     began_s = time.monotonic()
     assert one_pair.store.add("sum", 1) == 1
     assert time.monotonic() - began_s < PATIENCE_S + 4 * BEAT_S + 3
     os.kill(one_pair.standby.pid, signal.SIGCONT)
     one_pair.wait_until_ready()
     assert one_pair.store.addresses[0] == (HOST, one_pair.leader.port)
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    # All of its threads have stopped; without this the standby may still acknowledge something.
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def gone(pid: int) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from disttrain.store.dial import Dialer
 from disttrain.store.follower import Follower, Following
-from disttrain.store.handshake import ServerHandshake, to_address
+from disttrain.store.handshake import ServerHandshake, SessionGoneError, to_address
 from disttrain.store.hub import Hub
 from disttrain.store.journal import FRESH
 from disttrain.store.replica import Replica
@@ -309,3 +309,15 @@ def test_who_has_taken_the_dead_leaders_address_does_not_keep_a_client_from_the_
     dialer = Dialer(HOST, port, None, standby=(HOST, port))
     dialer.attempt(time.monotonic() + 20.0).socket.close()
     server.join()
+
+
+def test_a_standby_does_not_follow_another_store_at_the_dead_leaders_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(*_: object) -> None:
+        raise SessionGoneError("connect", "the server knows no such client.")
+
+    follower = Follower(Following(HOST, 1, HOST, PATIENCE_S), 2, None, None, {})
+    monkeypatch.setattr("disttrain.store.follower.Dialer.attempt", attempt)
+    replica = Replica()
+    replica.is_synced = True
+    follower._lease_s = time.monotonic() + PATIENCE_S
+    assert follower._reached(replica) is None
