@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from disttrain.kernels import use_kernels
+from disttrain.kernels import loss_from_head, use_kernels
 from tests.kernel_cases import drawn
 
 X = drawn(3, 4).float()
@@ -247,6 +247,14 @@ def test_another_activation_put_in_its_place_is_used() -> None:
     for one in (model, other):
         one.activation = nn.ReLU()  # type: ignore[assignment]
     torch.testing.assert_close(model(X, torch.tensor([0, 1, 2])), other(X, torch.tensor([0, 1, 2])))
+
+
+def test_a_head_with_a_forward_of_its_own_gets_it_back() -> None:
+    head = nn.Linear(4, 5)
+    head.forward = own = lambda x: x  # type: ignore[method-assign]
+    with loss_from_head(head, torch.tensor([0, 1, 2])):
+        assert head(X).dim() == 0
+    assert head.forward is own
 
 
 def test_a_loss_keeps_its_dtype() -> None:
