@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 from disttrain import __version__, settings
@@ -19,7 +20,7 @@ from disttrain.store import HashStore, ServerProcess, Store, TCPStore, read_toke
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import dump_folder, story, with_dump_folder
+from disttrain_launch.dumps import Story, collect_linked_rings, dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
 from disttrain_launch.events import Chronicle, Record, cause_of
@@ -60,12 +61,12 @@ def run(spec: JobSpec) -> int:
         # For what shall outlive workers in memory, such as copies of saves.
         memory = _SHARED_MEMORY / folder.name
         folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
-        warden = Warden(name, folders, spec.stop_grace_s)
+        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
+        warden = Warden(name, folders, spec.stop_grace_s, partial(collect_linked_rings, environ))
         cleanup.callback(warden.close)
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
-        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
@@ -129,20 +130,20 @@ def _take_part(
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
-    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
-    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
-    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
+    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else Story()
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.facts)
+    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why.text)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
 
 
-def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: Mapping[str, object] | None = None) -> None:
     """The last records of the event log; `leader` None: another node writes it."""
     if leader is None:
         return
     if verdict:
-        leader.log("verdict", text=verdict)
+        leader.log("verdict", **verdict)
     leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 

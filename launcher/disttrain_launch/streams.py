@@ -72,6 +72,7 @@ class Streams:
             pump.close()
         self._pumps.clear()
         self._is_paused = False
+        self.show_held()
         for screen in self.screens.values():
             screen.restore()
 

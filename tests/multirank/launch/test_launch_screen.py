@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -65,6 +66,15 @@ def test_what_all_ranks_say_is_said_once(launches: Launches) -> None:
     )
 
 
+def test_what_is_said_again_at_the_end_is_told(launches: Launches) -> None:
+    script = launches.script("""
+        for text in ["begin", *["same"] * 5]:
+            print(text)
+    """)
+    ended = launches.run("--nproc-per-node", "1", script, **FOLDS)
+    assert ended.lines == ["[rank 0] begin", "[rank 0] same", "[rank 0] (repeated 4 times)"]
+
+
 def test_the_event_log_tells_the_whole_story(launches: Launches) -> None:
     script = launches.script("""
         import os, sys
@@ -119,6 +129,16 @@ def test_status_finds_the_jobs_of_this_machine(launches: Launches, is_json: bool
         assert [each["numbers"] for each in job["nodes"][0]["workers"]] == [
             {"step": 7, "loss": 1.5 + rank, "tokens_per_s": 1000} for rank in range(2)
         ]
+    # A launcher that was killed with its warden: another has its port now, or nobody has.
+    (note,) = launches.folder.glob("disttrain-*/job.json")
+    found = json.loads(note.read_text())
+    for name, endpoint in (("disttrain-0", found["endpoint"]), ("disttrain-1", "127.0.0.1:1")):
+        (launches.folder / name).mkdir()
+        stale = {"endpoint": endpoint, "token_file": str(launches.folder / "gone")}
+        (launches.folder / name / "job.json").write_text(json.dumps(stale))
+    assert launches.run("status").lines[0].startswith("job job-7: running")
+    for name in ("disttrain-0", "disttrain-1"):
+        shutil.rmtree(launches.folder / name)
     (launches.folder / "over").touch()
     assert launches.end(process).exit_code == 0
     none = launches.run("status")
