@@ -60,6 +60,12 @@ def _debug_level(text: str) -> str:
     return text.lower()
 
 
+def _kernels(text: str) -> str:
+    if text.lower() not in {"auto", "triton", "twin"}:
+        raise ValueError("it must be auto, triton or twin")
+    return text.lower()
+
+
 def _switch(text: str) -> bool:
     if text not in {"0", "1"}:
         raise ValueError("it must be 0 or 1")
@@ -124,7 +130,10 @@ NO_COLOR = Setting[bool]("NO_COLOR", bool, False, "Any text: the launcher prints
 
 # The store.
 STORE = Setting[str | None](
-    "DISTTRAIN_STORE", str, None, "host:port of a store that is running already; the launcher sets it for its workers."
+    "DISTTRAIN_STORE",
+    str,
+    None,
+    "host:port of a store that is running, and after a comma its standby's; the launcher sets it for its workers.",
 )
 TOKEN_FILE = Setting[Path | None](
     "DISTTRAIN_TOKEN_FILE", Path, None, "File (mode 0600) with the job's token; the store lets in only who knows it."
@@ -250,6 +259,18 @@ FLIGHT_SOFT_LIMIT_S = Setting[float | None](
 )
 FLIGHT_ENDS_JOB = Setting[bool](
     "DISTTRAIN_FLIGHT_ENDS_JOB", _switch, False, "1: a rank that has waited so long then ends itself, and so the job."
+)
+
+# Kernels.
+KERNELS = Setting[str](
+    "DISTTRAIN_KERNELS",
+    _kernels,
+    "auto",
+    "`auto`: Triton's kernels on GPUs, torch's operators where they can't be used, with one warning; `triton`: an "
+    "error then; `twin`: torch's operators always.",
+)
+TRITON_INTERPRET = Setting[bool](
+    "TRITON_INTERPRET", _switch, False, "1: Triton's kernels run on the CPU, slowly, for tests; Triton reads it too."
 )
 
 
