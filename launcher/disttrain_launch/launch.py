@@ -42,6 +42,7 @@ from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
+from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
 from disttrain_launch.telling import Connect, Telling
@@ -53,6 +54,8 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 
 _LEAVE_S = 2.0
 """How long a node that goes before the end waits for node 0's answer."""
+
+_SAY_MS = 1000
 
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
@@ -145,7 +148,8 @@ def _take_part(
     why = story(dumps, folder, done.outcome, spec, started_s) if has_story else Story()
     _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.facts)
     agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why.text)
-    agent.output.flush()
+    # Who told us to stop does not wait for a reader.
+    agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
     return done.outcome.exit_code
 
@@ -301,4 +305,8 @@ def _sayer(spec: JobSpec) -> Say:
 
 
 def _say(text: str) -> None:
-    print(f"{OPERATION}: {text}", file=sys.stderr, flush=True)
+    sys.stderr.flush()
+    with closing(Outlet(2)) as outlet:
+        outlet.put(f"{OPERATION}: {text}\n".encode("utf-8", "replace"))
+        # A terminal that nobody reads must keep nobody, least of all who was told to stop.
+        outlet.flush(_SAY_MS)

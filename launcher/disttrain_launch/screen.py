@@ -37,6 +37,7 @@ class Outlet:
 
     def __init__(self, fd: int) -> None:
         self.fd = _never_blocking(fd)
+        self._is_own = self.fd != fd
         self._waiting = bytearray()
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLOUT)
@@ -75,6 +76,11 @@ class Outlet:
             del self._waiting[:num_written]
         if self._is_broken:
             self._waiting.clear()
+
+    def close(self) -> None:
+        """Let go of what is written to in place of the descriptor given."""
+        if self._is_own:
+            os.close(self.fd)
 
     def _piece(self) -> bytes:
         if not self.can_poll:

@@ -7,10 +7,12 @@ import json
 import os
 import pty
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,49 @@ def test_what_is_said_again_at_the_end_is_told(launches: Launches) -> None:
     """)
     ended = launches.run("--nproc-per-node", "1", script, **FOLDS)
     assert ended.lines == ["[rank 0] begin", "[rank 0] same", "[rank 0] (repeated 4 times)"]
+
+
+@pytest.mark.parametrize("num_lines", [1500, 5000])
+def test_a_terminal_that_nobody_reads_keeps_no_launcher_that_is_told_to_stop(
+    launches: Launches, num_lines: int
+) -> None:
+    script = launches.script("""
+        import sys
+        for number in range(int(sys.argv[1])):
+            print(number, "x" * 100)
+    """)
+    reading, writing = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "disttrain_launch",
+        "--nproc-per-node",
+        "1",
+        "--log-dir",
+        "logs",
+        script,
+        str(num_lines),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=launches.folder,
+        env=launches.environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=writing,
+        stderr=writing,
+        start_new_session=True,
+    )
+    launches.started.append(process)
+    log = launches.folder / "logs" / "rank-0" / "stdout.log"
+    while not log.exists() or log.stat().st_size < 150_000:
+        time.sleep(0.05)
+    # What was printed waits for who reads it.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20.0) == 128 + signal.SIGTERM
+    os.close(reading)
+    os.close(writing)
 
 
 def test_the_event_log_tells_the_whole_story(launches: Launches) -> None:
