@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from disttrain import settings
@@ -14,8 +15,8 @@ from disttrain.flight_recorder.analysis import analyze
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.dump_reader import reason_of
 from disttrain.flight_recorder.dump_words import END_REASONS, EXIT
-from disttrain.flight_recorder.left_rings import collect, keep_silent
-from disttrain.flight_recorder.process_state import start_of
+from disttrain.flight_recorder.left_rings import collect, collect_linked, keep_silent
+from disttrain.flight_recorder.process_state import has_handler, start_of
 from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
@@ -51,7 +52,8 @@ def ask_for_dumps(environ: Mapping[str, str], folder: Path, sessions: set[int]) 
     """Have the processes of these sessions that record dump. Returns: the seconds that they may take for it.
 
     Others would die of the signal: who records is known by its ring, and by when it was started, since numbers of
-    processes are used again. Of those that are gone or stopped already the rings are kept in `folder` as they are.
+    processes are used again; one whose recorder cannot dump, or not yet, does not handle it. Of those that are gone or
+    stopped already the rings are kept in `folder` as they are.
     """
     rings = _ring_folder(environ)
     _keep(keep_silent, rings, folder, _SILENT_S)
@@ -59,7 +61,9 @@ def ask_for_dumps(environ: Mapping[str, str], folder: Path, sessions: set[int]) 
     for ring in rings.glob(f"*{SUFFIX}"):
         owner = ring_owner(ring)
         try:
-            if owner is not None and os.getsid(owner.pid) in sessions and start_of(owner.pid) == owner.start:
+            if owner is None or os.getsid(owner.pid) not in sessions or start_of(owner.pid) != owner.start:
+                continue
+            if has_handler(owner.pid, signal.SIGUSR2):
                 os.kill(owner.pid, signal.SIGUSR2)
                 is_asked = True
         except (ProcessLookupError, PermissionError):
@@ -70,6 +74,13 @@ def ask_for_dumps(environ: Mapping[str, str], folder: Path, sessions: set[int]) 
 def collect_rings(environ: Mapping[str, str], folder: Path) -> None:
     """What the workers of a round have left of their rings, to its dumps. For when they are gone."""
     _keep(collect, _ring_folder(environ), folder)
+
+
+def collect_linked_rings(environ: Mapping[str, str]) -> None:
+    """The same where the agent was killed, and nobody knows the round. Raises OSError."""
+    folder = settings.FLIGHT_DIR.read(environ)
+    assert folder is not None, "launch sets it"
+    collect_linked(_ring_folder(environ), folder)
 
 
 def _ring_folder(environ: Mapping[str, str]) -> Path:
@@ -85,22 +96,31 @@ def _keep(keep: Callable[..., None], rings: Path, folder: Path, *more: float) ->
         print(f"{OPERATION}: flight recorder: rings cannot be copied to {folder}: {problem}", file=sys.stderr)
 
 
-def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+@dataclass(frozen=True)
+class Story:
+    """What dumps say: a text for the screen, and facts for the event log, without the words of workers' exceptions."""
+
+    text: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> Story:
     """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
 
     Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
     """
     if not folder.is_dir():
-        return ""
-    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
+        return Story()
+    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else Story()
     is_own = own_folder in folder.parents
-    if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
-        found = "there are dumps from while the job ran."
-    if not found:
-        return ""
+    if not found.text and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = Story("there are dumps from while the job ran.")
+    if not found.text:
+        return found
     if is_own:
         folder = _kept(own_folder) / folder.relative_to(own_folder / _FOLDER)
-    return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+    text = f"{OPERATION}: flight recorder: {found.text}\n    more: disttrain-flight {folder}\n"
+    return Story(text, {**found.facts, "dumps": str(folder)})
 
 
 def _kept(own_folder: Path) -> Path:
@@ -110,21 +130,21 @@ def _kept(own_folder: Path) -> Path:
     return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
 
 
-def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
+def _verdict(folder: Path, spec: JobSpec, started_s: float) -> Story:
     try:
         analysis = analyze(folder)
     except FlightDumpError:
-        return ""
+        return Story()
     verdict, dumps = analysis.verdicts[0], analysis.dumps
     if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
-        return ""
+        return Story()
     if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
         if all(dump.reason == EXIT for dump in dumps):
-            return ""  # Of this node all ranks have ended as they should.
+            return Story()  # Of this node all ranks have ended as they should.
         # Whoever lies elsewhere would be blamed for having left nothing.
         ranks = ranks_text(dump.rank for dump in dumps)
-        return f"of {ranks} only; put the dumps of all nodes into one folder."
-    return verdict.summary
+        return Story(f"of {ranks} only; put the dumps of all nodes into one folder.")
+    return Story(verdict.summary, {"kind": verdict.kind, "ranks": verdict.ranks, "cause": verdict.cause})
 
 
 def _is_of_the_run(dump: Path) -> bool:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 from disttrain import __version__, settings
@@ -28,7 +29,7 @@ from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import dump_folder, story, with_dump_folder
+from disttrain_launch.dumps import Story, collect_linked_rings, dump_folder, story, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
 from disttrain_launch.events import Record, cause_of
@@ -41,6 +42,7 @@ from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
+from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
 from disttrain_launch.telling import Connect, Telling
@@ -52,6 +54,8 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 
 _LEAVE_S = 2.0
 """How long a node that goes before the end waits for node 0's answer."""
+
+_SAY_MS = 1000
 
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
@@ -74,12 +78,12 @@ def run(spec: JobSpec) -> int:
         # For what shall outlive workers in memory, such as copies of saves.
         memory = _SHARED_MEMORY / folder.name
         folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
-        warden = Warden(name, folders, spec.stop_grace_s)
+        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
+        warden = Warden(name, folders, spec.stop_grace_s, partial(collect_linked_rings, environ))
         cleanup.callback(warden.close)
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
-        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
@@ -141,20 +145,21 @@ def _take_part(
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
-    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
-    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
-    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
-    agent.output.flush()
+    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else Story()
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.facts)
+    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why.text)
+    # Who told us to stop does not wait for a reader.
+    agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
     return done.outcome.exit_code
 
 
-def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: Mapping[str, object] | None = None) -> None:
     """The last records of the event log; `leader` None: another node writes it."""
     if leader is None:
         return
     if verdict:
-        leader.log("verdict", text=verdict)
+        leader.log("verdict", **verdict)
     leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 
@@ -300,4 +305,8 @@ def _sayer(spec: JobSpec) -> Say:
 
 
 def _say(text: str) -> None:
-    print(f"{OPERATION}: {text}", file=sys.stderr, flush=True)
+    sys.stderr.flush()
+    with closing(Outlet(2)) as outlet:
+        outlet.put(f"{OPERATION}: {text}\n".encode("utf-8", "replace"))
+        # A terminal that nobody reads must keep nobody, least of all who was told to stop.
+        outlet.flush(_SAY_MS)
