@@ -114,7 +114,9 @@ def _endpoint(text: str) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise RendezvousError(_OPERATION, f"{settings.STORE.name}: {text!r} is not host:port.", "Unset it, or mend it.")
-    return host, int(port)
+    # The brackets around an address of IPv6 keep it from its port; they are no part of it.
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    return host[1:-1] if is_bracketed else host, int(port)
 
 
 def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:

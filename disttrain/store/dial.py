@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
-from disttrain.store.handshake import ClientHandshake
+from disttrain.store.handshake import ClientHandshake, SessionGoneError, to_address
 from disttrain.store.keepalive import set_options
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Address, Decoder, Message, WireError, encode
+from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, NEWS, Address, Decoder, Message, WireError, encode
 
 if TYPE_CHECKING:
     from disttrain.store.tls_socket import ClientTls, TlsSocket
@@ -121,8 +122,9 @@ class Dialer:
         attempt_s = attempt_s or min(ATTEMPT_S, _DIVIDED_S * (1 << min(self._num_vain, 4)))
         try:
             return self._reach(self.address, deadline_s, attempt_s)
-        except (OSError, WireError) as error:
-            first = error
+        except (OSError, WireError, SessionGoneError, StoreAuthError) as error:
+            # Another's store may be there by now.
+            first: Exception = error
         try:
             link = self._reach(standby, deadline_s, attempt_s)
         except ConnectionRefusedError:
@@ -134,7 +136,7 @@ class Dialer:
 
     def _reach(self, address: Address, deadline_s: float, attempt_s: float) -> Link:
         deadline_s = min(deadline_s, time.monotonic() + attempt_s)
-        connection = socket.create_connection(address, timeout=_remaining(deadline_s))
+        connection = _connected(address, deadline_s)
         try:
             set_options(connection)
             if self._tls is None:
@@ -150,18 +152,34 @@ class Dialer:
     def _shake_hands(self, connection: socket.socket | TlsSocket, certificate: bytes, deadline_s: float) -> Link:
         decoder = Decoder(HANDSHAKE_FRAME_BYTES)
         handshake = ClientHandshake(self._token, self.where, self._session, certificate, self.vote)
-        answer = handshake.answer(_receive(connection, decoder, deadline_s))
+        answer = handshake.answer(_receive(connection, decoder, deadline_s)[0])
         connection.sendall(encode(answer))
-        frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
+        verdict, *others = _receive(connection, decoder, deadline_s)
+        frame_bytes = handshake.conclude(verdict)
         self._session = handshake.session
         self.standby = handshake.standby
+        for message in others:
+            # The welcome may have waited for the standby, and the news of it come right behind.
+            match message:
+                case [int(number), _, standby] if number == NEWS:
+                    self.standby = to_address(standby)
         decoder.max_frame_bytes = frame_bytes
         # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
         connection.settimeout(None)
         return Link(connection, decoder, frame_bytes)
 
 
-def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s: float) -> Message:
+def _connected(address: Address, deadline_s: float) -> socket.socket:
+    try:
+        return socket.create_connection(address, timeout=_remaining(deadline_s), all_errors=True)
+    except ExceptionGroup as group:
+        # A name may have many addresses: who is silent at one of them is not dead since another refuses.
+        errors = [error for error in group.exceptions if isinstance(error, OSError)]
+        silent = [error for error in errors if isinstance(error, TimeoutError) or error.errno == errno.EHOSTUNREACH]
+        raise (silent or errors)[-1] from None
+
+
+def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s: float) -> list[Message]:
     while True:
         connection.settimeout(_remaining(deadline_s))
         try:
@@ -174,7 +192,7 @@ def _receive(connection: socket.socket | TlsSocket, decoder: Decoder, deadline_s
         if not data:
             raise ConnectionResetError("it hung up during the handshake")
         if messages := decoder.feed(data):
-            return messages[0]
+            return messages
 
 
 def _remaining(deadline_s: float) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import StoreConnectionError, StoreError
 from disttrain.store.dial import Dialer, Link
-from disttrain.store.handshake import Votes
+from disttrain.store.handshake import SessionGoneError, Votes
 from disttrain.store.replica import Replica
 from disttrain.store.succession import may_take_over
 from disttrain.store.wire import NEWS, NOT_A_REQUEST, Address, Op, WireError, encode
@@ -47,7 +47,8 @@ _LOOK_S: Final = 60.0
 _PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.5
 _READ_BYTES: Final = 1 << 20
-_FRAME_SLACK_BYTES: Final = 1 << 10
+_FRAME_BYTES: Final = (1 << 32) - 1
+"""The leader has proved who it is, and its state's parts may be larger than its clients' requests."""
 
 
 class Following(NamedTuple):
@@ -69,10 +70,13 @@ class Follower:
         self._token = token
         self._tls = tls
         self._votes = votes
+        self._dialer = self._new_dialer()
         self._is_over = threading.Event()
         self._link: Link | None = None
         self._lease_s = float("-inf")
         """Until when the leader cannot have gone on alone."""
+        self._heard_s = float("-inf")
+        """When it has said something last: it may answer alone for a while (see `journal`)."""
 
     def run(self) -> Replica | None:
         """All that the leader knew when it died; None: `close` was called.
@@ -80,6 +84,7 @@ class Follower:
         Raises StoreError when the leader cannot be reached, refuses us, or is dead and may have gone on alone before.
         """
         replica = Replica()
+        pause_s = _PAUSE_S
         while not self._is_over.is_set():
             link = self._reached(replica)
             if link is None:
@@ -93,6 +98,10 @@ class Follower:
                 pass  # What became of the leader is found out next.
             finally:
                 link.socket.close()
+            # One that has refused us would do so again.
+            pause_s = _PAUSE_S if replica.is_synced else min(2 * pause_s, _LONGEST_PAUSE_S)
+            if not replica.is_synced:
+                self._is_over.wait(pause_s)
         return None
 
     def close(self) -> None:
@@ -111,7 +120,13 @@ class Follower:
         pause_s = _PAUSE_S
         while True:
             try:
-                return Dialer(*self._leader, self._token, self._tls).attempt(until_s, _ATTEMPT_S)
+                return self._dialer.attempt(until_s, _ATTEMPT_S)
+            except SessionGoneError as error:
+                # While the lease lasts, the leader would know us: it is another's store.
+                if replica.is_synced and time.monotonic() < self._lease_s:
+                    return None
+                self._dialer = self._new_dialer()
+                reason = error.problem
             except ConnectionRefusedError:
                 if replica.is_synced and time.monotonic() < self._lease_s:
                     return None
@@ -128,15 +143,21 @@ class Follower:
                 raise self._lost("we were closed")
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _new_dialer(self) -> Dialer:
+        return Dialer(*self._leader, self._token, self._tls)
+
     def _is_elected(self, replica: Replica) -> bool:
-        since_s = time.monotonic() - _VOTES * self._patience_s
+        now_s = time.monotonic()
+        if now_s - self._heard_s <= _SILENT * self._patience_s:
+            return False
+        since_s = now_s - _VOTES * self._patience_s
         votes = {elector: term for elector, (term, said_s) in self._votes.copy().items() if said_s > since_s}
         return may_take_over(replica.term, replica.electors, votes)
 
     def _listen(self, link: Link, replica: Replica) -> None:
         """Apply what the leader says until it says no more."""
         beat_s = self._patience_s / _BEATS
-        link.decoder.max_frame_bytes += _FRAME_SLACK_BYTES
+        link.decoder.max_frame_bytes = _FRAME_BYTES
         link.socket.settimeout(beat_s)
         link.socket.sendall(encode([0, int(Op.FOLLOW), *self._own, self._patience_s]))
         heard_s = beat_sent_s = time.monotonic()
@@ -154,7 +175,7 @@ class Follower:
             if data == b"" or now_s - heard_s > _SILENT * self._patience_s:
                 return
             if data:
-                heard_s = now_s
+                self._heard_s = heard_s = now_s
                 self._apply(link, replica, data)
                 if replica.beat in unheard:
                     self._lease_s = unheard[replica.beat] + _LEASE * self._patience_s
@@ -163,7 +184,8 @@ class Follower:
             if is_due:
                 beat_sent_s = now_s
                 num_beats += replica.is_synced
-                unheard[num_beats] = now_s
+                if num_beats:
+                    unheard[num_beats] = now_s
             if data or is_due:
                 beat = num_beats if is_due else 0
                 link.socket.sendall(encode([0, int(Op.ACK), replica.num_entries, beat]))

@@ -21,6 +21,8 @@ from disttrain.store.wire import PROTOCOL_VERSION, Address, Message, Status
 MAGIC: Final = "disttrain store"
 SESSION_BYTES: Final = 16
 TLS_ONLY: Final = "TLS"
+MAX_HOST_CHARS: Final = 253
+"""Of a name in the DNS; the server's verdict has to fit into a small frame."""
 
 
 Votes = dict[bytes, tuple[int, float]]
@@ -36,9 +38,13 @@ class StandbyError(StoreConnectionError):
 
 
 def to_address(plain: object) -> Address | None:
-    """A standby's address as it travels; None: there is none."""
+    """A standby's address as it travels; None: there is none, or nobody could connect to it."""
     match plain:
-        case [str(host), int(port)]:
+        case [str(host), int(port)] if 0 < len(host) <= MAX_HOST_CHARS and host.isprintable() and 0 < port < 1 << 16:
+            try:
+                host.encode("idna")
+            except UnicodeError:
+                return None
             return host, port
     return None
 

@@ -120,7 +120,7 @@ class Hub:
         except WireError as error:
             return self._hang_up(connection, error.problem, now_s)
         actions = self._answers(connection, session, messages, now_s)
-        return actions if self._lead.journal is None else self._lead.after(actions)
+        return actions if self._lead.journal is None else self._lead.after(actions, now_s)
 
     def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
         """What a client's requests bring it and others."""
@@ -304,7 +304,7 @@ class Hub:
         peer.decoder.max_frame_bytes = self.limits.frame_bytes
         self.num_clients += 1
         welcome = (connection, self._encode(verdict), "")
-        return actions + self._lead.after(self._lead.came(session.name, welcome))
+        return actions + self._lead.after(self._lead.came(session.name, welcome), now_s)
 
     def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
         # Strangers get no explanation; a client that lost its way gets one.

@@ -8,6 +8,10 @@ result of a read too, is known on both sides.
 
 The standby's lease: as long as an acknowledgement is younger than `patience_s`, the leader does not go on without it.
 So a standby whose last beat was answered within that time knows that the leader cannot have answered anybody alone.
+
+The leader's own lease: a standby that is elected waits until it has heard nothing for a while (see `follower`). For
+less than that, an acknowledged entry proves that the standby has not taken over; later the leader, which may have been
+frozen or cut off meanwhile, asks it before it answers anything.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ Action = tuple[int, bytes, str]
 
 WINDOW_BYTES: Final = 4 << 20
 """How much of the present state is sent before an acknowledgement is waited for."""
+
+FRESH: Final = 0.5
+"""Of the standby's patience: for so long after an entry was made that it has acknowledged, it follows."""
 
 LATE_S: Final = 0.5
 """A timer that fires so late says that this process was busy or frozen, and may have acknowledgements unread."""
@@ -95,8 +102,11 @@ class Journal:
         self._num_sent = 0
         self._num_acknowledged = 0
         self._synced: int | None = None
+        self._beat = 0
+        self._fresh_s = now_s
+        """Until when the standby is known to follow, if it has acknowledged all."""
         self._held: deque[tuple[int, Action]] = deque()
-        self._send_window()
+        self._send_window(now_s)
 
     @property
     def is_ready(self) -> bool:
@@ -130,9 +140,10 @@ class Journal:
         if self._consent is not None:
             self._consent.acknowledged(num_entries)
         if beat and self._synced is not None:
-            self.note(Entry.HEARD, beat)
+            self._beat = beat
+            self._ask(now_s)
         if self._synced is None and self._num_acknowledged >= self._num_sent:
-            self._send_window()
+            self._send_window(now_s)
 
     def without(self, connection: int) -> Journal | None:
         """`connection` is gone; None: with it the standby, which cannot have all that it would need to take over."""
@@ -177,8 +188,10 @@ class Journal:
         self.deadline_s = NEVER_S if is_closing else now_s + self._patience_s
         return not (self.asks and self.may_go_alone)
 
-    def actions(self, actions: list[Action]) -> list[Action]:
+    def actions(self, actions: list[Action], now_s: float) -> list[Action]:
         """What may go out now: what waited for acknowledgements that have come, entries, and of `actions` what may."""
+        if now_s > self._fresh_s and self.is_ready and any(data for _, data, _ in actions):
+            self._ask(now_s)
         out, self.unheld = self.unheld, []
         while self._held and self._held[0][0] <= self._num_acknowledged:
             out.append(self._held.popleft()[1])
@@ -193,9 +206,14 @@ class Journal:
 
     def held(self) -> list[Action]:
         """All that waits; for a leader that goes on alone."""
-        return [action for _, action in self._held]
+        return [*self.unheld, *(action for _, action in self._held)]
 
-    def _send_window(self) -> None:
+    def _ask(self, now_s: float) -> None:
+        """Tell the standby what needs no more than an acknowledgement."""
+        self.note(Entry.HEARD, self._beat)
+        self._fresh_s = now_s + FRESH * self._patience_s
+
+    def _send_window(self, now_s: float) -> None:
         num_bytes = 0
         for frame in self._coming:
             self._frames.append(frame)
@@ -206,6 +224,7 @@ class Journal:
         self._synced = self._num_sent + 2
         self.note(Entry.ELECTORS, self._electors)
         self.note(Entry.SYNCED)
+        self._fresh_s = now_s + FRESH * self._patience_s
         self._consent = Consent(self.term, self._electors)
 
     def _present_and_since(self, present: Iterator[Message]) -> Iterator[bytes]:

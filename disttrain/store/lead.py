@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+from disttrain.store.handshake import to_address
 from disttrain.store.journal import Action, Entry, Journal
 from disttrain.store.wire import NEWS, NOT_A_REQUEST, Address, Message, Op, Status, encode
 
@@ -16,6 +17,10 @@ NOBODY: Final = 0
 
 ABSENT_S: Final = 10.0
 """After which an elector that is cut off does not count any more."""
+
+
+MOST_PATIENCE_S: Final = 60.0
+"""How long a standby may ask to be borne with: nobody is answered meanwhile."""
 
 
 class Lead:
@@ -103,11 +108,11 @@ class Lead:
 
     def follow(self, connection: int, message: Message, now_s: float) -> bytes:
         """A standby wants to be told everything; b"" where it is, else last words that no entry looks like."""
-        match message:
-            case [int(), int(), str(host), int(port), int() | float() as patience_s] if patience_s > 0:
-                standby = host, port
-            case _:
-                return encode([NOT_A_REQUEST, int(Status.REFUSED), "follow takes a host, a port and seconds."])
+        standby, patience_s = to_address(message[2:4]), message[-1]
+        is_time = type(patience_s) in (int, float) and 0 < patience_s <= MOST_PATIENCE_S
+        if len(message) != 5 or standby is None or not is_time:
+            text = f"follow takes a host, a port and at most {MOST_PATIENCE_S:g} seconds."
+            return encode([NOT_A_REQUEST, int(Status.REFUSED), text])
         if self.journal is not None:
             if self.journal.standby == standby:
                 self.journal.resign("it begins anew", now_s)
@@ -151,19 +156,19 @@ class Lead:
 
     # What goes out.
 
-    def after(self, actions: list[Action]) -> list[Action]:
+    def after(self, actions: list[Action], now_s: float) -> list[Action]:
         """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
         journal = self.journal
         if journal is None:
             return actions
         if journal.is_overrun:
             return actions + self._go_alone("it is too slow to catch up")
-        actions = journal.actions(actions)
+        actions = journal.actions(actions, now_s)
         if journal.asks and journal.may_go_alone:
             return actions + self._go_alone(journal.reason)
         if journal.is_ready and not self._is_announced:
             self._is_announced = True
-            actions += self._news(journal.standby)
+            actions += self._news(journal.standby, journal.follower)
             actions.append((NOBODY, b"", f"has a standby at {journal.standby[0]}:{journal.standby[1]}"))
         return actions
 
@@ -171,7 +176,7 @@ class Lead:
         """Time has passed; as `after`."""
         while self._absent and (first := next(iter(self._absent.items())))[1] <= now_s:
             self._dismiss(first[0])
-        actions = self.after(actions)
+        actions = self.after(actions, now_s)
         journal = self.journal
         if journal is not None and journal.deadline_s <= now_s:
             if not journal.bear(now_s, self._is_closing):
@@ -192,13 +197,14 @@ class Lead:
         """Do without the standby from now on."""
         assert self.journal is not None
         journal, self.journal = self.journal, None
+        # No side that an elector takes from now on is of use to that standby.
+        self._term = journal.term + 1
         actions = [*journal.held(), (NOBODY, b"", f"goes on without its standby: {reason}")]
         if journal.follower is not None:
             actions.append((journal.follower, encode([NOT_A_REQUEST, int(Status.REFUSED), reason]), reason))
-        return actions + self._news(None) if self._is_announced else actions
+        return actions + self._news(None, journal.follower) if self._is_announced else actions
 
-    def _news(self, standby: Address | None) -> list[Action]:
+    def _news(self, standby: Address | None, follower: int | None) -> list[Action]:
         """Tell all clients where the standby is."""
         news = encode([NEWS, int(Status.OK), standby])
-        follower = None if self.journal is None else self.journal.follower
         return [(connection, news, "") for connection in self._clients() if connection != follower]

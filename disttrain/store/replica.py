@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from disttrain.store.journal import Entry
 from disttrain.store.limits import Limits
-from disttrain.store.sessions import Session, Sessions
+from disttrain.store.sessions import ASLEEP_S, Session, Sessions
 from disttrain.store.state import NEVER_S, Outgoing, StoreState
 from disttrain.store.wire import Message, Op
 
@@ -104,7 +104,7 @@ class Replica:
         """State and sessions for a hub; all clients are cut off, and have from now on to come back."""
         for session in list(self.sessions):
             self._disconnect(session)
-            self.sessions.cut_off(session, now_s)
+            self.sessions.cut_off(session, now_s, ASLEEP_S)
         return self.state, self.sessions
 
     def _limits(self, limits: list[int], term: int) -> None:

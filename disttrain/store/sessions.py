@@ -8,6 +8,8 @@ nothing and waits anew.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
@@ -16,6 +18,10 @@ from disttrain.store.wire import Message, Status
 
 SESSION_S: Final = 60.0
 """How long a client that was cut off may take to come back."""
+
+ASLEEP_S: Final = 24 * 3600.0
+"""The same for one whose server is gone, and another has taken its place: who asks nothing meanwhile, as a rank that
+trains, does not notice."""
 
 MAX_REPLIES: Final = 128
 """Of one session; when there are more, the older half is forgotten."""
@@ -96,12 +102,14 @@ class Sessions:
 
     def __init__(self) -> None:
         self._of: dict[bytes, Session] = {}
-        self._cut_off: deque[Session] = deque()
+        self._cut_off: list[tuple[float, int, Session]] = []
+        """A heap, by when they are to be looked at."""
+        self._sequence = itertools.count()
 
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
-        return self._cut_off[0].expires_s if self._cut_off else None
+        return self._cut_off[0][0] if self._cut_off else None
 
     def begin(self, name: bytes, connection: int) -> Session:
         """A new client."""
@@ -115,13 +123,13 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._of.values())
 
-    def cut_off(self, session: Session, now_s: float) -> bool:
+    def cut_off(self, session: Session, now_s: float, away_s: float = SESSION_S) -> bool:
         """Its connection has ended; perhaps the client comes back. False: it does not, it has ended before."""
         session.cut()
-        session.expires_s = now_s + SESSION_S
+        session.expires_s = now_s + away_s
         is_known = session.name in self._of
         if is_known:
-            self._cut_off.append(session)
+            heapq.heappush(self._cut_off, (session.expires_s, next(self._sequence), session))
         return is_known
 
     def end(self, session: Session) -> None:
@@ -131,13 +139,10 @@ class Sessions:
     def tick(self, now_s: float) -> list[bytes]:
         """Forget who has not come back in time; the names of their sessions."""
         forgotten = []
-        while self._cut_off:
-            session = self._cut_off[0]
-            if session.connection is None and session.expires_s > now_s:
-                break
+        while self._cut_off and self._cut_off[0][0] <= now_s:
+            session = heapq.heappop(self._cut_off)[2]
             # One that came back, and was cut off again, stands further behind as well.
-            self._cut_off.popleft()
-            if session.connection is None:
+            if session.connection is None and session.expires_s <= now_s:
                 self.end(session)
                 forgotten.append(session.name)
         return forgotten

@@ -18,6 +18,7 @@ import pytest
 from disttrain.errors import StoreConnectionError, StoreTimeoutError
 from disttrain.store import Certificates, Following, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.elector import BEAT_S, Elector
+from disttrain.store.limits import Limits
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -30,9 +31,15 @@ SOON_S = 20.0
 class Pair:
     """A leader and its standby."""
 
-    def __init__(self, engine: str, certificates: Certificates | None = None, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self,
+        engine: str,
+        certificates: Certificates | None = None,
+        patience_s: float = PATIENCE_S,
+        limits: Limits | None = None,
+    ) -> None:
         self._certificates = certificates
-        self.leader = spawn_server(HOST, 0, TOKEN, engine=engine, certificates=certificates)
+        self.leader = spawn_server(HOST, 0, TOKEN, engine=engine, certificates=certificates, limits=limits)
         self.store = self.connect()
         self.standby = self.add_standby(engine, patience_s)
 
@@ -173,6 +180,27 @@ def test_a_large_state_is_all_there(one_pair: Pair) -> None:
     assert dict(zip(values, one_pair.store.multi_get(list(values)), strict=True)) == values
 
 
+def test_a_state_with_many_values_is_all_there_where_frames_are_small() -> None:
+    limits = Limits(key_bytes=1 << 10, value_bytes=16 << 10, frame_bytes=32 << 10)
+    with contextlib.closing(Pair(ENGINES[0], limits=limits)) as pair:
+        for number in range(100):
+            pair.store.set(f"key{number}", bytes(1000))
+        pair.standby.close()
+        pair.standby = pair.add_standby(ENGINES[0])
+        pair.wait_until_ready()
+        pair.kill()
+        assert pair.store.num_keys() == 101
+
+
+def test_a_second_standby_costs_the_leader_next_to_nothing(one_pair: Pair) -> None:
+    one_pair.wait_until_ready()
+    with contextlib.closing(one_pair.add_standby(ENGINES[0])):
+        time.sleep(1.0)
+        assert one_pair.store.addresses[1] == (HOST, one_pair.standby.port)
+        one_pair.kill()
+        assert one_pair.store.add("sum", 1) == 1
+
+
 def test_one_that_was_killed_and_followed_by_another_may_be_killed_again(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
     assert one_pair.store.add("sum", 1) == 1
@@ -209,7 +237,7 @@ def test_a_standby_that_is_let_go_says_so(one_pair: Pair) -> None:
 
 def test_a_frozen_standby_is_left_behind_and_does_not_take_over(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
-    os.kill(one_pair.standby.pid, signal.SIGSTOP)
+    freeze(one_pair.standby.pid)
     assert one_pair.store.add("sum", 1) == 1
     one_pair.kill()
     os.kill(one_pair.standby.pid, signal.SIGCONT)
@@ -222,7 +250,7 @@ def test_a_frozen_standby_is_left_behind_and_does_not_take_over(one_pair: Pair) 
 
 def test_a_frozen_leader_is_waited_for(one_pair: Pair) -> None:
     one_pair.wait_until_ready()
-    os.kill(one_pair.leader.pid, signal.SIGSTOP)
+    freeze(one_pair.leader.pid)
     time.sleep(1.5 * PATIENCE_S)
     os.kill(one_pair.leader.pid, signal.SIGCONT)
     assert one_pair.store.add("sum", 1) == 1
@@ -251,7 +279,7 @@ def test_a_silent_leader_is_replaced_when_most_have_lost_it(one_pair: Pair, elec
     assert one_pair.store.add("sum", 1) == 1
     with contextlib.closing(one_pair.connect()) as waiting, ThreadPoolExecutor(1) as pool:
         popped = pool.submit(waiting.queue_pop, "queue")
-        os.kill(one_pair.leader.pid, signal.SIGSTOP)
+        freeze(one_pair.leader.pid)
         with contextlib.closing(TCPStore(HOST, one_pair.standby.port, timeout=SOON_S, token=TOKEN)) as store:
             assert store.add("sum", 1) == 2
             # The old leader finds that it is one no more, and its clients go where the others are.
@@ -265,13 +293,19 @@ def test_a_silent_leader_is_replaced_when_most_have_lost_it(one_pair: Pair, elec
 
 def test_a_silent_leader_is_not_replaced_when_most_still_have_it(one_pair: Pair, electors: list[Elector]) -> None:
     """The standby alone has lost it; the leader goes on with the electors' consent."""
-    os.kill(one_pair.standby.pid, signal.SIGSTOP)
+    freeze(one_pair.standby.pid)
     began_s = time.monotonic()
     assert one_pair.store.add("sum", 1) == 1
     assert time.monotonic() - began_s < PATIENCE_S + 4 * BEAT_S + 3
     os.kill(one_pair.standby.pid, signal.SIGCONT)
     one_pair.wait_until_ready()
     assert one_pair.store.addresses[0] == (HOST, one_pair.leader.port)
+
+
+def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    # All of its threads have stopped; without this the standby may still acknowledge something.
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def gone(pid: int) -> bool:

@@ -30,9 +30,9 @@ def test_under_torchrun_its_store_tells_where_ours_is() -> None:
 
 def test_a_running_store_comes_before_all_else_in_the_environment() -> None:
     environ = {**LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE": "True", "DISTTRAIN_STORE": "[::1]:4000"}
-    assert find_place(None, -1, -1, None, environ) == Place(1, 4, "[::1]", 4000)
+    assert find_place(None, -1, -1, None, environ) == Place(1, 4, "::1", 4000)
     del environ["MASTER_ADDR"]
-    assert find_place("env://", 3, -1, None, environ) == Place(3, 4, "[::1]", 4000)
+    assert find_place("env://", 3, -1, None, environ) == Place(3, 4, "::1", 4000)
     assert find_place("env://", 3, -1, None, {**environ, "DISTTRAIN_STORE": ""} | LAUNCHED).host == "node0"
 
 
@@ -41,6 +41,12 @@ def test_what_the_script_says_comes_before_the_environment() -> None:
     assert find_place("tcp://h:1", 0, 3, None, environ) == Place(0, 3, "h", 1, hosts_store=True)
     assert find_place(None, 2, 3, HashStore(), environ) == Place(2, 3)
     assert find_place(None, 2, 3, None, environ) == Place(2, 3, "node0", 4000)
+
+
+def test_an_address_of_ipv6_has_brackets_for_its_port_alone() -> None:
+    environ = {**LAUNCHED, "DISTTRAIN_STORE": "[::1]:4000,[fe80::1]:5000"}
+    place = find_place("env://", 2, 3, None, environ)
+    assert (place.host, place.port, place.standby) == ("::1", 4000, ("fe80::1", 5000))
 
 
 def test_from_an_address() -> None:
