@@ -16,7 +16,7 @@ from disttrain_launch.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.dumps import ask_for_dumps, dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.leftovers import stop_leftovers
+from disttrain_launch.leftovers import state_of, stop_leftovers
 from disttrain_launch.link import JobLink
 from disttrain_launch.logs import StreamPump
 from disttrain_launch.messages import Done, Run, Stop
@@ -31,6 +31,7 @@ from disttrain_launch.supervision import (
     DeadlinePassed,
     End,
     Event,
+    LeaveBehind,
     RoundEnds,
     Send,
     SetDeadline,
@@ -111,9 +112,12 @@ class Agent:
                 if fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
-                worker.kill()
-            sessions = {worker.pid for worker in self._workers.values()}
-            stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
+                worker.send(signal.SIGKILL, with_children=True)
+            self._say_left(
+                stop_leftovers(self._name, {worker.pid for worker in self._workers.values()}, self._spec.stop_grace_s)
+            )
+            for worker in self._workers.values():
+                worker.poll()
             self._warden.ended()
             self.output.end_all()
 
@@ -214,6 +218,8 @@ class Agent:
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):
                     self._link.ended(self.round, outcome)
+                case LeaveBehind():
+                    self._running.clear()
                 case End(outcome):
                     self._outcome = outcome
 
@@ -222,3 +228,12 @@ class Agent:
         again = "; again to kill them now" if number == signal.SIGINT else ""
         workers = f"{count} worker{'s' if count > 1 else ''} of this node"
         self.output.say(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")
+
+    def _say_left(self, pids: list[int]) -> None:
+        rank_of = {worker.pid: worker.rank for worker in self._workers.values()}
+        for pid in pids:
+            who = f"rank {rank_of[pid]} (pid {pid})" if pid in rank_of else f"pid {pid}"
+            self.output.say(
+                f"{OPERATION}: {who} is left behind: SIGKILL did not end it, its state is {state_of(pid)}. It goes "
+                "when the kernel lets go of it; see what it waits for (a file system, a driver).\n"
+            )

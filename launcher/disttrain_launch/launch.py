@@ -30,6 +30,7 @@ from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
 from disttrain_launch.signals import SignalPipe, SignalStop
+from disttrain_launch.sweeping import Sweeper
 from disttrain_launch.warden import Warden
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
@@ -142,8 +143,9 @@ def _meet(
     node = _node(spec, agent, host)
     leader = None
     if server is not None:
+        sweeper = Sweeper(lambda: connect(spec, store_addr, store_port, token, _say))
         machine = Rendezvous(spec.terms, node, time.monotonic())
-        leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say)
+        leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, begun=sweeper.begun)
         leader.start()
     link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
     return Meeting(store_addr, store_port, token_file, spec.master_addr), link, leader
@@ -187,6 +189,8 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
         run_id=spec.run_id,
         digest=spec.digest,
         host=host,
+        keep_alive=f"{spec.beat_s:g} s and {spec.max_missed_beats}",
+        stop_s=spec.stop_s,
     )
 
 

@@ -83,15 +83,26 @@ class Leader:
     """Hears reports, keeps time and beats, and carries out what the machine decides, in a thread of its own.
 
     Args: store  of the job;  machine  with node 0 as its leader;  beat_s  how often nodes beat;  close_s  how long it
-          waits at the end until all have heard that it is over;  say  to whoever started this launcher.
+          waits at the end until all have heard that it is over;  say  to whoever started this launcher;  begun  is told
+          the number of each round that begins.
     """
 
-    def __init__(self, store: Store, machine: Rendezvous, *, beat_s: float, close_s: float, say: Say) -> None:
+    def __init__(
+        self,
+        store: Store,
+        machine: Rendezvous,
+        *,
+        beat_s: float,
+        close_s: float,
+        say: Say,
+        begun: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._store = PrefixStore(ROOM, store)
         self._machine = machine
         self._beat_s = beat_s
         self._close_s = close_s
         self._say = say
+        self._begun = begun
         self._num_said = 0
         self._pulse = Pulse(machine.terms.keep_alive_s)
         self._said_s = self._looked_s = time.monotonic()
@@ -169,7 +180,9 @@ class Leader:
             match command:
                 case Tell(agent, Run() as run):
                     # Each round gets another: what is left of the last one may still hold the old.
-                    torch_port = torch_port or free_port()
+                    if not torch_port:
+                        torch_port = free_port()
+                        self._begun(run.place.round)
                     words[agent] = replace(run, torch_port=torch_port)
                 case Tell(agent, word):
                     words[agent] = word

@@ -1,8 +1,9 @@
 """What one node's agent does about its workers in one round: events in, commands out, no I/O and no clock.
 
 The first cause decides how the round ends: a worker that fails, a signal to a launcher, or word from another node.
-Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Node 0 decides whose
-cause was first; its word comes as `RoundEnds` and is final.
+Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Whom even that does
+not end, since the kernel does not let go of it, is left behind. Node 0 decides whose cause was first; its word comes as
+`RoundEnds` and is final.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 
+KILL_S = 5.0
+"""How long the kernel may take to end processes that were sent SIGKILL."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -65,9 +68,14 @@ class Tell:
 
 @dataclass(frozen=True)
 class End:
-    """No worker of this node is left."""
+    """No worker of this node is left, but for what was left behind."""
 
     outcome: Outcome
+
+
+@dataclass(frozen=True)
+class LeaveBehind:
+    """The workers that are left were killed and did not end: nobody waits for them any more."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ class AskForDumps:
     """Have the workers that are left write what their flight recorders know; the deadline is when they have."""
 
 
-Command = Send | SetDeadline | AskForDumps | Tell | End
+Command = Send | SetDeadline | AskForDumps | LeaveBehind | Tell | End
 
 
 class Supervision:
@@ -96,6 +104,7 @@ class Supervision:
         self._shutdown_timeout_s = shutdown_timeout_s
         self._asks_for_dumps = asks_for_dumps
         self._is_dumping = False
+        self._is_killed = False
         self._cause: Outcome | None = None
         self._was_interrupted = False
         self._was_told = False
@@ -115,11 +124,8 @@ class Supervision:
                 stops = [] if self.is_stopping else self._stop(cause)
                 self._cause = cause
                 return stops + self._end_if_over()
-            case DeadlinePassed() if self._is_dumping:
-                self._is_dumping = False
-                return self._terminate() if self._alive else []
             case DeadlinePassed():
-                return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
+                return self._deadline_passed() if self.is_stopping and self._alive else []
 
     def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
         self._alive -= local_ranks
@@ -135,7 +141,7 @@ class Supervision:
         if number in PASSED_SIGNALS:
             return [Send(number, with_children=False)] if self._alive else []
         if number == signal.SIGINT and self._was_interrupted:
-            return [Send(signal.SIGKILL, with_children=True)] if self._alive else []
+            return self._kill() if self._alive else []
         self._was_interrupted |= number == signal.SIGINT
         interrupted = Interrupted(number, self._node_rank, self._host)
         if not self.is_stopping:
@@ -164,6 +170,19 @@ class Supervision:
 
     def _terminate(self) -> list[Command]:
         return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
+
+    def _deadline_passed(self) -> list[Command]:
+        if self._is_dumping:
+            self._is_dumping = False
+            return self._terminate()
+        if not self._is_killed:
+            return self._kill()
+        self._alive.clear()
+        return [LeaveBehind(), *self._end_if_over()]
+
+    def _kill(self) -> list[Command]:
+        self._is_killed, self._is_dumping = True, False
+        return [Send(signal.SIGKILL, with_children=True), SetDeadline(KILL_S)]
 
     def _end_if_over(self) -> list[Command]:
         return [End(self._cause)] if self._cause is not None and not self._alive else []
