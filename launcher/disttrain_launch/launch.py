@@ -53,7 +53,7 @@ def run(spec: JobSpec) -> int:
         # The warden knows the folders before they are made, so that no moment is left in which one could stay behind.
         folder = Path(_temporary_directory(), f"disttrain-{secrets.token_hex(8)}")
         # For what shall outlive workers in memory, such as copies of saves.
-        memory = _SHARED_MEMORY / folder.name
+        memory = _SHARED_MEMORY / f"{folder.name}-memory"  # TMPDIR may lie there, too
         folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
         warden = Warden(name, folders, spec.stop_grace_s)
         cleanup.callback(warden.close)
@@ -147,7 +147,8 @@ def _meet(
         machine = Rendezvous(spec.terms, node, time.monotonic())
         leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, begun=sweeper.begun)
         leader.start()
-    link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
+    where = f"{spec.master_addr}:{store_port}"
+    link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=spec.max_missed_beats)
     return Meeting(store_addr, store_port, token_file, spec.master_addr), link, leader
 
 

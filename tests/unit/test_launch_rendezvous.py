@@ -282,7 +282,7 @@ def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) 
     nodes = [node(rank, 2) for rank in range(2)]
     leader = Leader(store, Rendezvous(Terms(2, 2), nodes[0], time.monotonic()), beat_s=0.05, close_s=3.0, say=print)
     leader.start()
-    links = [JobLink(store, "host-0:1", one, beat_s=0.05) for one in nodes]
+    links = [JobLink(store, "host-0:1", one, beat_s=0.05, max_missed_beats=160) for one in nodes]
     for link in links:
         num_heard, word = link.wait(0, 10.0)
         assert isinstance(word, Run)
