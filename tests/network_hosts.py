@@ -65,12 +65,9 @@ class Switch:
         self._thread.start()
 
     def plug_in(self, number: int, fd: int) -> None:
-        """Carry this device's packets; it is closed here."""
-        old = self._fds.pop(number, None)
+        """Carry this device's packets; it is closed here, when its host is gone."""
         self._fds[number] = fd
         os.write(self._wake, b"!")
-        if old is not None:
-            os.close(old)
 
     def cut_off(self, host: Host) -> None:
         self._cut_off.add(host.number)
@@ -103,7 +100,12 @@ class Switch:
         try:
             packet = os.read(fd, _READ_BYTES)
         except OSError:
-            return  # The host is gone, and its device with it.
+            packet = b""
+        if not packet:  # The host is gone, and its device with it.
+            if self._fds[source] == fd:
+                del self._fds[source]
+            os.close(fd)
+            return
         if packet[0] >> 4 != 4:
             return
         number = packet[_LAST_BYTE_OF_DESTINATION]
@@ -118,7 +120,7 @@ class Switch:
     def _hand_over(self, number: int, packet: bytes) -> None:
         try:
             os.write(self._fds[number], packet)
-        except OSError:
+        except (KeyError, OSError):
             return  # Its host is gone, or takes no more at the moment: packets may get lost.
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
-from disttrain_launch.dumps import ask_for_dumps, dump_folder
+from disttrain_launch.dumps import dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.leftovers import state_of, stop_leftovers
@@ -212,8 +212,7 @@ class Agent:
                     for local_rank in self._running:
                         self._workers[local_rank].send(number, with_children=with_children)
                 case AskForDumps():
-                    sessions = {self._workers[local_rank].pid for local_rank in self._running}
-                    self._deadline_s = time.monotonic() + ask_for_dumps(self._dump_folder, sessions)
+                    self._ask_for_dumps()
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):
@@ -222,6 +221,15 @@ class Agent:
                     self._running.clear()
                 case End(outcome):
                     self._outcome = outcome
+
+    def _ask_for_dumps(self) -> None:
+        self._deadline_s = time.monotonic()
+        if not self._dump_folder.is_dir():
+            return
+        from disttrain_launch.dump_story import ask_for_dumps  # see there: a start does not wait for it
+
+        sessions = {self._workers[local_rank].pid for local_rank in self._running}
+        self._deadline_s += ask_for_dumps(self._dump_folder, sessions)
 
     def _say_sent(self, number: int) -> None:
         count = len(self._running)

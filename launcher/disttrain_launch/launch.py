@@ -18,12 +18,12 @@ from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
 from disttrain.store import HashStore, ServerProcess, Store, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
-from disttrain_launch.dumps import dump_folder, story, with_dump_folder
+from disttrain_launch.dumps import dump_folder, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.link import JobLink
-from disttrain_launch.outcome import Interrupted, signal_name
+from disttrain_launch.outcome import Interrupted, Outcome, signal_name
 from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, connect
 from disttrain_launch.rendezvous_state import Rendezvous
@@ -112,11 +112,19 @@ def _take_part(
     except (DisttrainError, OSError):
         _hear_the_end(link, patience_s)
         raise
-    why = story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
+    why = _story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
     agent.output.say(ending(done.outcome, spec, done.note) + why)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
+
+
+def _story(dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+    if not dumps.is_dir():
+        return ""
+    from disttrain_launch.dump_story import story  # see there: a start does not wait for it
+
+    return story(dumps, own_folder, outcome, spec, started_s)
 
 
 def _hear_the_end(link: JobLink, patience_s: float) -> None:

@@ -1,9 +1,9 @@
 """A node's side of the rendezvous: it reports to node 0, and hears its words.
 
 Reports that node 0 has not answered are repeated now and then, since a word may get lost when a connection breaks; node
-0 knows a repeated one. Meanwhile each node lets node 0 know that it is alive. A node whose beats are not answered for as
-long as node 0 bears with silent nodes stops: whether node 0 is gone or this node is cut off, the job is not here any more,
-and workers that went on would only be in the way of those that have taken their place.
+0 knows a repeated one. Meanwhile each node lets node 0 know that it is alive. A node whose beats are not answered for
+as long as node 0 bears with silent nodes stops: whether node 0 is gone or this node is cut off, the job is not here any
+more, and workers that went on would only be in the way of those that have taken their place.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class JobLink:
             self._lose(_problem(error))
 
     def _guard(self) -> None:
-        """Count how long beats have had no answer; by beats, so that a launcher that was itself stopped blames nobody."""
+        """Give up when beats have no answer. They are counted: a launcher that was stopped itself blames nobody."""
         num_seen = num_missed = 0
         while num_missed < self._max_missed_beats:
             time.sleep(self._beat_s)

@@ -1,7 +1,7 @@
 """`python -m tests.launch_faults --runs 200 --seed 0`: jobs with random faults, and what they left behind.
 
-Each runs in namespaces of its own, so that every process, port and file there is the job's. Prints what went wrong, with
-the seed that plays it again, and a table of outcomes. `--runs 1 --seed N` also prints what its launchers said.
+Each runs in namespaces of its own, so that every process, port and file there is the job's. Prints what went wrong,
+with the seed that plays it again, and a table of outcomes. `--runs 1 --seed N` also prints what its launchers said.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def table(results: list[Result]) -> str:
     by_fault: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_fault[result.fault].append(result)
-    lines = ["| fault | runs | too late to matter | exit codes | slowest end, s | wrong |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| fault | runs | too late to matter | exit codes | slowest end, s | wrong |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for fault, some in sorted(by_fault.items()):
         late = sum(not result.landed for result in some)
         codes = sorted({str(code) for result in some for code in result.codes})

@@ -55,8 +55,10 @@ class Plan:
 
     def __str__(self) -> str:
         nodes = f"{'1:' if self.is_elastic else ''}{self.num_nodes} x {self.num_local_workers}"
-        when = f"step {self.step}" if self.action in INNER else f"{'ready' if self.after_ready else 'start'}+{self.at_s:.2f} s"
-        return f"seed {self.seed}: {nodes}, {self.max_restarts} restarts, {self.victim} {self.number} {self.action} at {when}"
+        start = "ready" if self.after_ready else "start"
+        when = f"step {self.step}" if self.action in INNER else f"{start}+{self.at_s:.2f} s"
+        what = f"{self.victim} {self.number} {self.action}"
+        return f"seed {self.seed}: {nodes}, {self.max_restarts} restarts, {what} at {when}"
 
 
 def draw(seed: int) -> Plan:
@@ -109,7 +111,9 @@ def expectation(plan: Plan, *, was_ready: bool) -> Expected:
         return _expected({0})
     if plan.victim == "store":
         # One node alone needs no store for itself: its workers miss it.
-        return _expected({1, 2}, cause=LOST if plan.num_nodes > 1 else r"failed first: exit code 1")
+        return _expected(
+            {1, 2}, cause=LOST if plan.num_nodes > 1 else r"failed first: exit code 1|the server ended before"
+        )
     return _after_agent(plan, was_ready=was_ready)
 
 

@@ -1,7 +1,7 @@
 """Play one plan in namespaces of its own, where every process, port and file is the job's, and see what is left.
 
-Called as `python -m tests.launch_faults.play SEED FOLDER` within those; prints a Result as JSON. When it ends, the kernel
-ends whatever it has left.
+Called as `python -m tests.launch_faults.play SEED FOLDER` within those; prints a Result as JSON. When it ends, the
+kernel ends whatever it has left.
 """
 
 from __future__ import annotations
@@ -61,12 +61,19 @@ class Launcher:
         task = {"num_steps": NUM_STEPS, "has_children": plan.has_children, "action": plan.action}
         is_inner = plan.action in INNER
         task |= {"rank": plan.number if is_inner else None, "step": plan.step}
-        meeting = ["--nnodes", nodes, "--node-rank", str(node), "--master-port", str(PORT)] if plan.num_nodes > 1 else []
+        meeting = (
+            ["--nnodes", nodes, "--node-rank", str(node), "--master-port", str(PORT)] if plan.num_nodes > 1 else []
+        )
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "disttrain_launch", *meeting, "--stop-grace", "1", "--shutdown-timeout", "3"),
                 *("--nproc-per-node", str(plan.num_local_workers), "--max-restarts", str(plan.max_restarts)),
-                *("--rdzv-conf", f"join_timeout={JOIN_S},last_call_timeout=1,{beats}", worker.__file__, json.dumps(task)),
+                *(
+                    "--rdzv-conf",
+                    f"join_timeout={JOIN_S},last_call_timeout=1,{beats}",
+                    worker.__file__,
+                    json.dumps(task),
+                ),
             ],
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -111,12 +118,21 @@ def victim_of(plan: Plan, launchers: list[Launcher]) -> int | None:
             return pid
         if plan.victim == "store" and "disttrain.store.server" in argv:
             return pid
-        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
         # The warden is a fork of its agent.
-        if plan.victim == "warden" and "disttrain_launch" in argv and not is_worker:
-            if int(parent) == launchers[plan.number].process.pid:
-                return pid
+        if (
+            plan.victim == "warden"
+            and "disttrain_launch" in argv
+            and parent_of(pid) == launchers[plan.number].process.pid
+        ):
+            return pid
     return None
+
+
+def parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def wait_until(is_so: Callable[[], bool], limit_s: float) -> bool:

@@ -1,0 +1,89 @@
+"""The flight recorders' dumps of a job that fails: how they are asked for, and what they say at the end.
+
+Only such a job loads this, and the analyzer with it: it would be a third of what a launcher loads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.analysis import analyze
+from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
+from disttrain.flight_recorder.dump_reader import reason_of
+from disttrain.flight_recorder.dump_words import END_REASONS
+from disttrain.flight_recorder.record import ranks_text
+from disttrain.flight_recorder.ring_layout import SUFFIX
+from disttrain.flight_recorder.ring_reader import ring_owner
+from disttrain.flight_recorder.verdict import Kind
+from disttrain_launch.dumps import FOLDER
+from disttrain_launch.job import OPERATION, JobSpec
+from disttrain_launch.outcome import Failed, Outcome
+
+DUMP_S = 1.0
+"""How long workers may take to dump."""
+
+
+def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
+    """Have the processes of these sessions that record dump. Returns: the seconds that they may take for it.
+
+    Others would die of the signal: who records is known by its ring.
+    """
+    is_asked = False
+    for ring in folder.glob(f"*{SUFFIX}"):
+        try:
+            pid = ring_owner(ring)
+            if pid is not None and os.getsid(pid) in sessions:
+                os.kill(pid, signal.SIGUSR2)
+                is_asked = True
+        except (ProcessLookupError, PermissionError):
+            continue  # It is the ring of a process that is gone.
+    return DUMP_S if is_asked else 0.0
+
+
+def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+    """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
+
+    Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
+    """
+    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
+    is_own = own_folder in folder.parents
+    if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = "there are dumps from while the job ran."
+    if not found:
+        return ""
+    if is_own:
+        folder = _kept(own_folder) / folder.relative_to(own_folder / FOLDER)
+    return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+
+
+def _kept(own_folder: Path) -> Path:
+    """Move the dumps out of `own_folder`, to a place that others cannot read either. Returns: where they are."""
+    dumps = own_folder / FOLDER
+    dumps.chmod(0o700)
+    return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
+
+
+def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
+    try:
+        analysis = analyze(folder)
+    except FlightDumpError:
+        return ""
+    verdict, dumps = analysis.verdicts[0], analysis.dumps
+    if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
+        return ""
+    if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
+        # Whoever lies elsewhere would be blamed for having left nothing.
+        ranks = ranks_text(dump.rank for dump in dumps)
+        return f"of {ranks} only; put the dumps of all nodes into one folder."
+    return verdict.summary
+
+
+def _is_of_the_run(dump: Path) -> bool:
+    """True for what a rank has not written just because it ended."""
+    try:
+        return reason_of(dump) not in END_REASONS
+    except FlightDumpError:
+        return False
