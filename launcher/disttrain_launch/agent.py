@@ -10,6 +10,7 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
@@ -42,6 +43,9 @@ from disttrain_launch.supervision import (
 )
 from disttrain_launch.warden import Warden
 from disttrain_launch.worker import Worker
+
+if TYPE_CHECKING:
+    from disttrain_launch.dump_asking import Dumping
 
 
 class Agent:
@@ -89,6 +93,7 @@ class Agent:
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
         self._dump_folder = dump_folder(self._environ, self.round)
+        self._dumping: Dumping | None = None
         self._supervision = Supervision(
             range(self._spec.num_local_workers),
             node_rank=self._group_rank,
@@ -108,6 +113,7 @@ class Agent:
             return self._loop()
         finally:
             self._signals.interrupts = False
+            self._end_dumping()
             for fd in (self._signals.fd, self._link.fd):
                 if fd in self._selector.get_map():
                     self._selector.unregister(fd)
@@ -146,8 +152,11 @@ class Agent:
                         self._read_signals()
                     case JobLink():
                         self._hear_word()
+                    case _ if self._dumping is not None and self._dumping.is_over:
+                        self._deadline_s = time.monotonic()
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._deadline_s = None
+                self._end_dumping()
                 self._handle(DeadlinePassed())
         return self._outcome
 
@@ -226,10 +235,21 @@ class Agent:
         self._deadline_s = time.monotonic()
         if not self._dump_folder.is_dir():
             return
-        from disttrain_launch.dump_story import ask_for_dumps  # see there: a start does not wait for it
+        from disttrain_launch.dump_asking import DUMP_S, Dumping  # see there: a start does not wait for it
 
-        sessions = {self._workers[local_rank].pid for local_rank in self._running}
-        self._deadline_s += ask_for_dumps(self._dump_folder, sessions)
+        self._dumping = Dumping(self._dump_folder, {self._workers[local_rank].pid for local_rank in self._running})
+        if self._dumping.is_over:
+            return
+        self._deadline_s += DUMP_S
+        if self._dumping.fd is not None:
+            self._selector.register(self._dumping.fd, selectors.EVENT_READ, self._dumping)
+
+    def _end_dumping(self) -> None:
+        if self._dumping is not None:
+            if self._dumping.fd is not None and self._dumping.fd in self._selector.get_map():
+                self._selector.unregister(self._dumping.fd)
+            self._dumping.close()
+            self._dumping = None
 
     def _say_sent(self, number: int) -> None:
         count = len(self._running)

@@ -1,12 +1,10 @@
-"""The flight recorders' dumps of a job that fails: how they are asked for, and what they say at the end.
+"""What the flight recorders' dumps of a job that failed say.
 
 Only such a job loads this, and the analyzer with it: it would be a third of what a launcher loads.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from disttrain.errors import FlightDumpError
@@ -15,32 +13,10 @@ from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.dump_reader import reason_of
 from disttrain.flight_recorder.dump_words import END_REASONS
 from disttrain.flight_recorder.record import ranks_text
-from disttrain.flight_recorder.ring_layout import SUFFIX
-from disttrain.flight_recorder.ring_reader import ring_owner
 from disttrain.flight_recorder.verdict import Kind
 from disttrain_launch.dumps import FOLDER
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.outcome import Failed, Outcome
-
-DUMP_S = 1.0
-"""How long workers may take to dump."""
-
-
-def ask_for_dumps(folder: Path, sessions: set[int]) -> float:
-    """Have the processes of these sessions that record dump. Returns: the seconds that they may take for it.
-
-    Others would die of the signal: who records is known by its ring.
-    """
-    is_asked = False
-    for ring in folder.glob(f"*{SUFFIX}"):
-        try:
-            pid = ring_owner(ring)
-            if pid is not None and os.getsid(pid) in sessions:
-                os.kill(pid, signal.SIGUSR2)
-                is_asked = True
-        except (ProcessLookupError, PermissionError):
-            continue  # It is the ring of a process that is gone.
-    return DUMP_S if is_asked else 0.0
 
 
 def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:

@@ -19,7 +19,9 @@ SHORT_STOP_S, LONG_STOP_S = 1.0, 7.0
 KEEP_ALIVE_S = 4.0
 JOIN_S = 10.0
 NUM_STEPS = 120
-LOST = r"gave no sign of life|went away|did not come|came within|was not reached|were left|said nothing"
+LOST = (
+    r"gave no sign of life|went away|did not come|came within|was not reached|were left|said nothing|the server ended"
+)
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,7 @@ def expectation(plan: Plan, *, was_ready: bool) -> Expected:
         return _expected({0})
     if plan.victim == "store":
         # One node alone needs no store for itself: its workers miss it.
-        return _expected(
-            {1, 2}, cause=LOST if plan.num_nodes > 1 else r"failed first: exit code 1|the server ended before"
-        )
+        return _expected({1, 2}, cause=LOST if plan.num_nodes > 1 else r"failed first: exit code 1|the server ended")
     return _after_agent(plan, was_ready=was_ready)
 
 
@@ -136,7 +136,8 @@ def _after_agent(plan: Plan, *, was_ready: bool) -> Expected:
     if plan.action == "long stop":
         if plan.node == 0:
             return _expected({0})  # The store is a process of its own, and workers need no agent.
-        return _expected({0, 1}, {0} if goes_on else {1}, "" if goes_on else LOST)
+        own = {0, 1} if was_ready else {0, 1, 2}
+        return _expected(own, {0} if goes_on else {1}, "" if goes_on else LOST)
     number = signal.Signals[plan.action]
     own = {-number} if number == signal.SIGKILL else {128 + number, -number}
     if goes_on:

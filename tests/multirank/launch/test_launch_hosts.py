@@ -164,7 +164,8 @@ def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(launc
     ended = [launches.end(node, LIMIT_S) for node in (nodes[0], nodes[1], back)]
     assert [node.exit_code for node in ended] == [0, 0, 0], ended[0].stderr
     assert launches.end(nodes[2]).exit_code == -signal.SIGKILL
-    whole = launches.run("--nproc-per-node", "1", script, *flags, "--out", "whole")
+    alone = launches.start("--nproc-per-node", "1", script, *flags, "--out", "whole", OMP_NUM_THREADS="1")
+    whole = launches.end(alone, LIMIT_S)
     assert whole.exit_code == 0, whole.stderr
     assert len(losses(out)) == num_steps
     # Other numbers of ranks add in another order.
