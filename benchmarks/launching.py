@@ -5,9 +5,9 @@
 Both start the same script, on gloo; "own library" is the script on disttrain under ours, and on torch.distributed under
 torchrun. A step is an all_reduce that all workers have been through; times are of the slowest worker. "first line" is
 when Python runs the script's first line, also without any launcher ("bare"). After a kill: until the command has ended
-(without restarts), and until the next step is done (with one restart), the latter also as a ratio to the side's own start.
-A lost node is a second launcher on this machine that is killed with SIGKILL, noticed by nothing but its silence: until
-the other node's workers are through their next step, alone. Sides take turns; medians, all times in the results.
+(without restarts), and until the next step is done (with one restart), the latter also as a ratio to the side's own
+start. A lost node is a second launcher on this machine that is killed with SIGKILL together with its workers: until the
+other node's workers are through their next step, alone. Sides take turns; medians, all times in the results.
 Writes benchmarks/results/launching.json.
 """
 
@@ -66,17 +66,9 @@ class Side:
         given = ["--nproc-per-node", str(num_workers), "--max-restarts", str(max_restarts)]
         if nodes == "1":
             return [*given, "--standalone"]
-        meeting = [
-            "--nnodes",
-            nodes,
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-            "--rdzv-id",
-            "b",
-        ]
-        return [*given, *meeting, "--rdzv-conf", "last_call_timeout=1"]
+        endpoint = f"127.0.0.1:{port}"
+        meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "bench"]
+        return [*given, *meeting]
 
 
 OURS = Side("disttrain-launch", (sys.executable, "-m", "disttrain_launch"))
@@ -159,7 +151,7 @@ class Bench:
         runs = [self.start(side, library, "stay", max_restarts=3, nodes="1:2", port=port) for _ in range(2)]
         for run in runs:
             run.wait_for("step", self.num_workers)
-        # Without numbers, who has the store is not ours to choose: the first group rank is its place.
+        # Who has the store is not ours to choose; it has the first group rank.
         runs.sort(key=lambda run: int(run.said[-1][3]))
         killed_s = time.time()
         runs[1].process.kill()

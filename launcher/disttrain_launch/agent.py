@@ -114,8 +114,8 @@ class Agent:
         finally:
             self._signals.interrupts = False
             self._end_dumping()
-            for fd in (self._signals.fd, self._link.fd):
-                if fd in self._selector.get_map():
+            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd):
+                if fd is not None and fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
                 worker.send(signal.SIGKILL, with_children=True)
@@ -142,6 +142,8 @@ class Agent:
         self._signals.interrupts = False
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
         self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
+        if self._meeting.server_fd is not None:
+            self._selector.register(self._meeting.server_fd, selectors.EVENT_READ, self._meeting)
         while self._outcome is None:
             self.output.balance()
             for key, _ in self._selector.select(self._seconds_left()):
@@ -152,6 +154,9 @@ class Agent:
                         self._read_signals()
                     case JobLink():
                         self._hear_word()
+                    case Meeting():
+                        self._selector.unregister(key.fd)
+                        self._link.lose("its process ended.")
                     case _ if self._dumping is not None and self._dumping.is_over:
                         self._deadline_s = time.monotonic()
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:

@@ -27,8 +27,8 @@ _READ_BYTES = 1 << 16
 class Dumping:
     """Has the processes of `sessions` that record into `folder` dump.
 
-    `fd` becomes readable whenever a dump is there; None where the kernel does not tell. Who does not record would die of
-    the signal, and is left alone: who does is known by its ring.
+    `fd` becomes readable whenever a dump is there; None where the kernel does not tell. Who does not record would die
+    of the signal, and is left alone: who does is known by its ring.
     """
 
     def __init__(self, folder: Path, sessions: set[int]) -> None:

@@ -23,6 +23,8 @@ class Meeting:
     token_file: Path | None
     torch_addr: str
     """For scripts on plain torch.distributed: rank 0 listens here, with torch's own store."""
+    server_fd: int | None = None
+    """Readable when the store's server has ended, where workers alone use it: else those who use it notice."""
 
 
 def worker_environment(

@@ -149,7 +149,10 @@ def _meet(
     store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
     node = _node(spec, agent, host)
-    leader = None
+    leader, server_fd = None, None
+    if server is not None and spec.num_nodes == 1:
+        server_fd = os.pidfd_open(server.pid)
+        cleanup.callback(os.close, server_fd)
     if server is not None:
         sweeper = Sweeper(lambda: connect(spec, store_addr, store_port, token, _say))
         machine = Rendezvous(spec.terms, node, time.monotonic())
@@ -157,7 +160,7 @@ def _meet(
         leader.start()
     where = f"{spec.master_addr}:{store_port}"
     link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=spec.max_missed_beats)
-    return Meeting(store_addr, store_port, token_file, spec.master_addr), link, leader
+    return Meeting(store_addr, store_port, token_file, spec.master_addr, server_fd), link, leader
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:

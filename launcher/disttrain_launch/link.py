@@ -89,6 +89,12 @@ class JobLink:
             return 0, ""  # The watching thread meets the same and says so.
         return int(number), text
 
+    def lose(self, problem: str) -> None:
+        """The store is gone, as this node knows from elsewhere: that is its last word."""
+        if not isinstance(self._word, Done | Refused):
+            self._is_lost = True
+            self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))
+
     def leave(self) -> None:
         """Let node 0 know that this node has heard how it ended."""
         if self._is_lost:
@@ -128,7 +134,7 @@ class JobLink:
                     repeated_s = time.monotonic()
                     self._repeat()
             except (StoreError, ValueError) as error:
-                self._lose(_problem(error))
+                self.lose(_problem(error))
             self._beat()
 
     def _beat(self) -> None:
@@ -138,7 +144,7 @@ class JobLink:
         except StoreTimeoutError:
             pass  # A store that is slow to answer is not gone yet.
         except StoreError as error:
-            self._lose(_problem(error))
+            self.lose(_problem(error))
 
     def _guard(self) -> None:
         """Give up when beats have no answer. They are counted: a launcher that was stopped itself blames nobody."""
@@ -147,7 +153,7 @@ class JobLink:
             time.sleep(self._beat_s)
             num_missed = num_missed + 1 if self._num_answers == num_seen else 0
             num_seen = self._num_answers
-        self._lose(f"it did not answer for {self._beat_s * self._max_missed_beats:g} s.")
+        self.lose(f"it did not answer for {self._beat_s * self._max_missed_beats:g} s.")
 
     def _repeat(self) -> None:
         with self._changed:
@@ -162,11 +168,6 @@ class JobLink:
             self._unanswered.clear()
             self._changed.notify_all()
         os.write(self._write_fd, b"!")
-
-    def _lose(self, problem: str) -> None:
-        if not isinstance(self._word, Done | Refused):
-            self._is_lost = True
-            self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))
 
 
 def _problem(error: StoreError | ValueError) -> str:

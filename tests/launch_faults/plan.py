@@ -112,8 +112,7 @@ def expectation(plan: Plan, *, was_ready: bool) -> Expected:
     if plan.victim == "warden":
         return _expected({0})
     if plan.victim == "store":
-        # One node alone needs no store for itself: its workers miss it.
-        return _expected({1, 2}, cause=LOST if plan.num_nodes > 1 else r"failed first: exit code 1|the server ended")
+        return _expected({1, 2}, cause=LOST)
     return _after_agent(plan, was_ready=was_ready)
 
 
