@@ -1,7 +1,11 @@
-"""What holds for all tests: hypothesis without a clock, and the mark of tests that need a GPU."""
+"""What holds for all tests: hypothesis without a clock, a folder for what they leave, and the mark of those on GPUs."""
 
 from __future__ import annotations
 
+import getpass
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +37,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch sees none")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests and their processes leave among temporary files, such as dumps of jobs, goes with pytest's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        # What torch has compiled is of use to the next run as well.
+        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)))
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(scope="session")
