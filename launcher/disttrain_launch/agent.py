@@ -27,6 +27,7 @@ from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.supervision import (
     PASSED_SIGNALS,
+    PATIENCE_S,
     STOP_SIGNALS,
     AskForDumps,
     DeadlinePassed,
@@ -34,6 +35,7 @@ from disttrain_launch.supervision import (
     Event,
     LeaveBehind,
     RoundEnds,
+    SayAwaited,
     Send,
     SetDeadline,
     SignalCame,
@@ -231,6 +233,8 @@ class Agent:
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):
                     self._link.ended(self.round, outcome)
+                case SayAwaited(local_ranks):
+                    self._say_awaited(local_ranks)
                 case LeaveBehind():
                     self._running.clear()
                 case End(outcome):
@@ -261,6 +265,11 @@ class Agent:
         again = "; again to kill them now" if number == signal.SIGINT else ""
         workers = f"{count} worker{'s' if count > 1 else ''} of this node"
         self.output.say(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")
+
+    def _say_awaited(self, local_ranks: frozenset[int]) -> None:
+        ranks = ", ".join(str(self._workers[local_rank].rank) for local_rank in sorted(local_ranks))
+        ended = f"a worker of this node ended {PATIENCE_S:g} s ago with exit code 0"
+        self.output.say(f"{OPERATION}: {ended}; still waiting for rank{'s' if len(local_ranks) > 1 else ''} {ranks}\n")
 
     def _say_left(self, pids: list[int]) -> None:
         rank_of = {worker.pid: worker.rank for worker in self._workers.values()}

@@ -11,7 +11,6 @@ _AGREED = (
     ("num_nodes", "--nnodes", "Start all nodes alike."),
     ("version", "disttrain version", "Install the same everywhere."),
     ("run_id", "--rdzv-id", "Start all nodes alike."),
-    ("keep_alive", "--rdzv-conf's keep_alive_interval and keep_alive_max_attempt", "Start all nodes alike."),
 )
 
 
@@ -21,6 +20,9 @@ def misfit(node: Node, leader: Node, terms: Terms) -> Refused | None:
         theirs, ours = getattr(node, name), getattr(leader, name)
         if theirs != ours:
             return Refused(f"{node} has {shown} {theirs}, {leader} has {ours}; all nodes need the same.", remedy)
+    if node.keep_alive != leader.keep_alive:
+        problem = f"{node} has a keep_alive_interval and keep_alive_max_attempt of {node.keep_alive}, {leader} of "
+        return Refused(f"{problem}{leader.keep_alive}; all nodes need the same.", "Give all the same --rdzv-conf.")
     if node.digest != leader.digest:
         problem = f"{node} runs another script or other arguments than {leader}."
         return Refused(problem, "Start all nodes alike; where they shall differ, all with --allow-different-commands.")

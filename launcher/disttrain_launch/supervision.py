@@ -16,6 +16,8 @@ from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 
 KILL_S = 5.0
 """How long the kernel may take to end processes that were sent SIGKILL."""
+PATIENCE_S = 10.0
+"""How long after the first worker has ended well it is said that others are waited for."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -74,6 +76,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class SayAwaited:
+    """Some workers ended well a while ago, and others have not ended."""
+
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class LeaveBehind:
     """The workers that are left were killed and did not end: nobody waits for them any more."""
 
@@ -83,7 +92,7 @@ class AskForDumps:
     """Have the workers that are left write what their flight recorders know; the deadline is when they have."""
 
 
-Command = Send | SetDeadline | AskForDumps | LeaveBehind | Tell | End
+Command = Send | SetDeadline | AskForDumps | SayAwaited | LeaveBehind | Tell | End
 
 
 class Supervision:
@@ -98,6 +107,7 @@ class Supervision:
         asks_for_dumps: bool = False,
     ) -> None:
         self._alive = set(local_ranks)
+        self._num_workers = len(self._alive)
         self._node_rank = node_rank
         self._host = host
         self._stop_grace_s = stop_grace_s
@@ -125,9 +135,10 @@ class Supervision:
                 self._cause = cause
                 return stops + self._end_if_over()
             case DeadlinePassed():
-                return self._deadline_passed() if self.is_stopping and self._alive else []
+                return self._deadline_passed() if self._alive else []
 
     def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
+        is_first = len(self._alive) == self._num_workers
         self._alive -= local_ranks
         if failures and not self.is_stopping:
             # Of several that ended at once, one killed by a signal is the likelier cause: peers fail with exit codes.
@@ -135,6 +146,8 @@ class Supervision:
             return self._tell(first) + self._end_if_over()
         if not self._alive and not self.is_stopping:
             return [Tell(Succeeded()), End(Succeeded())]
+        if is_first and not self.is_stopping:
+            return [SetDeadline(PATIENCE_S)]
         return self._end_if_over()
 
     def _signal_came(self, number: int) -> list[Command]:
@@ -172,6 +185,8 @@ class Supervision:
         return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
 
     def _deadline_passed(self) -> list[Command]:
+        if not self.is_stopping:
+            return [SayAwaited(frozenset(self._alive))]
         if self._is_dumping:
             self._is_dumping = False
             return self._terminate()

@@ -69,8 +69,8 @@ def test_group_ranks_are_a_permutation_with_the_first_wishes_granted(wishes: lis
         (
             {"keep_alive": "9 s and 3"},
             (
-                "node 1 (host-1) has --rdzv-conf's keep_alive_interval and keep_alive_max_attempt 9 s and 3, "
-                "node 0 (host-0) has 1 s and 8; all nodes need the same."
+                "node 1 (host-1) has a keep_alive_interval and keep_alive_max_attempt of 9 s and 3, node 0 (host-0) "
+                "of 1 s and 8; all nodes need the same."
             ),
         ),
         ({"digest": "other"}, "node 1 (host-1) runs another script or other arguments than node 0 (host-0)."),

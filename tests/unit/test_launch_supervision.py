@@ -12,6 +12,7 @@ from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 from disttrain_launch.supervision import (
     KILL_S,
     PASSED_SIGNALS,
+    PATIENCE_S,
     STOP_SIGNALS,
     AskForDumps,
     Command,
@@ -20,6 +21,7 @@ from disttrain_launch.supervision import (
     Event,
     LeaveBehind,
     RoundEnds,
+    SayAwaited,
     Send,
     SetDeadline,
     SignalCame,
@@ -57,7 +59,14 @@ def commands_of(*events: Event, asks_for_dumps: bool = False) -> list[Command]:
 
 
 def test_all_succeed() -> None:
-    assert commands_of(exited(0, 3), exited(1), exited(2)) == [Tell(Succeeded()), End(Succeeded())]
+    patience = SetDeadline(PATIENCE_S)
+    assert commands_of(exited(0, 3), exited(1), exited(2)) == [patience, Tell(Succeeded()), End(Succeeded())]
+
+
+def test_who_is_awaited_after_others_have_ended_is_said_once() -> None:
+    commands = commands_of(exited(0, 3), DeadlinePassed(), exited(1), exited(2))
+    assert commands[:2] == [SetDeadline(PATIENCE_S), SayAwaited(frozenset({1, 2}))]
+    assert commands[2:] == [Tell(Succeeded()), End(Succeeded())]
 
 
 def test_a_failure_stops_the_rest() -> None:
@@ -65,7 +74,8 @@ def test_a_failure_stops_the_rest() -> None:
     commands = commands_of(
         exited(0), exited(2, failures=(first,)), exited(1, 3, failures=(failed(1, -15), failed(3, 1)))
     )
-    assert commands == [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0), Tell(first), End(first)]
+    stopped = [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0)]
+    assert commands == [SetDeadline(PATIENCE_S), *stopped, Tell(first), End(first)]
 
 
 def test_of_several_at_once_the_killed_one_is_named() -> None:
@@ -82,10 +92,6 @@ def test_who_does_not_stop_in_time_is_killed() -> None:
 def test_whom_nothing_ends_is_left_behind() -> None:
     commands = commands_of(exited(1, failures=(failed(1),)), *[DeadlinePassed()] * 4)
     assert commands[3:] == [*KILLED, LeaveBehind(), End(failed(1))]
-
-
-def test_no_deadline_means_anything_before_the_stop() -> None:
-    assert commands_of(DeadlinePassed(), DeadlinePassed(), exited(0, 1, 2, 3)) == [Tell(Succeeded()), End(Succeeded())]
 
 
 def test_the_rest_dumps_before_it_is_stopped() -> None:

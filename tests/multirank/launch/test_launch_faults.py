@@ -186,6 +186,21 @@ def test_an_ignored_hangup_stays_ignored(launches: Launches) -> None:
     assert launches.end(process).lines == ["[rank 0] True"]
 
 
+def test_when_one_rank_has_ended_well_it_is_said_who_has_not(launches: Launches) -> None:
+    script = launches.script("""
+        import os, time
+        print("ready", os.getpid())
+        if os.environ["RANK"] == "1":
+            time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", script)
+    assert process.stderr is not None
+    said = "disttrain-launch: a worker of this node ended 10 s ago with exit code 0; still waiting for rank 1\n"
+    assert process.stderr.readline() == said
+    process.terminate()
+    assert launches.end(process).exit_code == 128 + signal.SIGTERM
+
+
 @pytest.fixture
 def freezer() -> Iterator[Path]:
     """A control group whose processes do nothing at all while it is frozen, not even die of SIGKILL."""
