@@ -145,7 +145,11 @@ class Torchs(Side):
         self.response.staging_completion.result()
 
     def is_over(self) -> bool:
-        return bool(self.response.upload_completion.done())
+        is_over = bool(self.response.upload_completion.done())
+        if is_over:
+            # A save that has failed is no fast one.
+            self.response.upload_completion.result()
+        return is_over
 
 
 def measure_save(training: Training, side: Side, number: int) -> dict[str, Any]:

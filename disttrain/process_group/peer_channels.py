@@ -33,7 +33,7 @@ from disttrain.process_group._c10d import SharedMemory
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.objects import all_gather_object
-from disttrain.process_group.work import Work
+from disttrain.process_group.work import TransportWork, Work
 from disttrain.store import PrefixStore
 
 Made = TypeVar("Made")
@@ -101,9 +101,7 @@ class PeerChannels:
             with torch.cuda.stream(copies):
                 self._slot(own, peer, number, tensor).copy_(tensor, non_blocking=True)
                 _cuda.write_number(copies, self._address(_ARRIVED, own, peer), number)
-                done = torch.cuda.Event()
-                done.record(copies)
-            return _Copied(done)
+            return _Copied(tensor, _recorded(copies))
 
         work = issue(self._group, "send", run, (tensor,), (tensor,), (), True, peer)
         assert work is not None
@@ -232,7 +230,8 @@ class SharedNumbers:
 class _Copied:
     """A TransportWork: a copy that has been handed to a copy engine."""
 
-    def __init__(self, done: torch.cuda.Event) -> None:
+    def __init__(self, tensor: torch.Tensor, done: torch.cuda.Event) -> None:
+        self._tensor = tensor
         self._done = done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -242,8 +241,8 @@ class _Copied:
     def is_completed(self) -> bool:
         return bool(self._done.query())
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        raise NotImplementedError("a message has no future")
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return _future_of(self, self._tensor)
 
 
 class _Receipt:
@@ -267,8 +266,19 @@ class _Receipt:
     def is_completed(self) -> bool:
         return self.event is not None and self.event.query()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        raise NotImplementedError("a message has no future")
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return _future_of(self, self.tensor)
+
+
+def _future_of(work: TransportWork, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+    """What waits for it, or is called then, comes after the message on the device; the current stream does not."""
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[tensor.device])
+    stream = torch.cuda.Stream(tensor.device)
+    with torch.cuda.stream(stream):
+        work.wait()
+        tensor.record_stream(stream)
+        future.set_result([tensor])
+    return future
 
 
 def _releasing(channels: PeerChannels) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from torch import nn
 import disttrain
 from disttrain.errors import DisttrainError
 from disttrain.pipelining import PipelineSchedule, PipelineStage, get_schedule_class, make_schedule
+from disttrain.process_group.peer_channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -126,3 +127,23 @@ def test_one_pipeline_after_another_and_in_turns() -> None:
         for index, stage in pipeline.stages.items():
             for parameter, expected in zip(stage.submod.parameters(), model[index].parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+@on_ranks(2)
+def test_what_follows_a_future_comes_after_the_message() -> None:
+    rank = disttrain.get_rank()
+    group = disttrain.group.WORLD
+    channels = open_channels(group, torch.device("cuda"), [(0, 1)], 4 << 20, 2)
+    assert channels is not None
+    for number in range(1, 7):
+        tensor = torch.zeros(1 << 20, device="cuda")
+        if rank == 0:
+            # Late on purpose.
+            torch.cuda._sleep(50_000_000)
+            tensor.fill_(number)
+            channels.send(tensor, 1).get_future().wait()
+        else:
+            total = channels.receive(tensor, 0).get_future().then(lambda done: done.value()[0].sum())
+            assert total.wait().item() == number << 20
+    torch.cuda.synchronize()
+    disttrain.barrier()
