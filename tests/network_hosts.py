@@ -202,10 +202,14 @@ class Hosts:
         host = self._running.get(name)
         return host if host is not None and host.is_running else None
 
+    def kill(self, name: str) -> None:
+        """It may be gone already."""
+        if (host := self.running(name)) is not None:
+            host.kill()
+
     def close(self) -> None:
-        for host in self._running.values():
-            if host.is_running:
-                host.kill()
+        for name in self.names:
+            self.kill(name)
         self.switch.close()
 
 
