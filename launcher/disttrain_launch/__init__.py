@@ -9,8 +9,8 @@ The parts, from the command line inwards:
     handed_token        the job's token from standard input
     devices             how many GPUs and cores this node has
     rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
-    rendezvous_state    nodes that come, go and fail in, rounds out; with refusals and restarts; pure
-    rendezvous          node 0's shell around it, over disttrain.store
+    rendezvous_state    nodes that come, go and fail in, rounds out; with peers, held, refusals and restarts; pure
+    rendezvous          node 0's shell around it, over disttrain.store; sweeping removes what old rounds left there
     link                a node's side: its reports, node 0's words
     part                a node's part: follow the words, round after round
     environment         what each worker finds in its environment; pure
@@ -20,6 +20,8 @@ The parts, from the command line inwards:
     logs, screen, streams, output
                         bytes of many streams in, whole prefixed lines and per-rank files out
     outcome, report     how a job ended as a value, and as text
+    dumps, dump_asking, dump_story
+                        the flight recorders' dumps: where they go; of a job that fails, asked for and told
 
 Nothing here imports torch.
 """
