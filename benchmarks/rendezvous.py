@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.store import HashStore
+from disttrain_launch.events import Chronicle
 from disttrain_launch.messages import Came, Ended, Report, Run, Stop, Stopped, decode, encode
 from disttrain_launch.outcome import Failed
 from disttrain_launch.rendezvous import REPORTS, ROOM, Leader
 from disttrain_launch.rendezvous_state import NodeLost, Rendezvous
 from disttrain_launch.rounds import Node, Terms
+from disttrain_launch.view import JobState
 
 RESULTS = Path(__file__).parent / "results" / "rendezvous.json"
 NUM_LOCAL_WORKERS = 8
@@ -50,7 +52,8 @@ class Job:
         terms = Terms(num_nodes - 1, num_nodes + 1, max_restarts=99, last_call_s=0.0)
         self.num_nodes = f"{num_nodes - 1}:{num_nodes + 1}"
         self.machine = Rendezvous(terms, self.node(0), time.monotonic())
-        self.leader = Leader(self.store, self.machine, beat_s=1e6, close_s=1.0, say=print)
+        chronicle = Chronicle(JobState("job", 0.0, 99))
+        self.leader = Leader(self.store, self.machine, chronicle, list, beat_s=1e6, close_s=1.0, say=print)
         self.heard: dict[str, bytes | None] = {}
 
     def node(self, number: int) -> Node:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from disttrain.mesh import DeviceMesh as DeviceMesh
     from disttrain.mesh import init_device_mesh as init_device_mesh
     from disttrain.process_group import *  # noqa: F403
+    from disttrain.reports import report as report
 
 _HOMES = {
     "process_group": (
@@ -85,6 +86,7 @@ _HOMES = {
         "split_group",
     ),
     "mesh": ("DeviceMesh", "init_device_mesh"),
+    "reports": ("report",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -40,3 +40,20 @@ def size_text(num_bytes: int) -> str:
         size /= 1024
         units.pop(0)
     return f"{num_bytes} bytes" if units[0] == "bytes" else f"{size:.4g} {units[0]}"
+
+
+def short(number: float) -> str:
+    """Three digits: 950, 11.2k, 539k, 1.16M."""
+    for unit in ("", "k", "M", "G"):
+        if not abs(number) >= 999.5:
+            size = abs(number)
+            return f"{number:.{0 if size >= 99.95 or not unit else 1 if size >= 9.995 else 2}f}{unit}"
+        number /= 1000
+    return f"{number:.0f}T"
+
+
+def clock(duration_s: float) -> str:
+    """m:ss, or h:mm:ss."""
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -19,6 +19,7 @@
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
     ├── RankMismatchError            compare_ranks() has found ranks that do different things, or hold different values
     ├── ShardingError                fully_shard or a parallel style on a module it cannot take
+    ├── CompileError                 compile_blocks on a model it cannot take, or in an order that would be wrong
     ├── ScheduleError                a pipeline schedule that cannot be made, or must not be run (a ValueError too)
     ├── CheckpointError              a save that cannot be written or read
     │   └── CheckpointCorruptError       bytes that are not those that were saved
@@ -126,6 +127,10 @@ class RankMismatchError(DisttrainError):
 
 class ShardingError(DisttrainError):
     """`fully_shard` or a parallel style met a module or parameter it cannot take."""
+
+
+class CompileError(DisttrainError):
+    """Blocks of a model cannot be compiled, or not after what was done to them."""
 
 
 class ScheduleError(DisttrainError, ValueError):

@@ -113,6 +113,13 @@ NUM_THREADS = Setting[int | None](
     None,
     "Threads of each worker's CPU operators; the launcher sets its part of the cores where several share a node.",
 )
+REPORT_FILE = Setting[Path | None](
+    "DISTTRAIN_REPORT_FILE",
+    Path,
+    None,
+    "Where `disttrain.report` writes what the launcher shows; the launcher sets it for each of its workers.",
+)
+TERMINAL = Setting[str]("TERM", str, "", "Kind of the terminal; on `dumb` the launcher draws no table.")
 NO_COLOR = Setting[bool]("NO_COLOR", bool, False, "Any text: the launcher prints no colours.")
 
 # The store.

@@ -2,7 +2,7 @@
 
     disttrain-launch --nproc-per-node 2 examples/train_lm.py
     disttrain-launch --nproc-per-node 8 examples/train_lm.py --data DIR --preset base --batch 64 --seq 1024
-    disttrain-launch --nproc-per-node 2 examples/train_lm.py --resume
+    disttrain-launch --nproc-per-node 2 examples/train_lm.py --resume --compile
     disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... examples/train_lm.py --out DIR
 
 `train` is the whole story; what it tells is above it, and in `lm/`: the network, the text, the screen.
@@ -28,12 +28,14 @@ from torch import Tensor
 
 import disttrain
 from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
+from disttrain.compiling import compile_blocks
+from disttrain.console import clock, short
 from disttrain.errors import SettingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 
 try:
     from lm.record import Record, Row
-    from lm.screen import Meter, Screen, clock, short
+    from lm.screen import Meter, Screen
 except ModuleNotFoundError as missing:
     sys.exit(f"train_lm: {missing.name} is not installed. Run: pip install 'disttrain[examples]'")
 
@@ -142,6 +144,8 @@ def train(flags: Namespace, device: torch.device) -> None:
     with together():
         text = read_text(flags.data, flags.seq)
     model = make_model(flags.preset, seed=flags.seed, device=device, dtype=DTYPES[flags.dtype])
+    if flags.compile:
+        compile_blocks(model)
     optimizer = make_optimizer(model)
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     with together():
@@ -163,6 +167,8 @@ def train(flags: Namespace, device: torch.device) -> None:
             rate = learning_rate(step, flags.steps, flags.lr)
             loss = mean_over_ranks(train_step(model, optimizer, batch.to(device), rate))
             meter.add(loss, time.perf_counter() - started_s)
+            own_tokens_per_s = meter.tokens_per_s / disttrain.get_world_size()
+            disttrain.report(step=meter.step, loss=loss, tokens_per_s=own_tokens_per_s)
             record.add(Row(step, loss, held_out_loss))
             screen.show_step(peak_memory_bytes(device))
             if (step + 1) % flags.save_every == 0 or step + 1 == flags.steps:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from disttrain_launch.events import Chronicle
 from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Run, Stop, Stopped, Word
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
-from disttrain_launch.rendezvous_state import Event, NodeLost, Rendezvous, Tell, TimePassed
+from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
 from disttrain_launch.rounds import Node, Phase, Place, Terms
+from disttrain_launch.view import JobState
 
 LEADER = "a0"
 MOST_STEPS = 500
@@ -56,6 +58,7 @@ class Cluster:
     def __post_init__(self) -> None:
         leader = node(LEADER, 0, self.terms)
         self.machine = Rendezvous(self.terms, leader, 0.0)
+        self.chronicle = Chronicle(JobState("job", 0.0, self.terms.max_restarts))
         self.come(leader)
 
     # What can happen.
@@ -123,7 +126,9 @@ class Cluster:
 
     def feed(self, event: Event) -> None:
         begun: dict[str, Place] = {}
-        for command in self.machine.handle(event, self.now_s):
+        commands = self.machine.handle(event, self.now_s)
+        self.check_chronicle(event, commands)
+        for command in commands:
             if not isinstance(command, Tell):
                 continue
             if isinstance(command.word, Run):
@@ -135,6 +140,17 @@ class Cluster:
                 self.given_up.add(command.agent)
         if begun:
             self.check_round(begun)
+
+    def check_chronicle(self, event: Event, commands: list[Command]) -> None:
+        """Who follows along knows the same nodes, in the same places."""
+        records = self.chronicle.follow(event, commands)
+        state = self.chronicle.state(self.machine.phase, self.machine.awaited)
+        if self.machine.phase is not Phase.OVER:
+            assert {node.agent for node in state.nodes} == set(self.machine.everyone)
+        for record in records:
+            if record["event"] == "round_formed":
+                placed = sorted(node.group_rank for node in state.nodes if node.group_rank is not None)
+                assert placed == [node["group_rank"] for node in record["nodes"]]
 
     def check_round(self, begun: dict[str, Place]) -> None:
         number = len(self.places)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,8 +28,33 @@ def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `compile()` was called on this module itself."""
-    return module._compiled_call_impl is not None
+    """Whether this module itself is compiled, with its hooks or without."""
+    return module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+def hook_before(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """A forward pre-hook, given arguments by name too. In modules that are alike it has the same name, unlike the
+    numbers that torch gives, so that one graph of torch.compile serves them all."""
+    name = _free_name(module._forward_pre_hooks)
+    module._forward_pre_hooks[name] = hook  # type: ignore[index]  # any key will do
+    module._forward_pre_hooks_with_kwargs[name] = True  # type: ignore[index]
+
+
+def hooks_before(module: nn.Module) -> list[Callable[..., Any]]:
+    """Its forward pre-hooks, whoever has made them."""
+    return list(module._forward_pre_hooks.values())
+
+
+def hook_after(module: nn.Module, hook: Callable[..., Any], *, always: bool = False) -> None:
+    """A forward hook, as above; `always`: also when the forward has raised."""
+    name = _free_name(module._forward_hooks)
+    module._forward_hooks[name] = hook  # type: ignore[index]
+    if always:
+        module._forward_hooks_always_called[name] = True  # type: ignore[index]
+
+
+def _free_name(hooks: Mapping[Any, object]) -> str:
+    return next(name for name in map("tp{}".format, count()) if name not in hooks)
 
 
 def saved_tensors_hooks() -> object:

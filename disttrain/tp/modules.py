@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Placement
+from disttrain.tp._torch import hook_after, hook_before
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
 
@@ -53,8 +54,8 @@ class FinishOutput:
 
 def hook(module: nn.Module, axis: Axis, given: Placement, wanted: Placement, finish: FinishOutput) -> None:
     """Let a module compute with its first input laid out as `wanted`; plain ones lie as `given`."""
-    module.register_forward_pre_hook(PrepareFirst(axis, given, wanted, first_input_name(module)), with_kwargs=True)
-    module.register_forward_hook(finish)
+    hook_before(module, PrepareFirst(axis, given, wanted, first_input_name(module)))
+    hook_after(module, finish)
 
 
 def first_input_name(module: nn.Module) -> str:

@@ -13,6 +13,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import check_none_is_left
 from disttrain.tp.plan_checks import check_plan
+from disttrain.tp.prepare import find_shared_layers
 from disttrain.tp.styles import ParallelStyle
 
 
@@ -54,6 +55,7 @@ def parallelize_module(
         elif changed is not submodule:
             module = changed
     check_none_is_left(module, axis)
+    find_shared_layers(module)
     return module
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
+from disttrain.tp._torch import hook_after, hook_before, hooks_before
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
 from disttrain.tp.modules import as_tuple, first_input_name
@@ -93,10 +94,10 @@ class PrepareModuleInput(ParallelStyle):
         first_name = None
         if isinstance(self.input_layouts, Placement):
             first_name = first_input_name(module)
-        prepare = _PrepareInputs(positional, named, self.shared_by, first_name)
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        prepare = PrepareInputs(positional, named, self.shared_by, first_name)
+        hook_before(module, prepare)
         for sharing in prepare.sharing.values():
-            module.register_forward_hook(sharing.release, always_call=True)
+            hook_after(module, sharing.release, always=True)
         return module
 
 
@@ -124,7 +125,7 @@ class PrepareModuleOutput(ParallelStyle):
         self._cuts(module, axis)
         given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
         conversions = tuple(_Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True))
-        module.register_forward_hook(_PrepareOutputs(conversions))
+        hook_after(module, _PrepareOutputs(conversions))
         return module
 
 
@@ -194,7 +195,7 @@ class _Conversion:
         return self.given if is_gather and isinstance(self.given, Shard) else None
 
 
-class _PrepareInputs:
+class PrepareInputs:
     """A forward pre-hook. It belongs to one module, and is copied with it."""
 
     def __init__(
@@ -213,6 +214,11 @@ class _PrepareInputs:
         }
         if positional is not None and first_name is not None:
             self.named.setdefault(first_name, positional[0])
+
+    def find_layers(self, module: nn.Module) -> None:
+        """Before a graph is made of the module: it would hold what is only so in the first call."""
+        if len(self.sharing) == 1:
+            next(iter(self.sharing.values())).find_layers(module)
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         if self.positional is not None and inputs:
@@ -274,3 +280,11 @@ def _check_pairs(
 
 def _refuse(problem: str, remedy: str, axis: Axis) -> None:
     raise ShardingError("parallelize_module", problem, remedy, rank=axis.world_rank)
+
+
+def find_shared_layers(module: nn.Module) -> None:
+    """Of all modules whose input is gathered for several layers, once these are cut."""
+    for submodule in module.modules():
+        for hook in hooks_before(submodule):
+            if isinstance(hook, PrepareInputs):
+                hook.find_layers(submodule)

@@ -47,15 +47,17 @@ class Sharing:
 
         Collective.
         """
+        if is_compiled(module):
+            # What a hook of the outermost compiled module makes is an output of a graph, whose gradient torch 2.13
+            # takes for a plain tensor where nobody uses it; or it is made outside, and not for the graph to see.
+            return None
         if self._layers is None:
-            self._layers = self._find(module)
+            self.find_layers(module)
         layers = self._layers
-        if torch.compiler.is_compiling() and is_compiled(module):
-            # What a hook of the outermost compiled module makes is an output of the graph, whose gradient torch 2.13
-            # takes for a plain tensor where nobody uses it.
+        if not layers:
             return None
         parameters = _parameters_of(layers)
-        if not layers or parameters is None:
+        if parameters is None:
             return None
         if takes_the_long_way(x):
             made = self._in_graph(x, [layer._tp for layer in layers], parameters)
@@ -113,7 +115,8 @@ class Sharing:
         ]
         return [DTensor.from_local(whole, self.axis.mesh, [Replicate()], grad_placements=[Partial()]), *results]
 
-    def _find(self, module: nn.Module) -> list[ColumnLinear]:
+    def find_layers(self, module: nn.Module) -> None:
+        """Those that take the input, if they are cut already."""
         named = module.children() if self.names is None else map(module.get_submodule, dict.fromkeys(self.names))
         layers = [
             layer
@@ -126,7 +129,7 @@ class Sharing:
         ]
         for place, layer in enumerate(layers):
             layer._tp_shared = (self, place)
-        return layers
+        self._layers = layers or None
 
     def _plan(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]

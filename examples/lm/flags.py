@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 MEMO = "flags.json"
 FIXED = ("preset", "data", "batch", "seq", "seed")
 """What a run keeps until its end: a resumed run with another value would be another run."""
-CHANGEABLE = ("steps", "lr", "dtype", "save_every", "eval_every")
+CHANGEABLE = ("steps", "lr", "dtype", "compile", "save_every", "eval_every")
 """What a resumed run takes on as well, unless told otherwise."""
 
 
@@ -81,6 +81,7 @@ def _parser() -> _Parser:
     add("--lr", type=_rate, default=3e-3, metavar="X", help="highest learning rate (default: 0.003)")
     add("--seed", type=_seed, default=0, metavar="N", help="of parameters, batches and continuation (default: 0)")
     add("--dtype", choices=("fp32", "bf16"), help="to compute in (default: bf16 on GPUs, fp32 on CPUs)")
+    add("--compile", action="store_true", help="compile the blocks; the first steps then take a minute or so")
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/lm-1, runs/lm-2, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
     add("--save-every", type=_count, default=100, metavar="N", help="steps between checkpoints (default: 100)")

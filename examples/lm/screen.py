@@ -11,6 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from disttrain.console import clock, short
+
 BAR_INTERVAL_S = 0.1
 LINE_INTERVAL_S = 10.0
 """How often there is a line where there is no terminal for a bar."""
@@ -37,12 +39,21 @@ class Meter:
         """The average over the last steps; None before the first."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the average over the last ones."""
+        return sum(self._times_s) / len(self._times_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self._tokens_per_step / self.step_s
+
     def status(self, memory_bytes: int) -> str:
         """All there is to know, in one line."""
-        step_s = sum(self._times_s) / len(self._times_s)
         return (
-            f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self._tokens_per_step / step_s)} tokens/s · "
-            f"{short(memory_bytes)}B · {clock(step_s * (self.num_steps - self.step))} left"
+            f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self.tokens_per_s)} tokens/s · "
+            f"{short(memory_bytes)}B · {clock(self.step_s * (self.num_steps - self.step))} left"
         )
 
 
@@ -124,19 +135,3 @@ def readable(data: bytes) -> str:
     """Bytes as text, with marks for what is none, so that no control sequence reaches the terminal."""
     text = data.decode("utf-8", "replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-def short(number: float) -> str:
-    """Three digits: 950, 11.2k, 539k, 1.16M."""
-    for unit in ("", "k", "M", "G"):
-        if number < 999.5:
-            return f"{number:.{0 if number >= 99.95 or not unit else 1 if number >= 9.995 else 2}f}{unit}"
-        number /= 1000
-    return f"{number:.0f}T"
-
-
-def clock(duration_s: float) -> str:
-    """m:ss, or h:mm:ss."""
-    minutes, seconds = divmod(round(duration_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -17,8 +17,14 @@ The parts, from the command line inwards:
     supervision         worker exits, signals and words in, what to stop and why it ended out; pure
     agent               the event loop that runs them
     worker, warden      processes: start one, find and stop all that it left behind
-    logs, screen, streams, output
-                        bytes of many streams in, whole prefixed lines and per-rank files out
+    logs, streams, output
+                        bytes of many streams in, whole lines and per-rank files out
+    folding             equal lines of ranks in, one line out; pure
+    merging, screen     its shell: prefixes, bars, the table's place, a terminal that may be slow
+    board, view         what scripts report; what there is to see of a job; as values
+    telling, table      a thread that tells it to the store; as a table
+    status, whereabouts the same from elsewhere; where jobs are
+    events, event_log   what happened as records, pure; their file
     outcome, report     how a job ended as a value, and as text
     dumps, dump_asking, dump_story
                         the flight recorders' dumps: where they go; of a job that fails, asked for and told

@@ -10,12 +10,14 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
+from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder
 from disttrain_launch.environment import Meeting, worker_environment
+from disttrain_launch.events import Record, exit_fields, happened
 from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.leftovers import state_of, stop_leftovers
 from disttrain_launch.link import JobLink
@@ -43,6 +45,7 @@ from disttrain_launch.supervision import (
     Tell,
     WorkersExited,
 )
+from disttrain_launch.telling import TableFeed
 from disttrain_launch.warden import Warden
 from disttrain_launch.worker import Worker
 
@@ -54,7 +57,7 @@ class Agent:
     """One node's workers, round after round.
 
     Args: name  of this agent, which its workers carry;  environ  that workers inherit;  meeting  where processes of the
-          job meet;  link  to node 0.
+          job meet;  link  to node 0;  board  of its workers;  has_table  whether this node shows the job's.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Agent:
         signals: SignalPipe,
         warden: Warden,
         link: JobLink,
+        board: Board,
+        has_table: bool,
     ) -> None:
         self._spec = spec
         self._name = name
@@ -77,9 +82,14 @@ class Agent:
         self._signals = signals
         self._warden = warden
         self._link = link
+        self._board = board
         self._bindings = chosen_bindings(spec.numa_binding, spec.num_local_workers, environ)
         self._selector = selectors.DefaultSelector()
         self.output = Output(spec, environ, self._selector)
+        self.feed = None
+        """Takes the table, where one can be shown."""
+        if has_table and self.output.can_show_table:
+            self.feed = TableFeed(is_coloured=not settings.NO_COLOR.read(environ))
         self.round = -1
         """The last one that it took part in."""
 
@@ -92,6 +102,7 @@ class Agent:
         self._group_rank = run.place.group_rank
         self._workers: dict[int, Worker] = {}
         self._running: set[int] = set()
+        self._board.begin(self.round)
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
         self._dump_folder = dump_folder(self._environ, self.round)
@@ -112,11 +123,13 @@ class Agent:
         try:
             for local_rank in range(self._spec.num_local_workers):
                 self._start_worker(local_rank, run)
+            self._link.tell([self._record("worker_started", worker) for worker in self._workers.values()])
             return self._loop()
         finally:
             self._signals.interrupts = False
             self._end_dumping()
-            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd):
+            feed_fd = None if self.feed is None else self.feed.fd
+            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd, feed_fd):
                 if fd is not None and fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
@@ -131,6 +144,8 @@ class Agent:
 
     def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}
+        inherited.pop(settings.REPORT_FILE.name, None)  # A launcher within a worker has pages of its own.
+        inherited.update(self._board.variables(local_rank))
         inherited[settings.FLIGHT_DIR.name] = str(self._dump_folder)
         environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
         with inherited_by_children(self._bindings[local_rank]):
@@ -138,6 +153,7 @@ class Agent:
         self._workers[local_rank] = worker
         self._running.add(local_rank)
         self._warden.started(worker.pid)
+        self._board.started(worker)
         self.output.add(worker)
 
     def _loop(self) -> Outcome:
@@ -146,9 +162,11 @@ class Agent:
         self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
         if self._meeting.server_fd is not None:
             self._selector.register(self._meeting.server_fd, selectors.EVENT_READ, self._meeting)
+        if self.feed is not None:
+            self._selector.register(self.feed.fd, selectors.EVENT_READ, self.feed)
         while self._outcome is None:
             self.output.balance()
-            for key, _ in self._selector.select(self._seconds_left()):
+            for key, _ in self._selector.select(self._seconds_left(self.output.move_due())):
                 match key.data:
                     case StreamPump() | Outlet():
                         self.output.move(key.data)
@@ -161,14 +179,20 @@ class Agent:
                         self._link.lose("its process ended.")
                     case _ if self._dumping is not None and self._dumping.is_over:
                         self._deadline_s = time.monotonic()
+                    case TableFeed():
+                        self.output.show_table(key.data.take())
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._deadline_s = None
                 self._end_dumping()
                 self._handle(DeadlinePassed())
         return self._outcome
 
-    def _seconds_left(self) -> float | None:
-        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+    def _seconds_left(self, output_s: float | None) -> float | None:
+        """Until something is to be done although nothing comes."""
+        if self._deadline_s is None:
+            return output_s
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        return left_s if output_s is None else min(left_s, output_s)
 
     def _read_signals(self) -> None:
         numbers = self._signals.read()
@@ -195,6 +219,9 @@ class Agent:
         if not ended:
             return
         self._running -= ended.keys()
+        for local_rank, end in ended.items():
+            self._board.ended(local_rank, end)
+        self._link.tell([self._exit_record(self._workers[local_rank], end) for local_rank, end in ended.items()])
         # What they said before they ended is shown before anything is said about their end.
         last_lines = {local_rank: self.output.drain(local_rank) for local_rank in ended}
         failures = [
@@ -204,8 +231,16 @@ class Agent:
         ]
         if not self._supervision.is_stopping:
             for failed in failures:
-                self.output.say(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
+                self.output.mention(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
         self._handle(WorkersExited(frozenset(ended), tuple(failures)))
+
+    def _record(self, event: str, worker: Worker, **more: Any) -> Record:
+        about = {"rank": worker.rank, "local_rank": worker.local_rank, "host": self._host, "pid": worker.pid}
+        return happened(event, round=self.round, **about, **more)
+
+    def _exit_record(self, worker: Worker, end: Exit) -> Record:
+        ran_s = round(time.monotonic() - worker.started_s, 3)
+        return self._record("worker_exited", worker, **exit_fields(end), ran_s=ran_s)
 
     def _failure(self, worker: Worker, end: Exit, last_lines: str) -> Failed:
         return Failed(
@@ -264,7 +299,7 @@ class Agent:
         count = len(self._running)
         again = "; again to kill them now" if number == signal.SIGINT else ""
         workers = f"{count} worker{'s' if count > 1 else ''} of this node"
-        self.output.say(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")
+        self.output.mention(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")
 
     def _say_awaited(self, local_ranks: frozenset[int]) -> None:
         ranks = ", ".join(str(self._workers[local_rank].rank) for local_rank in sorted(local_ranks))

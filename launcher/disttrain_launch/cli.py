@@ -17,11 +17,8 @@ from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.clusters.placing import placed
 from disttrain_launch.devices import num_gpus
 from disttrain_launch.flags import parse
-from disttrain_launch.job import OPERATION
+from disttrain_launch.job import NOT_STARTED, OPERATION
 from disttrain_launch.request import job_spec
-
-NOT_STARTED = 2
-"""Exit code when the job was not started as asked."""
 
 # What a machine may run out of at any step, and what to do then.
 _SHORTAGES = {
@@ -83,13 +80,23 @@ def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes
     # Only now: the help must not wait for the store's and the event loop's modules.
     from disttrain_launch.launch import run
 
-    return run(replace(spec, logs=replace(spec.logs, has_prefixes=has_prefixes)))
+    return run(
+        replace(spec, logs=replace(spec.logs, has_prefixes=has_prefixes, folds=spec.logs.folds and has_prefixes))
+    )
 
 
 def _submit(argv: Sequence[str]) -> int:
     from disttrain_launch.submit.command import submit  # only who submits needs it
 
     return submit(argv, settings.environment())
+
+
+def _status(argv: Sequence[str]) -> int:
+    from disttrain_launch.status import status  # only who asks needs it
+
+    # An interrupt ends the watching, not the program at once.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return status(argv)
 
 
 def _write_new_token(path: str) -> int:
@@ -103,4 +110,4 @@ def _write_new_token(path: str) -> int:
     return 0
 
 
-_COMMANDS = {"run": _run, "submit": _submit, "doctor": _doctor}
+_COMMANDS = {"run": _run, "submit": _submit, "doctor": _doctor, "status": _status}

@@ -26,13 +26,18 @@ class Meeting:
     server_fd: int | None = None
     """Readable when the store's server has ended, where workers alone use it: else those who use it notice."""
 
+    @property
+    def endpoint(self) -> str:
+        """Of the job's store: `host:port`."""
+        host = f"[{self.store_addr}]" if ":" in self.store_addr else self.store_addr
+        return f"{host}:{self.store_port}"
+
 
 def worker_environment(
     inherited: Mapping[str, str], spec: JobSpec, run: Run, meeting: Meeting, agent: str, local_rank: int
 ) -> dict[str, str]:
     """The whole environment of the worker with this `local_rank`."""
     place = run.place
-    host = f"[{meeting.store_addr}]" if ":" in meeting.store_addr else meeting.store_addr
     ours = {
         "RANK": place.first_rank + local_rank,
         "LOCAL_RANK": local_rank,
@@ -50,7 +55,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": spec.run_id,
         # The agent's store speaks disttrain's protocol; torch's own client could not talk to it.
         "TORCHELASTIC_USE_AGENT_STORE": False,
-        settings.STORE.name: f"{host}:{meeting.store_port}",
+        settings.STORE.name: meeting.endpoint,
         settings.ROUND.name: place.round,
         settings.AGENT.name: agent,
     }

@@ -38,7 +38,7 @@ _RIVALS = {
 # torchrun's flags that have no effect here, and what to do instead.
 _UNSUPPORTED = {
     "--start-method": "Workers are started by exec.",
-    "--event-log-handler": "Use --log-dir.",
+    "--event-log-handler": "Use --event-log.",
     "--run-path": "Give the script as it is.",
     "--duplicate-stdout-filters": "Filter the files under --log-dir.",
     "--duplicate-stderr-filters": "Filter the files under --log-dir.",
@@ -87,7 +87,8 @@ def make_parser() -> Parser:
         description="Start a script as many processes on one node or several, and watch over them.",
         usage="%(prog)s [run] [flags] script [script's arguments]\n"
         "       %(prog)s submit slurm|kubernetes|ssh [flags] script [script's arguments]\n"
-        "       %(prog)s doctor [flags]",
+        "       %(prog)s doctor [flags]\n"
+        "       %(prog)s status [--endpoint HOST:PORT --token-file FILE] [--watch] [--json]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -180,6 +181,14 @@ def _add_logs(parser: Parser) -> None:
     add_flag(group, "-r", "--redirects", default="0", metavar="STREAMS", help="these go to the files only")
     add_flag(group, "-t", "--tee", default="0", metavar="STREAMS", help="these go to files and screen")
     add_flag(group, "--local-ranks-filter", default="", metavar="0,1", help="only these workers' lines on the screen")
+    add_flag(group, "--no-fold", action="store_true", help="show equal lines of several ranks one by one")
+    add_flag(group, "-q", "--quiet", action="store_true", help="no table; of the launcher itself only why a job failed")
+    add_flag(
+        group,
+        "--event-log",
+        metavar="FILE",
+        help="node 0 writes what happens there, JSON line by line (default: events.jsonl in --log-dir)",
+    )
 
 
 def _add_ending(parser: Parser) -> None:

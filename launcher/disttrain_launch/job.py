@@ -14,6 +14,11 @@ OPERATION = "disttrain-launch"
 
 STOP_SLACK_S = 20.0
 """What stopping workers takes beyond their own time: dumps, the kernel, and the word about it."""
+UNNAMED = "none"
+"""Name of a job of several nodes that was given none."""
+
+NOT_STARTED = 2
+"""Exit code when the job was not started as asked."""
 
 STDOUT, STDERR = 1, 2
 STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
@@ -58,6 +63,12 @@ class LogPlan:
     shown_local_ranks: frozenset[int] | None = None
     """None: all."""
     has_prefixes: bool = True
+    folds: bool = True
+    """Whether equal lines of several ranks are shown as one."""
+    event_file: Path | None = None
+    """Where node 0 writes what happens, as JSON."""
+    is_quiet: bool = False
+    """The launcher itself says only why the job failed."""
 
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:
@@ -86,7 +97,7 @@ class JobSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """Port of the launcher's store on node 0; 0 (one node only): any free one."""
-    run_id: str = "none"
+    run_id: str = UNNAMED
     role: str = "default"
     num_threads: int = 1
     """Of each of several workers' CPU operators, unless the user has said."""

@@ -10,28 +10,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 
 from disttrain import __version__, settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
-from disttrain.store import HashStore, ServerProcess, Store, read_token, spawn_server, write_token
+from disttrain.store import HashStore, ServerProcess, Store, TCPStore, read_token, spawn_server, write_token
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
+from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder, with_dump_folder
 from disttrain_launch.environment import Meeting
+from disttrain_launch.event_log import EventLog
+from disttrain_launch.events import Chronicle, Record, cause_of
 from disttrain_launch.handed_token import STDIN, read_handed_token
-from disttrain_launch.job import OPERATION, JobSpec
+from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
 from disttrain_launch.link import JobLink
 from disttrain_launch.outcome import Interrupted, Outcome, signal_name
 from disttrain_launch.part import take_part
-from disttrain_launch.rendezvous import Leader, connect
+from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.sweeping import Sweeper
+from disttrain_launch.telling import Connect, Telling
+from disttrain_launch.view import JobState
 from disttrain_launch.warden import Warden
+from disttrain_launch.whereabouts import Address, leave_note
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
@@ -67,9 +73,10 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                meeting, link, leader = _meet(spec, cleanup, folder, name, host)
+                meeting, link, leader, connect = _meet(spec, cleanup, folder, name, host)
                 if leader is not None:
                     cleanup.callback(leader.join)
+                board = Board(folder, spec.num_local_workers)
                 agent = Agent(
                     spec,
                     name=name,
@@ -79,10 +86,13 @@ def run(spec: JobSpec) -> int:
                     signals=signals,
                     warden=warden,
                     link=link,
+                    board=board,
+                    has_table=leader is not None,
                 )
-                # The others' store goes with this node where it is node 0: they stop their workers first.
-                patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
-                return _take_part(spec, agent, link, signals, environ, host, folder, patience_s)
+                telling = Telling(connect, name, board, None if leader is None else lambda: leader.job, agent.feed)
+                telling.start()
+                cleanup.callback(telling.stop)
+                return _take_part(spec, agent, link, leader, signals, environ, host, folder)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -94,26 +104,35 @@ def _take_part(
     spec: JobSpec,
     agent: Agent,
     link: JobLink,
+    leader: Leader | None,
     signals: SignalPipe,
     environ: Mapping[str, str],
     host: str,
     folder: Path,
-    patience_s: float,
 ) -> int:
+    # The others' store goes with this node where it is node 0: they stop their workers first.
+    patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
     started_s = time.time()
     try:
-        done = take_part(spec, agent, link, signals, _say)
+        done = take_part(spec, agent, link, signals, _sayer(spec))
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
-        link.ended(agent.round, Interrupted(stop.number, spec.node_rank or 0, host))
+        interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
+        link.ended(agent.round, interrupted)
         link.stopped(agent.round)
         _hear_the_end(link, patience_s)
+        _log_end(leader, interrupted.exit_code, cause_of(interrupted))
         raise
-    except (DisttrainError, OSError):
+    except (DisttrainError, OSError) as error:
         _hear_the_end(link, patience_s)
+        _log_end(leader, NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
-    why = _story(dump_folder(environ, max(agent.round, 0)), folder, done.outcome, spec, started_s)
-    agent.output.say(ending(done.outcome, spec, done.note) + why)
+    dumps = dump_folder(environ, max(agent.round, 0))
+    # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
+    has_story = leader is not None or folder in dumps.parents
+    why = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
+    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     agent.output.flush()
     link.leave()
     return done.outcome.exit_code
@@ -127,6 +146,15 @@ def _story(dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, start
     return story(dumps, own_folder, outcome, spec, started_s)
 
 
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+    """The last records of the event log; `leader` None: another node writes it."""
+    if leader is None:
+        return
+    if verdict:
+        leader.log("verdict", text=verdict)
+    leader.log("job_ended", exit_code=exit_code, cause=cause)
+
+
 def _hear_the_end(link: JobLink, patience_s: float) -> None:
     """This node goes; node 0 has a moment to take note, so that the others don't have to miss it."""
     link.wait_for_end(patience_s)
@@ -135,8 +163,12 @@ def _hear_the_end(link: JobLink, patience_s: float) -> None:
 
 def _meet(
     spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
-) -> tuple[Meeting, JobLink, Leader | None]:
-    """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it."""
+) -> tuple[Meeting, JobLink, Leader | None, Connect]:
+    """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it.
+
+    Returns also how to reach the store into which others look.
+    """
+    say = _sayer(spec)
     token_file, token = _token(spec, folder)
     store_addr, store_port = spec.master_addr, spec.master_port
     server = _serve(spec, token)
@@ -146,21 +178,41 @@ def _meet(
         store_addr, store_port = server.host if is_loopback(server.host) else LOOPBACK, server.port
     store: Store
     # Where nobody else takes part the workers' store need not be asked.
-    store = connect(spec, store_addr, store_port, token, _say) if spec.num_nodes > 1 else HashStore()
+    store = connect(spec, store_addr, store_port, token, say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
     node = _node(spec, agent, host)
+
+    def reach() -> AbstractContextManager[Store]:
+        if spec.num_nodes > 1:
+            return nullcontext(store)
+        return closing(TCPStore(store_addr, store_port, is_master=False, token=token))
+
     leader, server_fd = None, None
     if server is not None and spec.num_nodes == 1:
         server_fd = os.pidfd_open(server.pid)
         cleanup.callback(os.close, server_fd)
     if server is not None:
-        sweeper = Sweeper(lambda: connect(spec, store_addr, store_port, token, _say))
         machine = Rendezvous(spec.terms, node, time.monotonic())
-        leader = Leader(store, machine, beat_s=spec.beat_s, close_s=spec.close_s, say=_say, begun=sweeper.begun)
+        events = EventLog(spec.logs.event_file)
+        cleanup.callback(events.close)
+        chronicle = Chronicle(JobState(spec.run_id, time.time(), spec.max_restarts))
+        leader = Leader(
+            store,
+            machine,
+            chronicle,
+            events.write,
+            beat_s=spec.beat_s,
+            close_s=spec.close_s,
+            say=say,
+            begun=Sweeper(reach).begun,
+        )
+        leader.log("job_started", **_about(spec, node))
         leader.start()
     where = f"{spec.master_addr}:{store_port}"
     link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=spec.max_missed_beats)
-    return Meeting(store_addr, store_port, token_file, spec.master_addr, server_fd), link, leader
+    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, server_fd)
+    leave_note(folder, Address(meeting.endpoint, str(token_file.absolute()) if token_file is not None else ""))
+    return meeting, link, leader, reach
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
@@ -206,6 +258,18 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
     )
 
 
+def _about(spec: JobSpec, node: Node) -> dict[str, str | int]:
+    """What the event log says of the job: not its arguments, since there may be secrets in them."""
+    return {
+        "job": spec.run_id,
+        "version": node.version,
+        "nodes": node.num_nodes,
+        "max_restarts": spec.max_restarts,
+        "host": node.host,
+        "pid": os.getpid(),
+    }
+
+
 def _temporary_directory() -> str:
     try:
         return tempfile.gettempdir()
@@ -218,6 +282,11 @@ def _hold_standard_fds() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
+
+
+def _sayer(spec: JobSpec) -> Say:
+    """How the launcher tells what is no failure."""
+    return (lambda text: None) if spec.logs.is_quiet else _say
 
 
 def _say(text: str) -> None:

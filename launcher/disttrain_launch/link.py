@@ -16,7 +16,8 @@ import time
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
 from disttrain.store.base import Store
-from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Report, Stopped, Word, decode, encode
+from disttrain_launch.events import Record
+from disttrain_launch.messages import Came, Done, Ended, Happened, Heard, Refused, Report, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost, Outcome
 from disttrain_launch.rendezvous import REPORTS, ROOM
 from disttrain_launch.rounds import Node
@@ -58,6 +59,10 @@ class JobLink:
     def stopped(self, round: int) -> None:
         """Say that none of this node's workers is left, without waiting."""
         self._report(Stopped(self._agent, round))
+
+    def tell(self, records: list[Record]) -> None:
+        """Have node 0 write down what happened, without waiting; what is reported later it hears later."""
+        self._reports.put(Happened(records))
 
     @property
     def word(self) -> Word | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from disttrain.errors import LaunchError
 from disttrain_launch.job import OPERATION
-from disttrain_launch.screen import ERASE_LINE, Screen
+from disttrain_launch.screen import ERASE_LINE
 
 MAX_LINE_BYTES = 1 << 20
 """A longer line is cut: a stream that never ends its line must not fill the memory."""
@@ -61,32 +60,44 @@ def _visible(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2].rpartition(ERASE_LINE)[2]
 
 
+class Voice(Protocol):
+    """A stream's way to the screen."""
+
+    def show_lines(self, lines: bytes) -> None:
+        """Whole lines, each with its newline."""
+        ...
+
+    def show_bar(self, text: bytes, *, is_bar: bool) -> None:
+        """A line that is not whole yet; `is_bar`: it overwrites itself."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
 class StreamPump:
     """Moves one stream to where it belongs and remembers its end for the report.
 
-    Args: fd  the pipe's reading end, non-blocking, owned from now on;  screen  None: not shown;
-          prefix  before each line on the screen;  log_file  None: not kept;  shows_bar  whether a progress bar is shown
-          while it moves, or its last state only;  say  shows a message of the launcher's own.
+    Args: fd  the pipe's reading end, non-blocking, owned from now on;  voice  None: not shown;
+          log_file  None: not kept;  shows_bar  whether a progress bar is shown while it moves, or its last state only;
+          say  shows a message of the launcher's own.
     """
 
     def __init__(
         self,
         fd: int,
         *,
-        screen: Screen | None,
-        prefix: bytes,
+        voice: Voice | None,
         log_file: BinaryIO | None,
         shows_bar: bool,
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.fd = fd
-        self._screen = screen
-        self._prefix = prefix
+        self._voice = voice
         self._log_file = log_file
         self._say = say
         self._shows_bar = shows_bar
-        self._clock = clock
         self._folder = LineFolder()
         self._tail = b""
         self._is_open = True
@@ -105,8 +116,8 @@ class StreamPump:
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._log_file is not None:
             self._keep(self._log_file, data)
-        if self._screen is not None:
-            self._show(self._screen, data)
+        if self._voice is not None:
+            self._show(self._voice, data)
         return True
 
     def drain(self) -> None:
@@ -120,8 +131,10 @@ class StreamPump:
         if not self._is_open:
             return
         self._is_open = False
-        if self._screen is not None and (lines := self._folder.end()):
-            self._screen.show_lines(self._prefix, lines)
+        if self._voice is not None:
+            if lines := self._folder.end():
+                self._voice.show_lines(lines)
+            self._voice.close()
         os.close(self.fd)
         if self._log_file is not None:
             self._log_file.close()
@@ -142,11 +155,11 @@ class StreamPump:
             log_file.close()
             self._say(f"{OPERATION}: {log_file.name} is not written any more: {error.strerror}.\n")
 
-    def _show(self, screen: Screen, data: bytes) -> None:
+    def _show(self, voice: Voice, data: bytes) -> None:
         if lines := self._folder.feed(data):
-            screen.show_lines(self._prefix, lines)
+            voice.show_lines(lines)
         if self._shows_bar and self._folder.unfinished:
-            screen.show_bar(self._prefix, self._folder.unfinished, self._clock(), is_bar=self._folder.is_bar)
+            voice.show_bar(self._folder.unfinished, is_bar=self._folder.is_bar)
 
 
 def log_path(directory: Path, rank: int, stream_name: str) -> Path:

@@ -45,7 +45,14 @@ class Heard:
     agent: str
 
 
-Report = Came | Ended | Stopped | Heard
+@dataclass(frozen=True)
+class Happened:
+    """To node 0: records for its event log, with which it does nothing else."""
+
+    records: list[dict[str, Any]]
+
+
+Report = Came | Ended | Stopped | Heard | Happened
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ Word = Run | Wait | Stop | Done | Refused
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Came, Ended, Stopped, Heard, Run, Wait, Stop, Done, Refused),
+        *(Came, Ended, Stopped, Heard, Happened, Run, Wait, Stop, Done, Refused),
         *(Succeeded, Failed, Interrupted, Changed, Lost, Node, Place),
     )
 }

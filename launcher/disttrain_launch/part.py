@@ -75,10 +75,10 @@ def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
 def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
     """How the last round ended, and what the next is."""
     place = run.place
-    text = "" if last is None else ending(last, spec)
+    text = "" if last is None else ending(last, spec, is_told_elsewhere=place.group_rank > 0)
     if isinstance(last, Changed):
         text = f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
     nodes = f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}"
     workers = f"{place.world_size} worker{'s' if place.world_size > 1 else ''}"
     restarts = f"; restart {run.num_restarts} of {spec.max_restarts}" if run.num_restarts else ""
-    agent.output.say(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")
+    agent.output.mention(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from disttrain.errors import (
     RendezvousError,
@@ -23,8 +24,9 @@ from disttrain.errors import (
 from disttrain.store import PrefixStore, TCPStore
 from disttrain.store.base import Store
 from disttrain_launch.addresses import free_port
+from disttrain_launch.events import Chronicle, Record, happened
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.messages import Came, Done, Ended, Heard, Run, Stopped, Word, decode, encode
+from disttrain_launch.messages import Came, Done, Ended, Happened, Heard, Run, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.rounds import Phase
@@ -82,15 +84,17 @@ class Pulse:
 class Leader:
     """Hears reports, keeps time and beats, and carries out what the machine decides, in a thread of its own.
 
-    Args: store  of the job;  machine  with node 0 as its leader;  beat_s  how often nodes beat;  close_s  how long it
-          waits at the end until all have heard that it is over;  say  to whoever started this launcher;  begun  is told
-          the number of each round that begins.
+    Args: store  of the job;  machine  with node 0 as its leader;  chronicle  of the job;  write  keeps what happened;
+          beat_s  how often nodes beat;  close_s  how long it waits at the end until all have heard that it is over;
+          say  to whoever started this launcher;  begun  is told the number of each round that begins.
     """
 
     def __init__(
         self,
         store: Store,
         machine: Rendezvous,
+        chronicle: Chronicle,
+        write: Callable[[Iterable[Record]], None],
         *,
         beat_s: float,
         close_s: float,
@@ -99,11 +103,15 @@ class Leader:
     ) -> None:
         self._store = PrefixStore(ROOM, store)
         self._machine = machine
+        self._chronicle = chronicle
+        self._write = write
         self._beat_s = beat_s
         self._close_s = close_s
         self._say = say
         self._begun = begun
         self._num_said = 0
+        self.job = chronicle.state(machine.phase, machine.awaited)
+        """How the job stands, for any thread."""
         self._pulse = Pulse(machine.terms.keep_alive_s)
         self._said_s = self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
@@ -116,11 +124,15 @@ class Leader:
         """Wait until all nodes have heard how it ended, `close_s` at most."""
         self._thread.join(self._close_s)
 
+    def log(self, event: str, **fields: Any) -> None:
+        """Write down what this node alone knows."""
+        self._write([happened(event, **fields)])
+
     def step(self) -> None:
         """Wait for the next report or deadline, and do what follows from it."""
         event = self._next_event()
         if event is not None:
-            self._carry_out(self._machine.handle(event, time.monotonic()))
+            self._handle(event, time.monotonic())
 
     def _run(self) -> None:
         try:
@@ -135,6 +147,13 @@ class Leader:
             self._tell({agent: Done(Lost(f"node 0 failed: {error!r}")) for agent in self._machine.everyone})
             raise
 
+    def _handle(self, event: Event, now_s: float) -> None:
+        commands = self._machine.handle(event, now_s)
+        self._write(self._chronicle.follow(event, commands))
+        self._carry_out(commands)
+        if commands or isinstance(event, TimePassed):
+            self.job = self._chronicle.state(self._machine.phase, self._machine.awaited)
+
     def _next_event(self) -> Event | None:
         now_s = time.monotonic()
         deadline_s = self._machine.deadline_s
@@ -144,6 +163,8 @@ class Leader:
             report = decode(self._store.queue_pop(REPORTS, timeout=max(wait_s, MIN_WAIT_S)))
             if isinstance(report, Came | Ended | Stopped | Heard):
                 return report
+            if isinstance(report, Happened):
+                self._write(report.records)
         except StoreTimeoutError:
             return self._look_around()
         except ValueError as error:
@@ -166,7 +187,7 @@ class Leader:
         if now_s - self._looked_s >= self._beat_s:
             self._looked_s = now_s
             for agent in self._silent(now_s):
-                self._carry_out(self._machine.handle(NodeLost(agent), now_s))
+                self._handle(NodeLost(agent), now_s)
 
     def _silent(self, now_s: float) -> list[str]:
         agents = self._machine.agents

@@ -17,11 +17,16 @@ _HINTS: dict[int, str] = {
 _FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
 
 
-def ending(outcome: Outcome, spec: JobSpec, note: str = "") -> str:
-    """What to say at the end, with `note` after it; empty when all went well."""
+def ending(outcome: Outcome, spec: JobSpec, note: str = "", *, is_told_elsewhere: bool = False) -> str:
+    """What to say at the end, with `note` after it; empty when all went well.
+
+    `is_told_elsewhere`: node 0 says all of it; here one line is enough.
+    """
     match outcome:
         case Succeeded():
             return ""
+        case Failed() if is_told_elsewhere:
+            return _who_failed(outcome)
         case Failed():
             return _failure(outcome) + (f"    {note}\n" if note else "")
         case Interrupted(number, node_rank, host):
@@ -41,15 +46,19 @@ def _failure(failed: Failed) -> str:
     lines = _last_lines(failed.last_lines)
     text = f"{OPERATION}: the last lines on stderr of rank {failed.rank}:\n" if lines else ""
     text += "".join(f"    {line}\n" for line in lines)
-    text += (
-        f"{OPERATION}: rank {failed.rank} failed first: {Exit(failed.returncode)} after {failed.ran_s:.1f} s "
-        f"[node {failed.node_rank}, host {failed.host}, local rank {failed.local_rank}, pid {failed.pid}]\n"
-    )
+    text += _who_failed(failed)
     if failed.returncode < 0 and (hint := _HINTS.get(-failed.returncode)):
         text += f"    {hint}\n"
     if failed.log_file:
         text += f"    its whole stderr: {Path(failed.log_file)}\n"
     return text
+
+
+def _who_failed(failed: Failed) -> str:
+    return (
+        f"{OPERATION}: rank {failed.rank} failed first: {Exit(failed.returncode)} after {failed.ran_s:.1f} s "
+        f"[node {failed.node_rank}, host {failed.host}, local rank {failed.local_rank}, pid {failed.pid}]\n"
+    )
 
 
 def _last_lines(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from disttrain.errors import LaunchError
 from disttrain_launch.addresses import LOOPBACK, is_loopback
 from disttrain_launch.devices import num_cores, num_gpus
 from disttrain_launch.handed_token import STDIN
-from disttrain_launch.job import OPERATION, JobSpec, LogPlan, StreamChoice, parse_stream_choice
+from disttrain_launch.job import OPERATION, UNNAMED, JobSpec, LogPlan, StreamChoice, parse_stream_choice
 
 DEFAULT_PORT = 29500
 MIN_MISSED_BEATS = 3
@@ -45,7 +45,7 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
             f"--master-addr {host} can be reached from the network, and the job has no token.",
             f"Make one with {OPERATION} --new-token FILE, copy it to all nodes, give it as --token-file FILE.",
         )
-    run_id = args.rdzv_id or ("none" if num_nodes > 1 else secrets.token_hex(8))
+    run_id = args.rdzv_id or (UNNAMED if num_nodes > 1 else secrets.token_hex(8))
     num_local_workers = _num_local_workers(args.nproc_per_node, args.oversubscribe, environ)
     return JobSpec(
         command=_command(args),
@@ -230,7 +230,16 @@ def _log_plan(args: argparse.Namespace, run_id: str) -> LogPlan:
         print(f"{OPERATION}: logs are in {directory}", file=sys.stderr)
     if directory is not None:
         _check_writable(directory)
-    return LogPlan(directory, only_file, file_and_screen, _local_ranks(args.local_ranks_filter))
+    event_file = None if directory is None else directory / "events.jsonl"
+    return LogPlan(
+        directory,
+        only_file,
+        file_and_screen,
+        _local_ranks(args.local_ranks_filter),
+        folds=not args.no_fold,
+        event_file=event_file if args.event_log is None else Path(args.event_log).absolute(),
+        is_quiet=args.quiet,
+    )
 
 
 def _file_name(text: str) -> str:

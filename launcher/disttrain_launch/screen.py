@@ -1,4 +1,4 @@
-"""The launcher's own stdout and stderr: whole lines of many workers, and one progress bar at the bottom.
+"""The launcher's own stdout and stderr: whole lines of many workers, at the bottom a table and one progress bar.
 
 Nothing here blocks: a reader that does not read (a pager, a stopped terminal) must not keep the agent from noticing
 that a worker died. What cannot be written now waits in memory, and `is_congested` asks for no more until it is gone.
@@ -12,7 +12,8 @@ import select
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from disttrain import settings
 
@@ -26,6 +27,7 @@ ERASE_LINE = b"\x1b[2K"
 _CLEAR_LINE = b"\r" + ERASE_LINE
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+_BOLD = 1
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 
@@ -79,26 +81,48 @@ class Outlet:
 
 
 class Screen:
-    """Lines and one bar on an outlet."""
+    """Lines on an outlet; on a terminal a table stays below them, and one bar below that."""
 
     def __init__(self, outlet: Outlet, *, is_terminal: bool) -> None:
         self.outlet = outlet
         self.is_terminal = is_terminal
+        self._table: Sequence[bytes] = ()
         self._bar = b""
+        self._drawn: list[bytes] = []
+        """The lines of table and bar, as they stand there."""
+        self._is_question = False
         self._bar_shown_s = float("-inf")
         self._is_cursor_hidden = False
 
-    def show_lines(self, prefix: bytes, lines: bytes) -> None:
-        """Show whole lines, each with its newline, above the bar; the bar of the same prefix is over."""
+    def show_lines(self, lines: bytes, *, ends_bar: bool = False) -> None:
+        """Show whole lines, each with its newline, above table and bar. `ends_bar`: they are what it came to."""
         self._watch_cursor(lines)
-        text = prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
-        if self._bar.startswith(prefix):
-            self._erase_bar()
-        self.outlet.put(_CLEAR_LINE + text + self._bar if self._bar else text)
+        if ends_bar:
+            self._bar = b""
+        self._draw(lines)
+
+    def show_bar(self, prefix: bytes, text: bytes, now_s: float, *, is_bar: bool) -> None:
+        """Show an unfinished line: below all others on a terminal, elsewhere now and then as a line of its own."""
+        self._watch_cursor(text)
+        if self.is_terminal:
+            self._bar = prefix + _cut(text, shutil.get_terminal_size().columns - _PREFIX_COLUMNS)
+            self._is_question = not is_bar
+            self._draw()
+        elif is_bar and now_s - self._bar_shown_s >= BAR_INTERVAL_S:
+            self._bar_shown_s = now_s
+            self.outlet.put(prefix + text + b"\n")
+
+    def show_table(self, lines: Sequence[bytes]) -> None:
+        """Show these lines, none wider than the terminal, in place of those before; empty: none."""
+        self._table = lines
+        # Who reads slowly gets no more than he takes.
+        if not self._asks and not self.outlet.is_waiting:
+            self._draw()
 
     def restore(self) -> None:
         """Leave the terminal as it was: a worker that was killed can't show the cursor that it hid."""
-        self._erase_bar()
+        self._bar, self._table = b"", ()
+        self._draw()
         if self._is_cursor_hidden:
             self.outlet.put(_SHOW_CURSOR)
 
@@ -106,20 +130,56 @@ class Screen:
         if self.is_terminal and b"\x1b[?25" in text:
             self._is_cursor_hidden = text.rfind(_HIDE_CURSOR) > text.rfind(_SHOW_CURSOR)
 
-    def _erase_bar(self) -> None:
-        if self._bar:
-            self._bar = b""
-            self.outlet.put(_CLEAR_LINE)
+    @property
+    def _asks(self) -> bool:
+        return bool(self._bar) and self._is_question
 
-    def show_bar(self, prefix: bytes, text: bytes, now_s: float, *, is_bar: bool) -> None:
-        """Show an unfinished line: below all others on a terminal, elsewhere now and then as a line of its own."""
-        self._watch_cursor(text)
-        if self.is_terminal:
-            self._bar = prefix + _cut(text, shutil.get_terminal_size().columns - _PREFIX_COLUMNS)
-            self.outlet.put(_CLEAR_LINE + self._bar)
-        elif is_bar and now_s - self._bar_shown_s >= BAR_INTERVAL_S:
-            self._bar_shown_s = now_s
-            self.outlet.put(prefix + text + b"\n")
+    def _draw(self, lines: bytes = b"") -> None:
+        """Write `lines` over table and bar, and these anew below them."""
+        erasure = self._erasure()
+        # Whoever answers a question ends its line, unseen by us: only that one line may stand there then.
+        table = () if self._asks else self._table
+        self._drawn = [*table, self._bar] if self._bar else [*table]
+        if text := erasure + lines + b"\n".join(self._drawn):
+            self.outlet.put(text)
+
+    def _erasure(self) -> bytes:
+        if not self._drawn:
+            return b""
+        # A terminal that was made narrower has wrapped them.
+        columns = max(shutil.get_terminal_size().columns, 1)
+        num_rows = sum(max(-(-_width(line) // columns), 1) for line in self._drawn)
+        return _CLEAR_LINE if num_rows == 1 else b"\r\x1b[%dA\x1b[J" % (num_rows - 1)
+
+
+class PlainVoice:
+    """One stream's own way to a screen, with a prefix before each line."""
+
+    def __init__(self, screen: Screen, prefix: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen = screen
+        self._prefix = prefix
+        self._clock = clock
+        self._has_bar = False
+
+    def show_lines(self, lines: bytes) -> None:
+        self._screen.show_lines(prefixed(self._prefix, lines), ends_bar=self._has_bar)
+        self._has_bar = False
+
+    def show_bar(self, text: bytes, *, is_bar: bool) -> None:
+        self._has_bar = True
+        self._screen.show_bar(self._prefix, text, self._clock(), is_bar=is_bar)
+
+    def close(self) -> None:
+        """Nothing is held back here."""
+
+
+def prefixed(prefix: bytes, lines: bytes) -> bytes:
+    """`prefix` before each of some whole lines."""
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+
+
+def _width(line: bytes) -> int:
+    return len(_ESCAPES.sub("", line.decode("utf-8", "replace")))
 
 
 def _cut(text: bytes, width: int) -> bytes:
@@ -154,8 +214,14 @@ def terminal_variables(screens: Mapping[int, Screen]) -> dict[str, str]:
     return {"FORCE_COLOR": "1", "COLUMNS": str(max(columns, 1))}
 
 
-def rank_prefix(rank: int, environ: Mapping[str, str], *, is_terminal: bool) -> bytes:
-    text = f"[rank {rank}]"
+def ranks_prefix(ranks: Iterable[int], environ: Mapping[str, str], *, is_terminal: bool) -> bytes:
+    """Such as `[rank 3] ` or `[ranks 0-7] `; on a terminal each rank has its colour."""
+    first, *others = sorted(ranks)
+    text, color = f"[rank {first}]", _COLORS[first % len(_COLORS)]
+    if others:
+        from disttrain.flight_recorder.record import ranks_text  # a start does not wait for it
+
+        text, color = f"[{ranks_text((first, *others))}]", _BOLD
     if is_terminal and not settings.NO_COLOR.read(environ):
-        text = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m"
+        text = f"\x1b[{color}m{text}\x1b[0m"
     return f"{text} ".encode()

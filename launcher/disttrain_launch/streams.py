@@ -20,6 +20,9 @@ class Streams:
         self._pumps: dict[tuple[int, int], StreamPump] = {}
         self._is_paused = False
 
+    def show_held(self) -> None:
+        """Show what is held back to be folded."""
+
     def add_pump(self, process: int, stream: int, pump: StreamPump) -> None:
         """Move this stream from now on."""
         self._pumps[process, stream] = pump
@@ -57,7 +60,8 @@ class Streams:
     def say(self, text: str) -> None:
         """A message of the launcher's own, whole lines, after what processes have printed so far."""
         if text:
-            self.screens[STDERR].show_lines(b"", text.encode("utf-8", "replace"))
+            self.show_held()
+            self.screens[STDERR].show_lines(text.encode("utf-8", "replace"))
 
     def end_all(self) -> None:
         """Move the rest; the processes are gone. Others may follow."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from disttrain.errors import DisttrainError
 from disttrain.store.base import Store
@@ -15,11 +16,11 @@ KEPT_ROUNDS = 2
 class Sweeper:
     """Removes keys in a thread of its own: there is one for some of each rank's, and nobody shall wait for that.
 
-    Args: open_store  a connection to the store that workers use, closed here after each sweep.
+    Args: reach  gives the store that workers use, for each sweep.
     """
 
-    def __init__(self, open_store: Callable[[], Store]) -> None:
-        self._open_store = open_store
+    def __init__(self, reach: Callable[[], AbstractContextManager[Store]]) -> None:
+        self._reach = reach
 
     def begun(self, round: int) -> None:
         """Return at once."""
@@ -28,12 +29,9 @@ class Sweeper:
 
     def _sweep(self, round: int) -> None:
         try:
-            store = self._open_store()
-            try:
+            with self._reach() as store:
                 # Each world of the round has its keys below this: `init_process_group` sees to it.
                 for key in store.list_keys(f"round-{round}/"):
                     store.delete_key(key)
-            finally:
-                store.close()
         except DisttrainError:
             return  # The store is gone, or slow: keys that stay do no harm.

@@ -25,6 +25,7 @@ TORCH_FREE = {
     "disttrain.flight_recorder.watch": "disttrain/flight_recorder/watch.py",
     "disttrain.pipelining": "disttrain/pipelining/__init__.py",
     "disttrain.pipelining.cli": "disttrain/pipelining/cli.py",
+    "disttrain.reports": "disttrain/reports.py",
     "disttrain.settings": "disttrain/settings.py",
     "disttrain.store": "disttrain/store/__init__.py",
     "disttrain.store.server": "disttrain/store/server.py",

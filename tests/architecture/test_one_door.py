@@ -13,6 +13,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_DOOR = {"disttrain/settings.py"}
 TORCH_DOORS = {
     "disttrain/process_group/_c10d.py",  # transports
+    "disttrain/compiling/_torch.py",  # dispatch modes, compiled modules
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
     "disttrain/pipelining/_torch.py",  # hooks of tensors, nested values
@@ -21,6 +22,7 @@ TORCH_DOORS = {
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 LAUNCHER_KNOWS = {
     "disttrain.__version__",
+    "disttrain.console",
     "disttrain.durations",
     "disttrain.errors",
     "disttrain.flight_recorder.analysis",
@@ -34,6 +36,7 @@ LAUNCHER_KNOWS = {
     "disttrain.flight_recorder.ring_layout",
     "disttrain.flight_recorder.ring_reader",
     "disttrain.flight_recorder.verdict",
+    "disttrain.reports",
     "disttrain.settings",
     "disttrain.store",
 }

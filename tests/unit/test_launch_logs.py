@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from disttrain.errors import LaunchError
 from disttrain_launch.logs import MAX_LINE_BYTES, LineFolder, StreamPump, log_path, open_log
-from disttrain_launch.screen import BAR_INTERVAL_S, Outlet, Screen, rank_prefix, terminal_variables
+from disttrain_launch.screen import BAR_INTERVAL_S, Outlet, PlainVoice, Screen, ranks_prefix, terminal_variables
+from tests.terminal import Terminal
 
 CUTS = st.lists(st.integers(0, 200), max_size=12)
 
@@ -85,7 +86,8 @@ def test_a_pump_shows_keeps_and_remembers(tmp_path: Path) -> None:
     os.set_blocking(reading, False)
     screen = screen_on(tmp_path / "screen", is_terminal=False)
     log_file = open_log(log_path(tmp_path, 3, "stderr"), "run")
-    pump = StreamPump(reading, screen=screen, prefix=b"[rank 3] ", log_file=log_file, shows_bar=False, say=print)
+    voice = PlainVoice(screen, b"[rank 3] ")
+    pump = StreamPump(reading, voice=voice, log_file=log_file, shows_bar=False, say=print)
     os.write(writing, b"one\ntwo\nhal")
     pump.drain()
     os.write(writing, b"f\r100%")
@@ -123,18 +125,45 @@ def test_off_a_terminal_a_bar_is_a_line_now_and_then(tmp_path: Path) -> None:
 
 def test_on_a_terminal_lines_go_above_the_bar(tmp_path: Path) -> None:
     screen = screen_on(tmp_path / "screen", is_terminal=True)
-    screen.show_bar(b"[rank 0] ", b"10%", 0.0, is_bar=True)
-    screen.show_lines(b"[rank 1] ", b"hello\n")
-    screen.show_lines(b"[rank 0] ", b"done\n")
-    screen.show_lines(b"[rank 1] ", b"bye\n")
+    first, second = (PlainVoice(screen, b"[rank %d] " % rank) for rank in (0, 1))
+    first.show_bar(b"10%", is_bar=True)
+    second.show_lines(b"hello\n")
+    first.show_lines(b"done\n")
+    second.show_lines(b"bye\n")
     clear = b"\r\x1b[2K"
     expected = (
-        clear + b"[rank 0] 10%",
+        b"[rank 0] 10%",
         clear + b"[rank 1] hello\n[rank 0] 10%",
         clear + b"[rank 0] done\n",
         b"[rank 1] bye\n",
     )
     assert (tmp_path / "screen").read_bytes() == b"".join(expected)
+
+
+def test_a_table_stays_below_the_lines_and_above_the_bar() -> None:
+    terminal = Terminal(columns=40, num_rows=8)
+    screen = terminal.screen()
+    for number in range(6):
+        screen.show_lines(b"line %d\n" % number)
+        screen.show_table([b"---", b"step %d" % number])
+    screen.show_bar(b"[rank 0] ", b"10%", 0.0, is_bar=True)
+    assert terminal.shown()[-5:] == ["line 4", "line 5", "---", "step 5", "[rank 0] 10%"]
+    screen.show_lines(b"[rank 0] done\n", ends_bar=True)
+    assert terminal.shown()[-4:] == ["line 5", "[rank 0] done", "---", "step 5"]
+    screen.restore()
+    assert terminal.shown() == [*(f"line {number}" for number in range(6)), "[rank 0] done"]
+
+
+def test_while_somebody_answers_a_question_there_is_no_table() -> None:
+    terminal = Terminal(columns=40, num_rows=8)
+    screen = terminal.screen()
+    screen.show_table([b"---", b"step 1"])
+    screen.show_bar(b"[rank 0] ", b"(Pdb) ", 0.0, is_bar=False)
+    terminal.feed(b"print")
+    screen.show_table([b"---", b"step 2"])
+    terminal.feed(b"(x)\n")
+    screen.show_lines(b"[rank 0] 3\n", ends_bar=True)
+    assert terminal.shown() == ["[rank 0] (Pdb) print(x)", "[rank 0] 3", "---", "step 2"]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +178,12 @@ def test_a_bar_never_wraps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text
     monkeypatch.setenv("COLUMNS", "20")
     screen = screen_on(tmp_path / "screen", is_terminal=True)
     screen.show_bar(b"[rank 0] ", text, 0.0, is_bar=True)
-    assert (tmp_path / "screen").read_bytes() == b"\r\x1b[2K[rank 0] " + shown
+    assert (tmp_path / "screen").read_bytes() == b"[rank 0] " + shown
 
 
 def test_a_hidden_cursor_is_shown_again(tmp_path: Path) -> None:
     screen = screen_on(tmp_path / "screen", is_terminal=True)
-    screen.show_lines(b"", b"\x1b[?25lhidden\n")
+    screen.show_lines(b"\x1b[?25lhidden\n")
     screen.show_bar(b"[rank 0] ", b"10%", 0.0, is_bar=True)
     screen.restore()
     assert (tmp_path / "screen").read_bytes().endswith(b"[rank 0] 10%\r\x1b[2K\x1b[?25h")
@@ -194,10 +223,12 @@ def test_nobody_reading_any_more_is_no_error() -> None:
     os.close(writing)
 
 
-def test_prefixes_are_coloured_on_a_terminal_unless_unwanted() -> None:
-    assert rank_prefix(3, {}, is_terminal=False) == b"[rank 3] "
-    assert rank_prefix(3, {"NO_COLOR": "1"}, is_terminal=True) == b"[rank 3] "
-    assert rank_prefix(3, {}, is_terminal=True) == b"\x1b[35m[rank 3]\x1b[0m "
+def test_prefixes_name_the_ranks_and_have_colours_on_a_terminal() -> None:
+    assert ranks_prefix([3], {}, is_terminal=False) == b"[rank 3] "
+    assert ranks_prefix([3], {"NO_COLOR": "1"}, is_terminal=True) == b"[rank 3] "
+    assert ranks_prefix([3], {}, is_terminal=True) == b"\x1b[35m[rank 3]\x1b[0m "
+    assert ranks_prefix({4, 0, 1, 2}, {}, is_terminal=False) == b"[ranks 0-2, 4] "
+    assert ranks_prefix({0, 1, 2}, {}, is_terminal=True) == b"\x1b[1m[ranks 0-2]\x1b[0m "
 
 
 def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
@@ -206,7 +237,7 @@ def test_a_full_disk_ends_the_log_and_not_the_job(tmp_path: Path) -> None:
     os.set_blocking(reading, False)
     with open(tmp_path / "screen", "wb", buffering=0) as screen_file, open("/dev/full", "wb", buffering=0) as full:
         screen = Screen(Outlet(screen_file.fileno()), is_terminal=False)
-        pump = StreamPump(reading, screen=screen, prefix=b"", log_file=full, shows_bar=False, say=said.append)
+        pump = StreamPump(reading, voice=PlainVoice(screen, b""), log_file=full, shows_bar=False, say=said.append)
         for line in (b"one\n", b"two\n"):
             os.write(writing, line)
             pump.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
+from disttrain_launch.events import Chronicle, Record
 from disttrain_launch.link import JobLink
 from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
@@ -19,6 +21,7 @@ from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tel
 from disttrain_launch.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
 from disttrain_launch.sweeping import Sweeper
+from disttrain_launch.view import JobState
 from tests.rendezvous_model import failed
 
 
@@ -157,7 +160,7 @@ def test_what_old_rounds_left_in_the_store_goes() -> None:
     kept = {"round-1/job/1/a", "round-2/job/1/a", "round-10/job/1/a", "mine"}
     for key in {"round-0/job/1/a", "round-0/job/2/b", *kept}:
         store.set(key, "")
-    sweeper = Sweeper(store.clone)
+    sweeper = Sweeper(lambda: nullcontext(store))
     for number in range(3):
         sweeper.begun(number)
     until_s = time.monotonic() + 10.0
@@ -280,7 +283,10 @@ class SlowStore(HashStore):
 def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) -> None:
     store = SlowStore()
     nodes = [node(rank, 2) for rank in range(2)]
-    leader = Leader(store, Rendezvous(Terms(2, 2), nodes[0], time.monotonic()), beat_s=0.05, close_s=3.0, say=print)
+    records: list[Record] = []
+    chronicle = Chronicle(JobState("job", 0.0, 0))
+    machine = Rendezvous(Terms(2, 2), nodes[0], time.monotonic())
+    leader = Leader(store, machine, chronicle, records.extend, beat_s=0.05, close_s=3.0, say=print)
     leader.start()
     links = [JobLink(store, "host-0:1", one, beat_s=0.05, max_missed_beats=160) for one in nodes]
     for link in links:

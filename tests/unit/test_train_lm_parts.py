@@ -10,9 +10,10 @@ from lm import flags
 from lm import record as record_module
 from lm.model import PRESETS, Llama
 from lm.record import Record, Row
-from lm.screen import clock, readable, short
+from lm.screen import readable
 from lm.text import Text, read_text
 
+from disttrain.console import clock, short
 from disttrain.errors import SettingError
 
 

@@ -18,7 +18,7 @@ from disttrain_launch.job import OPERATION, STDERR, STDOUT
 from disttrain_launch.logs import StreamPump
 from disttrain_launch.outcome import Exit
 from disttrain_launch.report import node_that_failed
-from disttrain_launch.screen import Outlet
+from disttrain_launch.screen import Outlet, PlainVoice
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.streams import Streams
 from disttrain_launch.submit.ssh import Order
@@ -96,8 +96,7 @@ class FanOut:
     def _make_pump(self, node_rank: int, stream: int, fd: int) -> StreamPump:
         return StreamPump(
             fd,
-            screen=self._streams.screens[stream],
-            prefix=b"",  # The launchers have put one before each line.
+            voice=PlainVoice(self._streams.screens[stream], b""),  # The launchers have put prefixes before the lines.
             log_file=None,
             shows_bar=node_rank == 0,
             say=self._streams.say,

@@ -15,8 +15,7 @@ import threading
 from typing import Any, BinaryIO
 
 from disttrain import settings
-from disttrain_launch.cli import NOT_STARTED
-from disttrain_launch.job import OPERATION
+from disttrain_launch.job import NOT_STARTED, OPERATION
 from disttrain_launch.outcome import Exit
 
 ORDER_WAIT_S = 60.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -74,7 +75,9 @@ class Launches:
     def environ(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
         path = os.pathsep.join([str(ROOT), str(ROOT / "launcher"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        return {**kept, "PYTHONPATH": path, "TMPDIR": str(self.folder), "CUDA_VISIBLE_DEVICES": "", MARK: self.mark}
+        ours = {"PYTHONPATH": path, "TMPDIR": str(self.folder), "CUDA_VISIBLE_DEVICES": "", MARK: self.mark}
+        # Whether ranks say the same at the same time depends on the machine.
+        return {**kept, **ours, "DISTTRAIN_LAUNCH_NO_FOLD": "1"}
 
     def living(self) -> list[psutil.Process]:
         """Every live process that a launcher of this test started, directly or not."""
@@ -89,6 +92,13 @@ class Launches:
             return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
+
+
+@pytest.fixture
+def port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

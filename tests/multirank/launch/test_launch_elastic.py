@@ -6,14 +6,12 @@ import csv
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import pytest
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
@@ -27,12 +25,6 @@ TELLING = f"""
     while not os.path.exists("finish") and time.monotonic() < until_s:
         time.sleep(0.05)
 """
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start(launches: Launches, port: int, nodes: str, *argv: str) -> subprocess.Popen[str]:

@@ -1,0 +1,23 @@
+"""torch.compile for models made of repeated blocks: each kind of block is compiled once.
+
+from disttrain.compiling import compile_blocks
+
+print(compile_blocks(model))    # what was found; the first step compiles it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disttrain.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from disttrain.compiling.blocks import CompiledBlocks as CompiledBlocks
+    from disttrain.compiling.blocks import compile_blocks as compile_blocks
+    from disttrain.compiling.kinds import Kind as Kind
+
+_MODULE_OF = {"CompiledBlocks": "blocks", "Kind": "kinds", "compile_blocks": "blocks"}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

@@ -1,0 +1,115 @@
+"""What a training script tells whoever watches it: `disttrain.report(step=step, loss=loss, tokens_per_s=rate)`.
+
+The launcher makes a page for each rank, a mapped file. A report overwrites the one before; the launcher looks about
+once a second. So a report is a copy within memory: no system call, no lock, nobody to wait for, however often it is
+made. Torch-free.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import numbers
+import os
+import struct
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from disttrain import settings
+
+PAGE_BYTES: Final = 4096
+_HEAD: Final = struct.Struct("<II")
+"""Bytes of the text, and their CRC-32: who reads while another writes sees that they don't fit."""
+
+Numbers = Mapping[str, int | float | None]
+"""None: something that is no number."""
+
+
+def report(
+    step: int | None = None, loss: float | None = None, tokens_per_s: float | None = None, **others: float
+) -> None:
+    """Show how far this rank is, in the launcher's table and in `disttrain-launch status`; elsewhere do nothing.
+
+    Of several ranks the table shows the lowest step, and the highest where it differs; the sum of what is named
+    `..._per_s`, so that each rank says its own part, or one rank all of it; of everything else the mean.
+
+    It never raises, and never waits. A tensor is no number, since a GPU would have to be waited for: it is shown as
+    `?`. Give `loss.item()` where its value is known anyway. What has more than 4 KiB in all is not shown.
+
+    Args: step  behind the rank, counted from 0 or 1;  loss  in its own unit;  tokens_per_s  since the last report;
+          others  under their names. None: not told.
+    """
+    page = _own_page()
+    if page is None:
+        return
+    told = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
+    write(page, {name: _plain(value) for name, value in told.items() if value is not None})
+
+
+def write(page: mmap.mmap, told: Numbers) -> None:
+    """Put `told` on the page, with the time; where it is too long, leave the page as it is."""
+    try:
+        text = msgpack.packb([time.time(), told])
+    except ValueError:
+        return  # A name that no text can hold.
+    if _HEAD.size + len(text) <= PAGE_BYTES:
+        page[: _HEAD.size + len(text)] = _HEAD.pack(len(text), zlib.crc32(text)) + text
+
+
+def read(page: bytes) -> tuple[float, dict[str, int | float | None]] | None:
+    """When the last report was made, in seconds since 1970, and what it says; None: there is none, or it is being
+    written."""
+    if len(page) < PAGE_BYTES:
+        return None
+    size_bytes, checksum = _HEAD.unpack_from(page)
+    text = page[_HEAD.size : _HEAD.size + size_bytes]
+    if not text or zlib.crc32(text) != checksum:
+        return None
+    try:
+        time_s, told = msgpack.unpackb(text)
+        return float(time_s), {str(name): _plain(value) for name, value in told.items()}
+    except (ValueError, TypeError, AttributeError):
+        return None  # Somebody else's bytes.
+
+
+def make_page(file: Path) -> None:
+    """Make a page with nothing on it, or wipe it. Only its owner can read it. Raises OSError."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Where the disk is full this fails; a process that writes to a page that cannot be had would die of it.
+        os.posix_fallocate(fd, 0, PAGE_BYTES)
+        os.pwrite(fd, bytes(PAGE_BYTES), 0)
+    finally:
+        os.close(fd)
+
+
+def open_page(file: Path) -> mmap.mmap:
+    """Map a page. Raises OSError or ValueError where `file` is none."""
+    fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(fd, PAGE_BYTES)
+    finally:
+        os.close(fd)
+
+
+@functools.cache
+def _own_page() -> mmap.mmap | None:
+    file = settings.REPORT_FILE.read()
+    try:
+        return None if file is None else open_page(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> int | float | None:
+    if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
+        return int(value)
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except (ValueError, OverflowError):
+        return None
