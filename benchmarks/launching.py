@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import select
 import signal
 import socket
 import statistics
@@ -33,6 +34,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "launching.json"
 LIMIT_S = 120.0
+STEP_LIMIT_S = 40.0
 SCRIPT = """
 import os, sys, time
 def say(what):
@@ -55,8 +57,8 @@ dist.destroy_process_group()
 """
 
 
-class Ended(Exception):
-    """A launcher gave up: torchrun's restarts fail at times, at the port that its last round still holds."""
+class NoStepError(Exception):
+    """A launcher ended, or its workers do not get on: torchrun's, started again, wait at times for peers that are gone."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,12 @@ class Run:
         """When the last of the next `count` workers said it, in seconds since the epoch."""
         times_s: list[float] = []
         assert self.process.stdout is not None
+        until_s = time.monotonic() + STEP_LIMIT_S
         while len(times_s) < count:
-            line = self.process.stdout.readline().decode()
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until_s - time.monotonic()))
+            line = self.process.stdout.readline().decode() if ready else ""
             if not line:
-                raise Ended
+                raise NoStepError
             words = line.rpartition("] ")[2].split()
             if words[:1] == [what]:
                 times_s.append(float(words[1]))
@@ -105,6 +109,7 @@ class Run:
 class Bench:
     def __init__(self, num_workers: int, folder: Path) -> None:
         self.num_workers = num_workers
+        self.runs: list[Run] = []
         self.script = folder / "script.py"
         self.script.write_text(SCRIPT)
         self.environ = {
@@ -121,9 +126,22 @@ class Bench:
         began_s = time.time()
         command = [*launcher, *flags, str(self.script), *argv]
         process = subprocess.Popen(
-            command, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            command,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,  # what is read is waited for
         )
-        return Run(process, began_s)
+        self.runs.append(Run(process, began_s))
+        return self.runs[-1]
+
+    def clean(self) -> None:
+        """End what a trial has left."""
+        for run in self.runs:
+            if run.process.poll() is None:
+                self.end(run)
+        self.runs.clear()
 
     def end(self, run: Run) -> None:
         run.process.send_signal(signal.SIGTERM)
@@ -209,8 +227,9 @@ def measure(bench: Bench, num_repeats: int) -> list[dict[str, object]]:
             for name, one in measured.items():
                 try:
                     times_s[name].append(round(one(), 4))
-                except Ended:
+                except NoStepError:
                     num_failed[name] += 1
+                bench.clean()
         medians_s = {name: round(statistics.median(times), 3) for name, times in times_s.items() if times}
         row: dict[str, object] = {"case": case, "median_s": medians_s, "times_s": times_s, "failed": num_failed}
         if TORCHRUN.name in medians_s:
