@@ -58,7 +58,7 @@ dist.destroy_process_group()
 
 
 class NoStepError(Exception):
-    """A launcher ended, or its workers do not get on: torchrun's, started again, wait at times for peers that are gone."""
+    """A launcher ended, or its workers do not get on: those of torchrun wait at times for peers that are gone."""
 
 
 @dataclass(frozen=True)
