@@ -3,12 +3,12 @@
     python benchmarks/checkpoint.py [--mib 2048] [--rounds 5] [--directory DIR]
 
 "plain" writes the same bytes with four threads to four files through the page cache and syncs them, "plain direct" does
-so with O_DIRECT, as the plain read does: what the machine itself takes. That reads into one large memory, and once more
-into a piece for each thread, as a reader does that verifies and copies: disks may be slower then. Before each read the
-files are dropped from the page cache. "stall" is the time until an asynchronous save gives the caller its tensors back,
-when it has been used before; that of small tensors is the processor's time of the calling thread. Bytes read: three
-ranks load what four have saved. "4 ranks, replicated": all want the same bytes, and read them for each other, or each
-for itself. The load of the machine is that at the beginning and at the end.
+so with O_DIRECT, as the plain read does: what the machine itself takes, from and to memory in large pages, of which a
+disk takes more at once. Before each read the files are dropped from the page cache. "stall" is the time until an
+asynchronous save gives the caller its tensors back, when it has been used before; that of small tensors is the
+processor's time of the calling thread. Bytes read: three ranks load what four have saved. "4 ranks, replicated": all
+want the same bytes, and read them for each other, or each for itself. The load of the machine is that at the beginning
+and at the end.
 Writes benchmarks/results/checkpoint.json.
 """
 
@@ -19,7 +19,6 @@ import contextlib
 import importlib.metadata
 import io
 import json
-import mmap
 import os
 import platform
 import shutil
@@ -41,6 +40,7 @@ import torch.distributed.checkpoint as torch_checkpoint
 
 from disttrain import barrier, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, LocalStorage, load, save
+from disttrain.checkpoint.local_file import aligned_memory
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.testing import RankPool, run_threads
 
@@ -77,17 +77,15 @@ def write_plainly(folder: Path, data: memoryview, flags: int) -> None:
         list(pool.map(write, range(NUM_FILES)))
 
 
-def read_plainly(folder: Path, data: memoryview | None, num_bytes: int) -> None:
-    """By as many threads as files, past the page cache; into `data`, or each thread into a piece of its own."""
-    size = num_bytes // NUM_FILES
+def read_plainly(folder: Path, data: memoryview) -> None:
+    """By as many threads as files, past the page cache."""
+    size = len(data) // NUM_FILES
 
     def read(number: int) -> None:
         descriptor = os.open(folder / str(number), os.O_RDONLY | os.O_DIRECT)
-        own = memoryview(mmap.mmap(-1, PIECE_BYTES))
-        for start in range(0, size, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, size)
-            piece = own[: stop - start] if data is None else data[number * size + start : number * size + stop]
-            os.preadv(descriptor, [piece], start)
+        for start in range(number * size, (number + 1) * size, PIECE_BYTES):
+            piece = data[start : min(start + PIECE_BYTES, (number + 1) * size)]
+            os.preadv(descriptor, [piece], start - number * size)
         os.close(descriptor)
 
     with ThreadPoolExecutor(NUM_FILES) as pool:
@@ -133,7 +131,7 @@ def one_round(directory: Path, state: State, memory: memoryview, small: State) -
         "write: torch": lambda folder: torch_save(state, folder),
     }
     reads: dict[str, Callable[[Path], Any]] = {
-        "plain direct": lambda folder: read_plainly(folder, memory, len(memory)),
+        "plain direct": lambda folder: read_plainly(folder, memory),
         "disttrain": lambda folder: load(state, folder),
         "torch": lambda folder: torch_load(state, folder),
     }
@@ -143,9 +141,6 @@ def one_round(directory: Path, state: State, memory: memoryview, small: State) -
         forget(folder)
         if side in reads:
             taken[f"read: {side.removesuffix(' direct')}"] = seconds(reads[side], folder)
-        if side == "plain direct":
-            forget(folder)
-            taken["read: plain, a piece per thread"] = seconds(read_plainly, folder, None, len(memory))
         shutil.rmtree(folder)
     for side, write, read in (("disttrain", save, load), ("torch", torch_save, torch_load)):
         folder = directory / "small"
@@ -273,7 +268,7 @@ def main() -> None:
     loads = [os.getloadavg()[0]]
     directory = Path(tempfile.mkdtemp(dir=arguments.directory))
     state, small = large_state(arguments.mib), small_state()
-    memory = memoryview(mmap.mmap(-1, arguments.mib << 20))
+    memory = aligned_memory(arguments.mib << 20)
     for start in range(0, len(memory), PIECE_BYTES):
         memory[start : start + PIECE_BYTES] = os.urandom(1 << 20) * (PIECE_BYTES >> 20)
     taken: dict[str, list[float]] = {}
@@ -295,7 +290,6 @@ def main() -> None:
         "write / plain direct": medians["write: disttrain"] / medians["write: plain direct"],
         "write / torch": medians["write: disttrain"] / medians["write: torch"],
         "read / plain": medians["read: disttrain"] / medians["read: plain"],
-        "read / plain, a piece per thread": medians["read: disttrain"] / medians["read: plain, a piece per thread"],
         "read / torch": medians["read: disttrain"] / medians["read: torch"],
         "bytes read / bytes needed": ratio,
         "replicated: read for each other / for itself": medians[f"{NUM_RANKS} ranks, replicated: read for each other"]

@@ -5,7 +5,8 @@
 A model under `fully_shard` whose parameters and moments take `--gib` of each rank. "stall": how long the call keeps the
 host, of the first save and of later ones, and for torch also how long the host then waits until the optimizer may step
 (ours waits on the GPU). "beside": a step while a save is under way, over one without. "commit": from the call to the
-whole save. The slowest rank's figures; torch saves each rank's local tensors under names of its own.
+whole save. "synchronous": `save`, in turns with plain writes of the same bytes. The slowest rank's figures; torch saves
+each rank's local tensors under names of its own.
 """
 
 from __future__ import annotations
@@ -204,11 +205,24 @@ def plain_write_s(folder: Path, num_bytes: int) -> float:
     return taken_s
 
 
+def synchronous_save_s(training: Training, side: Ours, step: int) -> float:
+    disttrain.barrier()
+    start_s = time.perf_counter()
+    side.checkpointer.save(step, get_state_dict(training.model, training.optimizer))
+    return slowest(time.perf_counter() - start_s)
+
+
+def tell(text: str) -> None:
+    if disttrain.get_rank() == 0:
+        print(text, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=7.8)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--synchronous", type=int, default=3, help="synchronous saves and plain writes, in turns")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--sides", nargs="+", default=["disttrain", "torch"])
     parser.add_argument("--out", type=Path)
@@ -225,7 +239,6 @@ def main() -> None:
         "gpus": f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}",
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "gib_per_rank": num_bytes / (1 << 30),
-        "plain_write_s": plain_write_s(args.directory, num_bytes),
     }
     makers: dict[str, Callable[[Path], Side]] = {"disttrain": Ours, "torch": Torchs}
     if "torch" in args.sides:
@@ -233,7 +246,10 @@ def main() -> None:
     for name in args.sides:
         alone_ms = slowest(statistics.median(training.step() for _ in range(20)))
         side = makers[name](args.directory)
-        saves = [measure_save(training, side, number) for number in range(args.saves)]
+        saves = []
+        for number in range(args.saves):
+            saves.append(measure_save(training, side, number))
+            tell(f"{name}: committed after {saves[-1]['commit_s']:.2f} s")
         warm = saves[2:]  # two places take turns, and each is made when it is first needed
         report[name] = {
             "step_alone_ms": alone_ms,
@@ -245,13 +261,17 @@ def main() -> None:
         }
         if isinstance(side, Ours):
             side.checkpointer.close()
-            start_s = time.perf_counter()
-            side.checkpointer.save(args.saves, get_state_dict(training.model, training.optimizer))
-            report[name]["synchronous_s"] = slowest(time.perf_counter() - start_s)
+            plain_s, synchronous_s = [], []
+            for number in range(args.synchronous):
+                plain_s.append(plain_write_s(args.directory, num_bytes))
+                synchronous_s.append(synchronous_save_s(training, side, args.saves + number))
+                tell(f"plain {plain_s[-1]:.2f} s, synchronous {synchronous_s[-1]:.2f} s")
+            report["plain_write_s"] = statistics.median(plain_s)
+            report[name]["synchronous_s"] = statistics.median(synchronous_s)
         disttrain.barrier()
         shutil.rmtree(args.directory, ignore_errors=True)
     if disttrain.get_rank() == 0:
-        print(json.dumps(report, indent=1))
+        tell(json.dumps(report, indent=1))
         if args.out:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     if "torch" in args.sides:

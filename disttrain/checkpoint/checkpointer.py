@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,16 +13,17 @@ from torch.optim import Optimizer
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
 from disttrain.checkpoint.claims import Claim
-from disttrain.checkpoint.commit import remove_old
+from disttrain.checkpoint.commit import retire_old
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.folders import steps
-from disttrain.checkpoint.loading import load_folder, load_source
-from disttrain.checkpoint.memory_loading import kept_saves
+from disttrain.checkpoint.loading import load_folder
+from disttrain.checkpoint.memory_loading import kept_saves, load_kept
 from disttrain.checkpoint.peer_memory import PeerMemory
 from disttrain.checkpoint.pending import PendingSave
+from disttrain.checkpoint.removal import Removal
 from disttrain.checkpoint.saving import save_folder
 from disttrain.checkpoint.storage import Storage, locate
-from disttrain.errors import CheckpointCorruptError, CheckpointError
+from disttrain.errors import CheckpointError
 
 
 class Checkpointer:
@@ -61,6 +61,7 @@ class Checkpointer:
         self.when_busy = when_busy
         self._memory = None if peer_memory is None else peer_memory.of(self.directory)
         self._claim = Claim(self._storage, self.directory)
+        self._removal = Removal(self._storage)
         self._saver: AsyncSaver | None = None
         self.report = LoadReport()
 
@@ -105,6 +106,7 @@ class Checkpointer:
             if saver is not None:
                 saver.close()
         finally:
+            self._removal.wait()
             self._claim.close()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -120,8 +122,11 @@ class Checkpointer:
             self._save_and_wait(step, state)
             return
         council = Council("Checkpointer.save")
+        self._removal.wait()
         save_folder(council, state, self._folder(step), self._storage, self._claim)
-        council.agree(lambda: None, lambda _: remove_old(self._storage, self.directory, step, self.keep))
+        dying: list[Path] = []
+        council.agree(lambda: None, lambda _: dying.extend(retire_old(self._storage, self.directory, step, self.keep)))
+        self._removal.begin(dying)
 
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
@@ -151,11 +156,10 @@ class Checkpointer:
             for save in kept:
                 if save.step < max(steps, default=0) if step is None else save.step != step:
                     continue
-                try:
-                    self.report = load_source(council, state, save.open, rules)
+                report = load_kept(council, state, save, rules)
+                if report is not None:
+                    self.report = report
                     return save.step
-                except CheckpointCorruptError as error:
-                    warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=2)
         found: int = council.agree(lambda: None, lambda _: self._wanted(steps, step))
         self.report = load_folder(council, state, self._folder(found), self._storage, rules)
         return found

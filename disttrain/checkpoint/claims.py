@@ -5,10 +5,14 @@ with its process, however that ends. Claims have an order; each job first makes 
 
 - One before it that is held belongs to a living job: the later job withdraws and is refused.
 - One that is not held is dead, and is removed.
+- One after it that is held may have been made without seeing this one, by a job that chose its number at the same
+  time. Only when that has looked around it says whose it is: then it stands, and this job is refused; or it withdraws.
 - Where nobody can know (no locks there), the later job takes over: it removes the claims before its own. The earlier
   job finds that out at its next save, at the latest before that is committed, and is refused.
 
-All claims of one process are one job's. The order is that of tickets in Lamport's bakery (CACM 17/8, 1974).
+So of jobs that begin at the same time one stays: each waits for later ones only, and the last waits for none. All
+claims of one process are one job's. The order is that of tickets in Lamport's bakery (CACM 17/8, 1974), where the
+choice of a number is guarded, too.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,6 +35,10 @@ from disttrain.errors import CheckpointError
 
 _OWNER = "owner.json"
 _PROCESS_DIGITS = 16
+_LOOK_S = 10.0
+"""How long another job may look around; it reads a folder."""
+
+_AGAIN_S = 0.01
 _ANOTHER = "another job"
 _ANOTHER_PLACE = "Give each job a directory of its own, or end the other job."
 
@@ -58,9 +67,9 @@ class Claim:
             self._held.enter_context(self._storage.hold(path))
             self._end = weakref.finalize(self, _withdraw, self._storage, path, self._held, self._pid)
             self._storage.make_folder(path)
+            self._look_at_others()
             owner = json.dumps({"host": socket.gethostname(), "pid": self._pid}).encode()
             self._storage.write_file(path / _OWNER, [memoryview(owner)])
-            self._look_at_others()
         except BaseException:
             self.close()
             raise
@@ -71,14 +80,23 @@ class Claim:
                 continue
             path = self._directory / other
             is_held = self._storage.is_held(path)
-            if is_held and other < self.name:
-                who = _owner(self._storage, path)
+            if is_held and (other < self.name or self._stands(path)):
+                who = _owner(self._storage, path) or _ANOTHER
                 raise CheckpointError("save", f"{who} saves to {self._directory} as well.", _ANOTHER_PLACE)
             if is_held is False:
                 self._storage.remove_unless_held(path)
             elif is_held is None and other < self.name:
                 with suppress(FileNotFoundError):  # only its lock was left, or another has removed it
                     self._storage.remove_folder(path)
+
+    def _stands(self, later: Path) -> bool:
+        """Wait until a later claim is told whose it is, or goes."""
+        ends_s = time.monotonic() + _LOOK_S
+        while self._storage.is_held(later) and time.monotonic() < ends_s:
+            if _owner(self._storage, later):
+                return True
+            time.sleep(_AGAIN_S)
+        return bool(self._storage.is_held(later))
 
     def outlive(self) -> None:
         """From now on the claim stays when this process ends, for a writer that goes on; the next job removes it."""
@@ -104,7 +122,7 @@ def check_claim(storage: Storage, directory: Path, name: str) -> None:
         if other > name and process != _process_of(name) and storage.is_held(directory / other) is None
     ]
     if later or all(other != name for other, _, _ in claims):
-        who = _owner(storage, directory / later[-1]) if later else _ANOTHER
+        who = (later and _owner(storage, directory / later[-1])) or _ANOTHER
         raise CheckpointError("save", f"{who} has taken over {directory}.", _ANOTHER_PLACE)
 
 
@@ -119,11 +137,12 @@ def _process_of(name: str) -> str:
 
 
 def _owner(storage: Storage, claim: Path) -> str:
+    """Whose claim it is, in words; nothing as long as it does not stand."""
     try:
         owner = json.loads(read_small(storage, claim / _OWNER))
         return f"{_ANOTHER} (process {owner['pid']} on {owner['host']})"
     except (OSError, ValueError, KeyError, TypeError):  # it is being made, or has gone
-        return _ANOTHER
+        return ""
 
 
 def _this_process() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.folders import TEMPORARY, remove_leftovers, remove_save, steps
+from disttrain.checkpoint.folders import TEMPORARY, remove_leftovers, set_aside, steps
 from disttrain.checkpoint.listings import described_folder, described_save, folder_text, save_text
 from disttrain.checkpoint.manifest import MANIFEST, read_manifest
 from disttrain.checkpoint.progress import progress, speed_text
@@ -112,7 +112,7 @@ def _gc(options: argparse.Namespace) -> int:
     if options.keep is not None:
         saves = list(steps(storage, directory).values())
         for folder in saves[: max(0, len(saves) - options.keep)]:
-            remove_save(storage, folder)
+            storage.remove_folder(set_aside(storage, folder))
             write(f"removed {folder}")
     for name in sorted(left):
         write(f"left {directory / name}: a living process holds it, or nobody can know")

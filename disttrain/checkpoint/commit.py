@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.claims import check_claim
-from disttrain.checkpoint.folders import STEP, remove_leftovers, remove_save, steps, temporary
+from disttrain.checkpoint.folders import STEP, remove_leftovers, set_aside, steps, temporary
 from disttrain.checkpoint.image import Written, file_name
 from disttrain.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedTensor, encode
 from disttrain.checkpoint.storage import Storage
@@ -62,7 +62,7 @@ def check_names(names: Sequence[str]) -> None:
 @contextmanager
 def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
     """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
-    _check_claim(storage, target)
+    check_target(storage, target)
     remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
     if target.path.name in storage.names(target.path.parent):
         raise CheckpointError("save", f"{target.path} is there already.", "Save to a new place, or remove it first.")
@@ -74,7 +74,8 @@ def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
             _remove_if_there(storage, target.folder)
 
 
-def _check_claim(storage: Storage, target: Target) -> None:
+def check_target(storage: Storage, target: Target) -> None:
+    """Raises CheckpointError when this job may not save there any more."""
     if target.claim is not None:
         check_claim(storage, target.path.parent, target.claim)
 
@@ -97,7 +98,7 @@ def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[
     manifest = make_manifest(target.save_id, contents, written)
     storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
     storage.sync_folder(target.folder)
-    _check_claim(storage, target)
+    check_target(storage, target)
     storage.move(target.folder, target.path)
     storage.sync_folder(target.path.parent)
 
@@ -131,14 +132,19 @@ def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) 
     )
 
 
-def remove_old(storage: Storage, directory: Path, step: int, keep: int | None) -> None:
-    """Remove all but the `keep` newest saves; never that of `step`, which was just made. Raises CheckpointError."""
+def retire_old(storage: Storage, directory: Path, step: int, keep: int | None) -> list[Path]:
+    """Set aside all but the `keep` newest saves; never that of `step`, which was just made. Returns: what to remove.
+
+    Raises CheckpointError.
+    """
     others = [(other, folder) for other, folder in steps(storage, directory).items() if other != step]
     num_kept = len(others) if keep is None else keep - 1
+    dying = []
     for old, folder in others[: len(others) - num_kept]:
         try:
-            remove_save(storage, folder)
+            dying.append(set_aside(storage, folder))
         except OSError as error:
             raise CheckpointError(
                 "save", f"step {step} is saved, but step {old} could not be removed: {error}.", "Remove it by hand."
             ) from error
+    return dying

@@ -1,16 +1,17 @@
-"""Writing one file fast: direct I/O by a few threads, from the caller's memory where that is aligned like the file.
+"""Writing one file fast: direct I/O by several threads, from the caller's memory where that is aligned like the file.
 
 The page cache costs a copy of all bytes, and makes them wait for the disk at the end; direct writes keep the disk busy
-from the first piece on. What is not aligned (headers, small tensors, ends) goes through buffers. Source: open(2), on
-O_DIRECT. A file system that has none is written to through its cache.
+from the first piece on. A write that makes a file longer locks out all others to it (ext4, XFS), so room is reserved
+before. Pieces that are not aligned in memory, or not in one place there, are copied first, by the thread that writes.
+Sources: open(2), on O_DIRECT; fallocate(2). A file system that has none of it is written to through its cache.
 """
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +19,12 @@ from typing import Self
 
 import numpy as np
 
-ALIGNMENT = 4096
+from disttrain.checkpoint.local_file import PAGE_BYTES, aligned_memory
+
 _PIECE_BYTES = 8 << 20
-_NUM_THREADS = 4
+_NUM_THREADS = 8
+_RESERVED_BYTES = 1 << 30
+"""How much room is taken at once; what is left of it is given back at the end."""
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> None:
@@ -32,7 +36,7 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> None:
 
 
 class _Writer:
-    """A file that grows by parts; pieces of it are under way, `_NUM_THREADS` at a time."""
+    """A file that grows by parts; it is written in pieces that begin at multiples of their size."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CLOEXEC
@@ -43,10 +47,11 @@ class _Writer:
         except (OSError, AttributeError):  # no direct I/O here
             pass
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "disttrain-write")
-        self._running: dict[Future[None], _Buffer | None] = {}
-        self._free: list[_Buffer] = []
-        self._buffer: _Buffer | None = None
+        self._running: set[Future[None]] = set()
+        self._piece: list[memoryview] = []
         self._num_bytes = 0
+        self._reserved_bytes = 0
+        self._buffers = threading.local()
         self._is_given_up = threading.Event()
 
     def __enter__(self) -> Self:
@@ -63,91 +68,70 @@ class _Writer:
 
     def append(self, part: memoryview) -> None:
         """Write `part` after those before."""
-        data = part.cast("B")
-        at = 0
+        data, at = part.cast("B"), 0
         while at < len(data):
-            if self._buffer is None and (size := self._aligned_bytes(data[at:])):
-                self._start(self._num_bytes, data[at : at + size], None)
-                self._num_bytes += size
-            else:
-                size = self._buffer_some(data[at:])
+            size = min(len(data) - at, _PIECE_BYTES - self._num_bytes % _PIECE_BYTES)
+            self._piece.append(data[at : at + size])
+            self._num_bytes += size
             at += size
+            if self._num_bytes % _PIECE_BYTES == 0:
+                self._start(self._num_bytes - _PIECE_BYTES)
 
     def finish(self) -> None:
         """Return once all is on the disk."""
-        if self._buffer is not None:
-            self._send(self._buffer)
+        if self._piece:
+            self._start(self._num_bytes // _PIECE_BYTES * _PIECE_BYTES)
         while self._running:
             self._collect()
+        if self._reserved_bytes:
+            os.ftruncate(self._cached, self._num_bytes)
         os.fsync(self._cached)
 
-    def _aligned_bytes(self, data: memoryview) -> int:
-        """How much of `data` can be written from where it lies."""
-        if self._direct is None:
-            return min(len(data), _PIECE_BYTES)
-        if self._num_bytes % ALIGNMENT or np.frombuffer(data, np.uint8).ctypes.data % ALIGNMENT:
-            return 0
-        return min(len(data), _PIECE_BYTES) // ALIGNMENT * ALIGNMENT
-
-    def _buffer_some(self, data: memoryview) -> int:
-        """Copy from `data` what its buffer has room for, or what makes the rest aligned."""
-        buffer = self._buffer = self._buffer or self._new_buffer()
-        room = _PIECE_BYTES - buffer.num_bytes
-        to_page = -self._num_bytes % ALIGNMENT
-        lies_alike = (np.frombuffer(data, np.uint8).ctypes.data + to_page) % ALIGNMENT == 0
-        if lies_alike and len(data) >= to_page + _PIECE_BYTES:
-            room = min(room, to_page)
-        size = min(room, len(data))
-        buffer.view[buffer.num_bytes : buffer.num_bytes + size] = data[:size]
-        buffer.num_bytes += size
-        self._num_bytes += size
-        if buffer.num_bytes == _PIECE_BYTES or (size == to_page and lies_alike and len(data) > size):
-            self._send(buffer)
-        return size
-
-    def _new_buffer(self) -> _Buffer:
-        while not self._free and len(self._running) > _NUM_THREADS:
+    def _start(self, offset: int) -> None:
+        """Have the piece that begins there written."""
+        # As many as are being written may be ready.
+        while len(self._running) >= 2 * _NUM_THREADS:
             self._collect()
-        buffer = self._free.pop() if self._free else _Buffer()
-        buffer.offset, buffer.num_bytes = self._num_bytes, 0
-        return buffer
-
-    def _send(self, buffer: _Buffer) -> None:
-        self._buffer = None
-        if buffer.num_bytes:
-            self._start(buffer.offset, buffer.view[: buffer.num_bytes], buffer)
-        else:
-            self._free.append(buffer)
-
-    def _start(self, offset: int, data: memoryview, buffer: _Buffer | None) -> None:
-        while len(self._running) > _NUM_THREADS:
-            self._collect()
-        self._running[self._pool.submit(self._write, offset, data)] = buffer
+        is_full = self._num_bytes - offset == _PIECE_BYTES
+        if self._direct is not None and is_full and self._num_bytes > self._reserved_bytes:
+            self._reserved_bytes = offset + _RESERVED_BYTES
+            _reserve(self._direct, self._reserved_bytes)
+        piece, self._piece = self._piece, []
+        self._running.add(self._pool.submit(self._write, offset, piece))
 
     def _collect(self) -> None:
         """Wait for one piece. Raises its error."""
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        done, self._running = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
-            buffer = self._running.pop(future)
             future.result()
-            if buffer is not None:
-                self._free.append(buffer)
 
-    def _write(self, offset: int, data: memoryview) -> None:
+    def _write(self, offset: int, piece: Sequence[memoryview]) -> None:
+        data = piece[0]
+        if len(piece) > 1 or (self._direct is not None and np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES):
+            data = self._together(piece)
         done = 0
         while done < len(data) and not self._is_given_up.is_set():  # a write may be short
             left, place = data[done:], offset + done
-            aligned = len(left) // ALIGNMENT * ALIGNMENT if place % ALIGNMENT == done % ALIGNMENT == 0 else 0
+            aligned = len(left) // PAGE_BYTES * PAGE_BYTES if done % PAGE_BYTES == 0 else 0
             if self._direct is not None and aligned:
                 done += os.pwrite(self._direct, left[:aligned], place)
             else:
                 done += os.pwrite(self._cached, left, place)
 
+    def _together(self, piece: Sequence[memoryview]) -> memoryview:
+        """The piece in memory of this thread's own, which begins with a page."""
+        if not hasattr(self._buffers, "memory"):
+            self._buffers.memory = np.frombuffer(aligned_memory(_PIECE_BYTES), np.uint8)
+        memory, at = self._buffers.memory, 0
+        for part in piece:
+            # numpy lets other threads run meanwhile.
+            np.copyto(memory[at : at + len(part)], np.frombuffer(part, np.uint8))
+            at += len(part)
+        return memoryview(memory)[:at]
 
-class _Buffer:
-    """Memory that begins with a page, for a piece of the file from `offset` on."""
 
-    def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, _PIECE_BYTES))
-        self.offset = 0
-        self.num_bytes = 0
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Have room for so much. Where that cannot be had the writes themselves say so, or do without."""
+    # Not `os.posix_fallocate`: where the file system cannot, that writes to each block instead.
+    fallocate = ctypes.CDLL(None).fallocate
+    fallocate(descriptor, 0, ctypes.c_longlong(0), ctypes.c_longlong(num_bytes))

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import msgpack
 
 from disttrain.checkpoint.peer_memory import NodeMemory
-from disttrain.settings import MASTER_ADDR
+from disttrain.settings import CHECKPOINT_TIMEOUT_S, MASTER_ADDR
 from disttrain.store import Store, new_token
-from disttrain.store.addresses import own_address
+from disttrain.store.addresses import outward_address, own_address
 from disttrain.store.auth import NONCE_BYTES, client_proof, new_nonce, same, server_proof
 
 PUT, READ = "put", "read"
@@ -63,7 +63,7 @@ class FileServer:
 
     def __init__(self, memory: NodeMemory, store: Store | None) -> None:
         self._memory = memory
-        host = own_address(_meeting_host(store))
+        host = _host(store)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=256)
         self.address = Address(host, self._listener.getsockname()[1], new_token())
@@ -99,7 +99,10 @@ class FileServer:
                 if not self._is_proved(connection):
                     return
                 while True:
+                    # Between requests a reader may do other things, such as to wait for other ranks.
+                    connection.settimeout(CHECKPOINT_TIMEOUT_S.read())
                     kind, *request = _receive_frame(connection)
+                    connection.settimeout(_STALL_S)
                     if kind == PUT:
                         self._take(connection, *request)
                     else:
@@ -119,7 +122,6 @@ class FileServer:
         if not same(proof, client_proof(self.address.secret, nonce, theirs)):
             return False
         connection.sendall(server_proof(self.address.secret, nonce, theirs))
-        connection.settimeout(_STALL_S)
         return True
 
     def _take(self, connection: socket.socket, save: str, file: str, num_bytes: int) -> None:
@@ -206,10 +208,15 @@ def _connected(address: Address) -> Iterator[socket.socket]:
         yield connection
 
 
-def _meeting_host(store: Store | None) -> str:
+def _host(store: Store | None) -> str:
+    """Where the others reach this node: on the way to the store's server, or on the way out where it has none."""
     while (under := getattr(store, "underlying_store", None)) is not None:
         store = under
-    return MASTER_ADDR.read() or getattr(store, "host", None) or "127.0.0.1"
+    if store is None:
+        return "127.0.0.1"
+    host = getattr(store, "host", None)
+    # What is said to be the master's address is the server's, if there is one.
+    return outward_address() if host is None else own_address(MASTER_ADDR.read() or host)
 
 
 def _check(answer: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.manifest import Chunk
 from disttrain.checkpoint.plan import Read
 
-FETCH_BYTES = 4 << 20
+FETCH_BYTES = 8 << 20
 """How much a request brings at most, unless a single block is larger."""
 
 _GAP_BYTES = 4096

@@ -19,7 +19,7 @@ from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.saving import all_outlines, digest_of
 from disttrain.checkpoint.scattering import Targets
 from disttrain.checkpoint.sharing import plan_shared, shared_boxes
-from disttrain.checkpoint.spreading import spread
+from disttrain.checkpoint.spreading import Spreading
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.tree import Tree, local_parts, sharding_of
 from disttrain.errors import CheckpointCorruptError
@@ -60,11 +60,15 @@ def fill(
     if can_share:
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
 
-    def read() -> None:
-        own = targets
-        if council.world is not None and outlines:
+    own = targets
+    spreading: Spreading | None = None
+    if council.world is not None and outlines:
+        world = council.world
+
+        def get_ready() -> None:
+            nonlocal own, spreading
             boxes = shared_boxes([outline.tensors for outline in outlines])
-            spread(reader, plan_shared(manifest, boxes), targets, council.world)
+            spreading = Spreading(reader, plan_shared(manifest, boxes), targets, world)
             shared = {
                 (name, box)
                 for holders, by_name in boxes.items()
@@ -76,6 +80,12 @@ def fill(
                 name: {box: part for box, part in parts.items() if (name, box) not in shared}
                 for name, parts in targets.items()
             }
+
+        council.agree(get_ready)
+
+    def read() -> None:
+        if spreading is not None:
+            spreading.run()
         with torch.no_grad():
             reader.read_tensors(plan_load(manifest, own), own)
         loaded.values.update(_read_values(reader, manifest, tree, left_alone, council.rank))

@@ -6,7 +6,7 @@ The same `Image` describes a file that streams from tensors and one that lies re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,9 @@ from disttrain.checkpoint.manifest import BLOCK_BYTES, Chunk, SavedFile, block_c
 
 _DATA_ALIGNMENT = 4096
 """The data begin at a multiple of it, so that they can be mapped and read with direct I/O."""
+
+SLICE_BYTES = 16 * BLOCK_BYTES
+"""How much of a chunk goes its way at once: whole blocks."""
 
 
 class Entry(NamedTuple):
@@ -37,9 +40,9 @@ class Place(NamedTuple):
     offset: int
     num_bytes: int
 
-    def of(self, file: memoryview) -> memoryview:
-        """Its bytes, of those of the file."""
-        return file[self.offset : self.offset + self.num_bytes]
+    def of(self, file: memoryview) -> Iterator[memoryview]:
+        """Its bytes, of those of the file, as `slices`."""
+        return slices(file[self.offset : self.offset + self.num_bytes])
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,21 @@ class Image:
     def num_bytes(self) -> int:
         return self.places[-1].offset + self.places[-1].num_bytes if self.places else len(self.header)
 
-    def parts(self, file: str, data_of: Callable[[int], memoryview], written: Written) -> Iterator[memoryview]:
-        """The file's parts, entering each chunk in `written` as it goes by; `data_of` has the bytes of each place."""
+    def parts(
+        self, file: str, data_of: Callable[[int], Iterable[memoryview]], written: Written
+    ) -> Iterator[memoryview]:
+        """The file's parts, entering each chunk in `written` as it goes by; `data_of` has the `slices` of each place.
+
+        A slice has its checksums when it is handed on, so that one is written while the next one is looked through.
+        """
         yield memoryview(self.header)
         for number, place in enumerate(self.places):
-            data = data_of(number)
-            chunk = Chunk(file, place.offset, place.num_bytes, place.box, block_checksums(data, BLOCK_BYTES))
+            checksums = []
+            for data in data_of(number):
+                checksums.append(block_checksums(data, BLOCK_BYTES))
+                yield data
+            chunk = Chunk(file, place.offset, place.num_bytes, place.box, b"".join(checksums))
             (written.values if place.is_value else written.parts).append((place.name, chunk))
-            yield data
 
     def saved_file(self) -> SavedFile:
         return SavedFile(self.num_bytes, len(self.header), block_checksums(memoryview(self.header), BLOCK_BYTES))
@@ -72,6 +82,12 @@ class Image:
     def from_plain(cls, plain: list[Any]) -> Image:
         header, rows = plain
         return cls(header, [Place(name, box_of(origin, shape), *rest) for name, origin, shape, *rest in rows])
+
+
+def slices(data: memoryview) -> Iterator[memoryview]:
+    """A chunk's bytes, `SLICE_BYTES` at once."""
+    for start in range(0, len(data), SLICE_BYTES):
+        yield data[start : start + SLICE_BYTES]
 
 
 def make_image(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Image:

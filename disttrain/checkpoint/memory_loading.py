@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,55 +11,89 @@ from typing import Any
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.exchange import Address, FileServer, remote_file
-from disttrain.checkpoint.keepers import Holding, WholeSave, whole_saves
-from disttrain.checkpoint.loading import Source, open_save
-from disttrain.checkpoint.peer_memory import NodeMemory, kept_name
+from disttrain.checkpoint.fits import LoadReport, Rules
+from disttrain.checkpoint.keepers import Holding, WholeSave, nodes_of, whole_saves
+from disttrain.checkpoint.loading import Source, load_source, open_save
+from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.storage import LocalStorage, ReadableFile
 from disttrain.errors import CheckpointCorruptError
 
 
 @dataclass(frozen=True)
-class _MemoryFiles:
-    """One save's files; satisfies `Readable`. What cannot be read counts as damaged: there are other places."""
+class _Places:
+    """Where this rank finds what the nodes have; `speaker` speaks for its own node."""
 
     memory: NodeMemory
-    save: str
-    holders: Mapping[str, Sequence[int]]
     addresses: Mapping[int, Address]
     rank: int
     speaker: int
 
+
+class KeptSave:
+    """A save that is whole in memory; satisfies `Readable`. What cannot be read counts as damaged: there are copies."""
+
+    def __init__(self, save: WholeSave, places: _Places) -> None:
+        self._save = save
+        self._places = places
+        self._damaged: list[tuple[str, int]] = []
+
+    @property
+    def step(self) -> int:
+        return self._save.name.step
+
+    def open(self) -> Source:
+        return open_save(self, self._places.memory.root / self._save.name.folder)
+
+    def leaves_out_damaged(self, council: Council) -> bool:
+        """Do without the copies that any rank has found to be damaged. Returns whether others can take their place.
+
+        Collective, after a load that failed.
+        """
+
+        def union(found: list[list[list[Any]]]) -> list[list[Any]]:
+            return [copy for row in found for copy in row]
+
+        damaged = council.agree(lambda: [list(copy) for copy in self._damaged], union)
+        left = self._save.without(damaged)
+        self._save = left or self._save
+        self._damaged.clear()
+        return bool(damaged) and left is not None
+
     def names(self, path: Path) -> list[str]:
-        return sorted(self.holders)
+        return sorted(self._save.holders)
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[ReadableFile]:
-        name = path.name
-        try:
-            with self._opened(name) as file:
-                yield file
-        except OSError as error:
-            raise CheckpointCorruptError(
-                "load", f"{name} of {self.save} cannot be read from memory: {error}.", "Load it from the disk."
-            ) from error
-
-    def _opened(self, name: str) -> AbstractContextManager[ReadableFile]:
-        holders = self.holders[name]
-        if self.speaker in holders:
-            return LocalStorage().open_file(self.memory.path_of(self.save, name))
+        name, places, holders = path.name, self._places, self._save.holders[path.name]
         # Ranks that want the same file ask different nodes for it.
-        return remote_file(self.addresses[holders[self.rank % len(holders)]], self.save, name)
+        holder = places.speaker if places.speaker in holders else holders[places.rank % len(holders)]
+        try:
+            with self._opened(name, holder) as file:
+                yield file
+        except CheckpointCorruptError:
+            self._damaged.append((name, holder))
+            raise
+        except OSError as error:
+            self._damaged.append((name, holder))
+            problem = f"{name} of {self._save.name.folder} cannot be read from memory: {error}."
+            raise CheckpointCorruptError("load", problem, "Load it from the disk.") from error
+
+    def _opened(self, name: str, holder: int) -> AbstractContextManager[ReadableFile]:
+        folder, places = self._save.name.folder, self._places
+        if holder == places.speaker:
+            return LocalStorage().open_file(places.memory.path_of(folder, name))
+        return remote_file(places.addresses[holder], folder, name)
 
 
-@dataclass(frozen=True)
-class KeptSave:
-    """A save that is whole in memory."""
-
-    step: int
-    files: _MemoryFiles
-
-    def open(self) -> Source:
-        return open_save(self.files, self.files.memory.root / self.files.save)
+def load_kept(council: Council, state: dict[str, Any], save: KeptSave, rules: Rules) -> LoadReport | None:
+    """`load` from memory; None when no copies are left that are not damaged. Collective."""
+    while True:
+        try:
+            return load_source(council, state, save.open, rules)
+        except CheckpointCorruptError as error:
+            warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=3)
+            if not save.leaves_out_damaged(council):
+                return None
 
 
 @contextmanager
@@ -72,15 +107,18 @@ def kept_saves(council: Council, memory: NodeMemory | None) -> Iterator[list[Kep
 
 
 def _found(council: Council, memory: NodeMemory, stack: ExitStack) -> list[KeptSave]:
-    node_size = memory.node_size(council.size)
-    speaker = council.rank - council.rank % node_size
+    def first_ranks(sizes: list[int]) -> list[int]:
+        return [ranks.start for ranks in nodes_of(sizes)]
+
+    speakers = council.agree(lambda: memory.node_size(council.size), first_ranks)
+    speaker = max(rank for rank in speakers if rank <= council.rank)
 
     def look() -> list[Any]:
         if council.rank != speaker:
             return [None, []]
         try:
             holdings = memory.holdings()
-            if node_size >= council.size:
+            if len(speakers) == 1:
                 return [None, [holding.to_plain() for holding in holdings]]
             server = FileServer(memory, None if council.world is None else council.world.store)
         except OSError:  # what this node has cannot be read: others may have it too, and so has the disk
@@ -89,17 +127,10 @@ def _found(council: Council, memory: NodeMemory, stack: ExitStack) -> list[KeptS
         return [list(server.address), [holding.to_plain() for holding in holdings]]
 
     def decide(rows: list[list[Any]]) -> list[Any]:
-        found = {rank: [Holding(*row) for row in held] for rank, (_, held) in enumerate(rows)}
+        found = {rank: [Holding.from_plain(row) for row in held] for rank, (_, held) in enumerate(rows)}
         return [[address for address, _ in rows], [save.to_plain() for save in whole_saves(found)]]
 
     addresses, saves = council.agree(look, decide)
     known = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
-    return [
-        KeptSave(
-            save.step,
-            _MemoryFiles(
-                memory, kept_name(f"step-{save.step:08d}", save.save_id), save.holders, known, council.rank, speaker
-            ),
-        )
-        for save in (WholeSave(*row) for row in saves)
-    ]
+    places = _Places(memory, known, council.rank, speaker)
+    return [KeptSave(WholeSave.from_plain(row), places) for row in saves]

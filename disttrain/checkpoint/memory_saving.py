@@ -14,9 +14,9 @@ import msgpack
 from disttrain.checkpoint.commit import Contents, Target, make_manifest
 from disttrain.checkpoint.exchange import Address, FileServer, put_file
 from disttrain.checkpoint.image import Image, Written, file_name
-from disttrain.checkpoint.keepers import keeper_of
+from disttrain.checkpoint.keepers import KeptName, keeper_of, nodes_of
 from disttrain.checkpoint.manifest import MANIFEST, encode
-from disttrain.checkpoint.peer_memory import NodeMemory, kept_name
+from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.store import Store
 
 
@@ -27,15 +27,31 @@ class Copies:
         self._memory = memory
         self._rank = rank
         self._store = store
-        self._keeper = keeper_of(rank, size, memory.node_size(size))
+        self._node_size = memory.node_size(size)
+        self._has_others = self._node_size < size
+        self._order = 0
+        self._keeper: int | None = None
         self._server: FileServer | None = None
         self._trouble = ""
 
-    def make_ready(self, target: Target) -> None:
-        """Make room, and be there for those whose copies this rank keeps; before the ranks meet."""
-        self._trouble = _attempt(lambda: self._memory.make_room(_name(target)))
-        if self._keeper is not None and self._server is None:
+    def make_ready(self) -> list[int]:
+        """Make room, and be there for those whose copies this rank keeps; before the ranks meet. Returns: for
+        `arranged`."""
+        last = 0
+
+        def make_room() -> None:
+            nonlocal last
+            last = self._memory.make_room()
+
+        self._trouble = _attempt(make_room)
+        if self._has_others and self._server is None:
             self._trouble = _attempt(self._serve) or self._trouble
+        return [self._node_size, last]
+
+    def begin(self, arrangement: list[Any]) -> None:
+        """A save comes; by what `arranged` has found."""
+        self._order, nodes = arrangement
+        self._keeper = keeper_of(self._rank, [range(*node) for node in nodes])
 
     def write(self, target: Target, image: Image | None, data: memoryview) -> list[Any]:
         """Keep this rank's file, `data`. Returns: for `finish`."""
@@ -58,11 +74,11 @@ class Copies:
 
     def keep(self, target: Target) -> None:
         """It has become whole: it stays until there is a newer one. What fails here is found at a load."""
-        _attempt(lambda: self._memory.keep(_name(target)))
+        _attempt(lambda: self._memory.keep(self._name(target)))
 
     def _keep_twice(self, target: Target, file: str, data: memoryview, beside: Callable[[], None]) -> tuple[bool, str]:
         """Keep a file here and with the keeper, and do something `beside`. Returns: whether one has it; a problem."""
-        save = _name(target)
+        save = self._name(target)
         with ThreadPoolExecutor(1) as sender:
             sent = sender.submit(_attempt, lambda: self._send(save, file, data))
             problem = _attempt(lambda: self._memory.write(save, file, [data]))
@@ -79,13 +95,19 @@ class Copies:
                 raise ConnectionError(f"rank {self._keeper} takes no copies")
             put_file(Address(*msgpack.unpackb(self._store.get(key))), save, file, data)
 
+    def _name(self, target: Target) -> str:
+        """The save's folder in memory."""
+        return KeptName(int(target.path.name.rpartition("-")[2]), self._order, target.save_id).folder
+
     def _serve(self) -> None:
         self._server = FileServer(self._memory, self._store)
         self._store.set(_address_key(self._rank), msgpack.packb(self._server.address))
 
 
-def _name(target: Target) -> str:
-    return kept_name(target.path.name, target.save_id)
+def arranged(ready: Sequence[list[int]]) -> list[Any]:
+    """From what each rank is ready with: the save's place in the order of all, the nodes. Raises CheckpointError."""
+    sizes, lasts = zip(*ready, strict=True)
+    return [1 + max(lasts), [[node.start, node.stop] for node in nodes_of(sizes)]]
 
 
 def _address_key(rank: int) -> str:

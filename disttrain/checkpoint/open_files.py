@@ -1,9 +1,12 @@
-"""Files that several threads read: each is opened by who needs it first and closed after its last fetch."""
+"""Files that several threads read: each is opened by who needs it and closed after its last fetch.
+
+Of those that nobody reads at the moment a few stay open, else a save of many files would take all descriptors.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -11,15 +14,35 @@ from typing import Self
 
 from disttrain.checkpoint.storage import ReadableFile
 
+MOST_IDLE = 64
+"""A local file takes two descriptors, and a process has 1024 of them on most machines."""
+
+
+class _Entry:
+    """One file: how it is open, if it is, and for whom."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.Lock()
+        self.opened: tuple[ReadableFile, ExitStack] | None = None
+        self.uses_left = 0
+        self.num_users = 0
+
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened[1].close()
+
 
 class OpenFiles:
     """Opens with `open_file`; `names` has each file's name as often as it will be used. A context manager."""
 
     def __init__(self, open_file: Callable[[str], AbstractContextManager[ReadableFile]], names: Iterable[str]) -> None:
         self._open_file = open_file
-        self._uses_left = Counter(names)
-        self._locks = {name: threading.Lock() for name in self._uses_left}
-        self._files: dict[str, tuple[ReadableFile, ExitStack]] = {}
+        self._entries: defaultdict[str, _Entry] = defaultdict(_Entry)
+        for name in names:
+            self._entries[name].uses_left += 1
+        self._mutex = threading.Lock()
+        self._idle: dict[str, None] = {}
         self._failed = ""
 
     def __enter__(self) -> Self:
@@ -29,27 +52,45 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The file that could not be used hears why, as in a `with` of its own; no other thread is at work any more.
+        failed = self._entries.pop(self._failed, None)
         with ExitStack() as others:
-            for name, (_, stack) in self._files.items():
-                if name != self._failed:
-                    others.push(stack)
-        if self._failed in self._files:
-            self._files[self._failed][1].__exit__(kind, error, trace)
+            for entry in self._entries.values():
+                others.callback(entry.close)
+        if failed is not None and failed.opened is not None:
+            failed.opened[1].__exit__(kind, error, trace)
 
     @contextmanager
     def use(self, name: str) -> Iterator[ReadableFile]:
-        with self._locks[name]:
-            if name not in self._files:
+        entry = self._entries[name]
+        with self._mutex:
+            self._idle.pop(name, None)
+        with entry.mutex:
+            if entry.opened is None:
                 stack = ExitStack()
-                self._files[name] = stack.enter_context(self._open_file(name)), stack
-            file, stack = self._files[name]
+                entry.opened = stack.enter_context(self._open_file(name)), stack
+            file = entry.opened[0]
+            entry.num_users += 1
         try:
             yield file
         except Exception:
             self._failed = name
             raise
-        with self._locks[name]:
-            self._uses_left[name] -= 1
-            if not self._uses_left[name]:
-                del self._files[name]
-                stack.close()
+        with entry.mutex:
+            entry.num_users -= 1
+            entry.uses_left -= 1
+            if not entry.uses_left:
+                entry.close()
+                return
+        self._rest(name)
+
+    def _rest(self, name: str) -> None:
+        """Keep this file open; close the one that has rested longest, if there are too many."""
+        with self._mutex:
+            self._idle[name] = None
+            oldest = next(iter(self._idle))
+            if len(self._idle) <= MOST_IDLE:
+                return
+            del self._idle[oldest]
+        with self._entries[oldest].mutex:
+            if not self._entries[oldest].num_users and oldest != self._failed:
+                self._entries[oldest].close()

@@ -7,7 +7,6 @@ node that is lost takes its own along. Torch-free.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,12 +16,11 @@ from typing import Any
 
 import xxhash
 
-from disttrain.checkpoint.keepers import Holding
+from disttrain.checkpoint.keepers import Holding, KeptName
 from disttrain.checkpoint.manifest import MANIFEST, decode, plain_name
 from disttrain.errors import CheckpointError
 from disttrain.settings import LOCAL_WORLD_SIZE, MEMORY_DIR
 
-_SAVE = re.compile(r"step-(\d{8,})\.([0-9a-f]{32})")
 _UNDER_WAY = ".part"
 _KEPT = "kept"
 """A file by which a node knows that a save became whole: it stays until there is a newer one."""
@@ -74,14 +72,14 @@ class NodeMemory:
         """How many ranks share this folder."""
         return self.ranks_per_node or world_size
 
-    def make_room(self, save: str) -> None:
-        """Before the save of this name comes: only the newest one that became whole stays."""
-        names = self._saves()
-        kept = [name for name in names if (self.root / name / _KEPT).exists()]
-        newest = max(kept, key=_step, default="")
-        for name in names:
-            if name not in {newest, save}:
-                shutil.rmtree(self.root / name, ignore_errors=True)
+    def make_room(self) -> int:
+        """Before a save comes: only the newest one that became whole stays. Returns: the last `order` there was."""
+        saves = self._saves()
+        whole = [save.order for save in saves if (self.root / save.folder / _KEPT).exists()]
+        for save in saves:
+            if save.order != max(whole, default=0):
+                shutil.rmtree(self.root / save.folder, ignore_errors=True)
+        return max((save.order for save in saves), default=0)
 
     def write(self, save: str, file: str, parts: Iterable[memoryview]) -> None:
         """Write a file."""
@@ -108,13 +106,14 @@ class NodeMemory:
             (self.root / save / _KEPT).touch(mode=0o600)
 
     def holdings(self) -> list[Holding]:
-        """What there is of each save; what a manifest that is damaged would need is not known."""
+        """What there is of each save; a manifest that is damaged is none."""
         found = []
-        for name in self._saves():
-            files = [file for file in os.scandir(self.root / name) if not file.name.endswith(_UNDER_WAY)]
+        for save in self._saves():
+            files = [file for file in os.scandir(self.root / save.folder) if not file.name.endswith(_UNDER_WAY)]
             has = {file.name: file.stat().st_size for file in files if file.name != _KEPT}
+            needed = self._needed(save.folder) if MANIFEST in has else None
             found.append(
-                Holding(_step(name), name.rpartition(".")[2], has, self._needed(name) if MANIFEST in has else None)
+                Holding(save, {file: size for file, size in has.items() if needed or file != MANIFEST}, needed)
             )
         return found
 
@@ -134,17 +133,8 @@ class NodeMemory:
             return None
         return {MANIFEST: len(data), **{name: file.num_bytes for name, file in manifest.files.items()}}
 
-    def _saves(self) -> list[str]:
+    def _saves(self) -> list[KeptName]:
         try:
-            return sorted(name for name in os.listdir(self.root) if _SAVE.fullmatch(name))
+            return [save for folder in os.listdir(self.root) if (save := KeptName.of(folder)) is not None]
         except FileNotFoundError:
             return []
-
-
-def _step(save: str) -> int:
-    return int(save.removeprefix("step-").partition(".")[0])
-
-
-def kept_name(step_name: str, save_id: str) -> str:
-    """The folder of a save, such as `step-00000042`, in memory."""
-    return f"{step_name}.{save_id}"

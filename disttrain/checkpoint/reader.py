@@ -28,7 +28,7 @@ from disttrain.checkpoint.storage import Readable, ReadableFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group.packing import unpack
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 
 
 class Reader:
@@ -66,10 +66,11 @@ class Reader:
         """Fill `data` with what is fetched, verified. Any thread may call it."""
         with files.use(fetch.file) as file:
             num_read = file.read_at(fetch.start, data)
-        for piece in fetch.pieces:
-            begin = piece.offset - fetch.start
-            end = begin + piece.stop - piece.start
-            self._verify(piece.reads[0].name, piece.chunk, piece.start, data[begin:end], num_read >= end)
+            for piece in fetch.pieces:
+                begin = piece.offset - fetch.start
+                end = begin + piece.stop - piece.start
+                # Within the block: the file hears of what is wrong with it.
+                self._verify(piece.reads[0].name, piece.chunk, piece.start, data[begin:end], num_read >= end)
 
     def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
         """The values in these chunks, by the same names."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from disttrain.checkpoint.box import Box, boxes_of_range
 from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.fetches import Fetch, Piece
+
+_PARALLEL_ELEMENTS = 1 << 15
 
 Targets: TypeAlias = Mapping[str, Mapping[Box, torch.Tensor]]
 """Local tensors, by name and by where in the whole they lie."""
@@ -34,7 +38,7 @@ def _scatter_piece(piece: Piece, data: torch.Tensor, targets: Targets) -> None:
     for read in piece.reads:
         local = targets[read.name][read.wanted]
         if is_whole and read.box == read.wanted == chunk.box:
-            local.copy_(elements.view(chunk.box.shape))
+            _copy(local, elements.view(chunk.box.shape))
             continue
         first, at = piece.start // dtype.itemsize, 0
         for run in boxes_of_range(chunk.box.shape, first, first + elements.numel()):
@@ -44,4 +48,17 @@ def _scatter_piece(piece: Piece, data: torch.Tensor, targets: Targets) -> None:
             part = box.intersection(read.box)
             if part is not None:
                 target = local[part.seen_from(read.wanted.origin).slices()]
-                target.copy_(values[part.seen_from(box.origin).slices()])
+                _copy(target, values[part.seen_from(box.origin).slices()])
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    is_plain = target.is_cpu and target.dtype == source.dtype and not target.is_conj() and not target.is_neg()
+    if source.numel() >= _PARALLEL_ELEMENTS and is_plain and target.is_contiguous() and source.is_contiguous():
+        # torch would take several threads for each of those that read, and all would wait for each other.
+        np.copyto(_bytes_of(target), _bytes_of(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.view(-1).view(torch.uint8).numpy()

@@ -7,8 +7,9 @@ in all exchanges, so that nobody waits for it; who decides about the load hears 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 
@@ -17,7 +18,7 @@ from disttrain.checkpoint.open_files import OpenFiles
 from disttrain.checkpoint.reader import NUM_THREADS, Reader, devices_caught_up
 from disttrain.checkpoint.scattering import Targets, scatter
 from disttrain.checkpoint.sharing import SharedFetch
-from disttrain.process_group import World
+from disttrain.process_group import ProcessGroup, World
 from disttrain.process_group.collectives import broadcast
 from disttrain.process_group.work import Work
 
@@ -30,23 +31,32 @@ _NUM_IN_FLIGHT = 4
 _GOOD, _FAILED = 0, 1
 
 
-def spread(reader: Reader, plan: Sequence[SharedFetch], targets: Targets, world: World) -> None:
-    """Fill the targets with what is shared. Raises, at the end, the first error of this rank's own.
+class Spreading:
+    """This rank's part in filling the targets with what is shared: its groups and memory, which may fail to be had.
 
-    Collective: the holders of each fetch; all ranks go by one plan.
+    So it is made before anybody depends on it; all ranks go by one plan.
     """
-    mine = [shared for shared in plan if world.rank in shared.holders]
-    with (
-        OpenFiles(reader.opened, [shared.fetch.file for shared in mine if shared.reader == world.rank]) as files,
-        devices_caught_up(targets),
-        ThreadPoolExecutor(NUM_THREADS, "disttrain-read") as pool,
-    ):
-        exchange = _Exchange(reader, files, pool, targets, world, mine)
-        for shared in mine:
-            exchange.take_part(shared)
-        exchange.finish()
-        if exchange.errors:
-            raise exchange.errors[0]
+
+    def __init__(self, reader: Reader, plan: Sequence[SharedFetch], targets: Targets, world: World) -> None:
+        self._reader, self._targets, self._rank = reader, targets, world.rank
+        self._mine = [shared for shared in plan if world.rank in shared.holders]
+        self._groups = {holders: world.shared_group(holders) for holders in {shared.holders for shared in self._mine}}
+        largest_bytes = max((shared.fetch.num_bytes for shared in self._mine), default=0)
+        self._messages = [_Message(largest_bytes) for _ in range(min(_NUM_AHEAD + _NUM_IN_FLIGHT, len(self._mine)))]
+
+    def run(self) -> None:
+        """Exchange. Raises, at the end, the first error of this rank's own. Collective: the holders of each fetch."""
+        files = OpenFiles(
+            self._reader.opened, [shared.fetch.file for shared in self._mine if shared.reader == self._rank]
+        )
+        with files, ThreadPoolExecutor(NUM_THREADS, "disttrain-read") as pool, ExitStack() as stack:
+            exchange = _Exchange(self._reader, files, pool, self._targets, self._rank, self._mine, self._messages)
+            exchange.attempt(lambda: stack.enter_context(devices_caught_up(self._targets)))
+            for shared in self._mine:
+                exchange.take_part(shared, self._groups[shared.holders])
+            exchange.finish()
+            if exchange.errors:
+                raise exchange.errors[0]
 
 
 class _Message:
@@ -64,7 +74,10 @@ class _Message:
 
 
 class _Exchange:
-    """This rank's part, in the order of the plan: what it reads is read ahead, what it has got is scattered."""
+    """This rank's part, in the order of the plan: what it reads is read ahead, what it has got is scattered.
+
+    Once anything has failed here, its messages say so, and the exchange goes on, since others take part in it.
+    """
 
     def __init__(
         self,
@@ -72,24 +85,34 @@ class _Exchange:
         files: OpenFiles,
         pool: ThreadPoolExecutor,
         targets: Targets,
-        world: World,
+        rank: int,
         mine: Sequence[SharedFetch],
+        messages: Sequence[_Message],
     ) -> None:
         self.errors: list[Exception] = []
         self._reader, self._files, self._pool = reader, files, pool
-        self._targets, self._world = targets, world
-        self._to_read = deque(shared for shared in mine if shared.reader == world.rank)
-        self._largest_bytes = max((shared.fetch.num_bytes for shared in mine), default=0)
+        self._targets, self._rank = targets, rank
+        self._to_read = deque(shared for shared in mine if shared.reader == rank)
         self._ahead: deque[Future[_Message]] = deque()
         self._in_flight: deque[tuple[_Message, Work]] = deque()
-        self._free: list[_Message] = []
+        self._free = list(messages)
 
-    def take_part(self, shared: SharedFetch) -> None:
+    def attempt(self, act: Callable[[], object]) -> bool:
+        """Do it, unless anything has failed. Returns whether it was done."""
+        if self.errors:
+            return False
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  raised when all have been served
+            self.errors.append(error)
+            return False
+        return True
+
+    def take_part(self, shared: SharedFetch, group: ProcessGroup) -> None:
         """Broadcast what this rank has read, or what another has."""
         while self._to_read and len(self._ahead) < _NUM_AHEAD:
-            self._ahead.append(self._pool.submit(self._read, self._message(self._to_read.popleft())))
-        message = self._ahead.popleft().result() if shared.reader == self._world.rank else self._message(shared)
-        group = self._world.shared_group(shared.holders)
+            self._read_ahead(self._message(self._to_read.popleft()))
+        message = self._ahead.popleft().result() if shared.reader == self._rank else self._message(shared)
         work = broadcast(message.tensor, shared.reader, group, async_op=True)
         assert work is not None
         self._in_flight.append((message, work))
@@ -101,18 +124,19 @@ class _Exchange:
             self._collect()
 
     def _message(self, shared: SharedFetch) -> _Message:
-        message = self._free.pop() if self._free else _Message(self._largest_bytes)
+        message = self._free.pop()
         message.hold(shared)
         return message
 
+    def _read_ahead(self, message: _Message) -> None:
+        if not self.attempt(lambda: self._ahead.append(self._pool.submit(self._read, message))):
+            failed: Future[_Message] = Future()
+            failed.set_result(self._read(message))
+            self._ahead.append(failed)
+
     def _read(self, message: _Message) -> _Message:
-        message.tensor[-1] = _FAILED
-        if not self.errors:
-            try:
-                self._reader.bring(self._files, message.shared.fetch, message.data)
-                message.tensor[-1] = _GOOD
-            except Exception as error:  # noqa: BLE001  others wait for this message: they are told by it
-                self.errors.append(error)
+        is_good = self.attempt(lambda: self._reader.bring(self._files, message.shared.fetch, message.data))
+        message.tensor[-1] = _GOOD if is_good else _FAILED
         return message
 
     def _collect(self) -> None:
@@ -120,8 +144,5 @@ class _Exchange:
         message, work = self._in_flight.popleft()
         work.wait()
         if message.tensor[-1] == _GOOD:
-            try:
-                scatter(message.shared.fetch, message.data, self._targets)
-            except Exception as error:  # noqa: BLE001  the exchange goes on, since others take part in it
-                self.errors.append(error)
+            self.attempt(lambda: scatter(message.shared.fetch, message.data, self._targets))
         self._free.append(message)

@@ -5,7 +5,6 @@ Nothing here knows of formats. What a method has written or moved is durable whe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from disttrain.checkpoint.local_file import LocalFile
+from disttrain.checkpoint.locks import is_locked, lock, remove_unheld
 from disttrain.errors import CheckpointError
 
 HOLD_SUFFIX = ".lock"
@@ -126,54 +126,25 @@ class LocalStorage:
 
     @contextmanager
     def hold(self, path: Path) -> Iterator[None]:
-        # The kernel lets go of the lock when its process dies, however it dies.
         _make_parents(path)
-        lock, pid = _lock_path(path), os.getpid()
-        descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks: nobody removes what this file marks
-                pass
+        with lock(_lock_path(path)):
             yield
-        finally:
-            if os.getpid() == pid:  # a fork that ends holds nothing
-                lock.unlink(missing_ok=True)
-            os.close(descriptor)
 
     def is_held(self, path: Path) -> bool | None:
-        try:
-            descriptor = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # a file system without locks
-            return None
-        else:
-            return False
-        finally:
-            os.close(descriptor)
+        return is_locked(_lock_path(path))
 
     def remove_unless_held(self, path: Path) -> bool:
-        lock = _lock_path(path)
-        try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            shutil.rmtree(path, ignore_errors=True)
-            return not path.exists()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # held, or a file system without locks, where nobody can know
+        # Asked first: a process that makes a folder has its lock before, and keeps it until the folder is gone.
+        named = _lock_path(path)
+        is_there, is_named = path.exists(), named.exists()
+        remove_unheld(named)
+        if is_locked(named) is not False:
             return False
-        else:
+        if is_there:
             shutil.rmtree(path, ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            return not path.exists()
-        finally:
-            os.close(descriptor)
+        if is_named:
+            named.unlink(missing_ok=True)
+        return not path.exists()
 
 
 def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, Path]:

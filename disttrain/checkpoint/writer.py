@@ -1,11 +1,11 @@
 """Writing one rank's data file: its plan's chunks and values as one file that the `safetensors` package can read.
 
-The header is known from sizes alone, so the tensors stream past: to the CPU one by one, hashed, written.
+The header is known from sizes alone, so the tensors stream past in slices: to the CPU, hashed, written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name, safetensors_entry
-from disttrain.checkpoint.image import Entry, Image, Written, file_name, make_image
+from disttrain.checkpoint.image import SLICE_BYTES, Entry, Image, Written, file_name, make_image, slices
 from disttrain.checkpoint.storage import Storage
 from disttrain.process_group.packing import pack
 
@@ -60,12 +60,22 @@ def write_items(storage: Storage, folder: Path, rank: int, items: list[Item], me
     ordered, file = in_file_order(items), file_name(rank)
     image = image_of(ordered, metadata)
     written = Written(image.saved_file())
-    storage.write_file(folder / file, image.parts(file, lambda number: _bytes_of(ordered[number].tensor), written))
+    storage.write_file(folder / file, image.parts(file, lambda number: _slices_of(ordered[number].tensor), written))
     return written
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _slices_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes. From a GPU slice by slice, so that one is written while the next one is copied."""
     if not tensor.numel():
-        return memoryview(b"")
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8).numpy().data
+        return
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not tensor.is_cuda:
+        yield from slices(_bytes_of(tensor.cpu().contiguous()).numpy().data)
+        return
+    for part in _bytes_of(tensor.contiguous()).split(SLICE_BYTES):
+        # Pinned memory goes back to torch, to be used again, when the slice has been written.
+        yield torch.empty(part.shape, dtype=torch.uint8, pin_memory=True).copy_(part).numpy().data
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

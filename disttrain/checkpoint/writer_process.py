@@ -17,14 +17,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
-from disttrain.checkpoint.commit import check_names, commit, remove_old, temporary_folder
+from disttrain.checkpoint.commit import check_names, check_target, commit, retire_old, temporary_folder
 from disttrain.checkpoint.image import Image, Written, file_name
 from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, KEPT, Job
-from disttrain.checkpoint.memory_saving import Copies
+from disttrain.checkpoint.memory_saving import Copies, arranged
 from disttrain.checkpoint.peer_memory import NodeMemory
+from disttrain.checkpoint.removal import remove_all
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
 from disttrain.errors import CheckpointError, DisttrainError
@@ -126,29 +128,32 @@ class Writer:
             def prepare() -> list[Any]:
                 nonlocal storage
                 storage = self._storage(name, arguments)
-                if self._copies is not None:
-                    self._copies.make_ready(job.target)
-                return [job.digest, job.target.path.name]
+                ready = [] if self._copies is None else self._copies.make_ready()
+                return [job.digest, job.target.path.name, ready]
 
-            def begin(ballots: list[list[Any]]) -> bool:
+            def begin(ballots: list[list[Any]]) -> list[Any] | None:
                 assert storage is not None
-                digests, names = zip(*ballots, strict=True)
+                digests, names, ready = zip(*ballots, strict=True)
                 check_names(names)
                 _check_plans(digests)
                 self._store.delete_key(fate_key(job.number - 8))
                 if self._store.compare_set(fate_key(job.number), b"", BEGUN) != BEGUN:
-                    return False
+                    return None
+                arrangement = [] if self._copies is None else arranged(ready)
                 held.enter_context(temporary_folder(storage, job.target))
-                return True
+                return arrangement
 
-            if not self._assembly.agree(prepare, begin):
+            arrangement = self._assembly.agree(prepare, begin)
+            if arrangement is None:
                 self._say(DROPPED, job.number)
                 return
             assert storage is not None
             if self._copies is not None:
-                self._keep(job, self._copies)
-            self._write(job, storage)
+                self._copies.begin(arrangement)
+                self._keep(job, storage, self._copies)
+            dying = self._write(job, storage)
         self._say(COMMITTED, job.number)
+        remove_all(storage, dying)
 
     def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
         """What `Portable.recipe` has described."""
@@ -158,11 +163,12 @@ class Writer:
             self._storages[key] = getattr(importlib.import_module(module), attribute)(**arguments)
         return self._storages[key]
 
-    def _keep(self, job: Job, copies: Copies) -> None:
+    def _keep(self, job: Job, storage: Storage, copies: Copies) -> None:
         """Keep it in memory, as far as that can be: the disk has it all the same."""
 
         def finish(rows: list[list[Any]]) -> tuple[bool, str]:
             assert job.contents is not None
+            check_target(storage, job.target)
             return copies.finish(job.target, job.contents, rows)
 
         is_whole, problem = self._assembly.agree(lambda: copies.write(job.target, job.image, self._data(job)), finish)
@@ -174,7 +180,10 @@ class Writer:
         """The file as it lies in shared memory."""
         return memoryview(b"") if job.image is None else memoryview(self._arenas[job.arena])[: job.image.num_bytes]
 
-    def _write(self, job: Job, storage: Storage) -> None:
+    def _write(self, job: Job, storage: Storage) -> list[Path]:
+        """Returns: what is to be removed, on rank 0."""
+        dying: list[Path] = []
+
         def write() -> list[Any]:
             if job.image is None:
                 return Written().to_plain()
@@ -189,7 +198,9 @@ class Writer:
         self._assembly.agree(write, finish)
         if job.keep is not None:
             step = int(job.target.path.name.rpartition("-")[2])
-            self._assembly.agree(lambda: None, lambda _: remove_old(storage, job.target.path.parent, step, job.keep))
+            directory, keep = job.target.path.parent, job.keep
+            self._assembly.agree(lambda: None, lambda _: dying.extend(retire_old(storage, directory, step, keep)))
+        return dying
 
     def _parts(self, job: Job, image: Image, file: str, written: Written) -> Iterator[memoryview]:
         """The file's parts from shared memory, which is its image; tells how far it is."""

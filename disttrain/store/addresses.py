@@ -12,3 +12,14 @@ def own_address(host: str) -> str:
     with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
         probe.connect(address)  # of a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
+
+
+def outward_address() -> str:
+    """The address of this node that packets to other networks leave from; its name's where there are none.
+
+    The addresses asked for are those that are kept for documentation (RFC 5737, RFC 3849): no host has them.
+    """
+    for host in ("192.0.2.1", "2001:db8::1", socket.gethostname()):
+        with contextlib.suppress(OSError):
+            return own_address(host)
+    return "127.0.0.1"

@@ -101,8 +101,8 @@ def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, dies
     try:
         own = TCPStore(server.host, server.port, wait_for_workers=False)
         world = World(PrefixStore(f"step-{step}", own), rank, NUM_RANKS, timeout_s=30.0, device=torch.device("cpu"))
-        with entered_world(world):
-            Checkpointer(directory, storage=Deadly(dies_at)).save(step, state_of(step, rank=rank))
+        with entered_world(world), Checkpointer(directory, storage=Deadly(dies_at)) as checkpointer:
+            checkpointer.save(step, state_of(step, rank=rank))
         os._exit(0)
     finally:
         os._exit(1)

@@ -16,8 +16,10 @@ import torch
 
 from disttrain import barrier, current_world, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, PerRank, async_save, load
+from disttrain.checkpoint.session import Session, Turn
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import CheckpointError
+from disttrain.store import PrefixStore
 from disttrain.testing import RankPool, run_threads
 from tests.multirank.gated_storage import GatedStorage
 
@@ -157,25 +159,53 @@ def test_only_the_first_save_waits_for_other_ranks(rank_pool: RankPool, tmp_path
         assert others == [0, 0]
 
 
-def change_on_one_rank(directory: str) -> list[Any]:
+def change_on_some_ranks(directory: str, changed: list[int], first: int) -> list[Any]:
+    """What goes wrong with a save that rank `first` comes to first, and at the next call; and the last step."""
+    store = PrefixStore(directory, current_world().store)
     checkpointer = Checkpointer(directory)
     checkpointer.async_save(1, state_of(1)).result(LIMIT_S)
-    extra = {"more": torch.ones(3)} if get_rank() == 1 else {}
-    pending = checkpointer.async_save(2, {**state_of(2), **extra})
+    extra = {"more": torch.ones(3)} if get_rank() in changed else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if get_rank() == first:
+            real = Session.agreed
+
+            def agreed(session: Session, number: int, own: Turn) -> Turn:
+                found = real(session, number, own)
+                store.set("begun", b"")
+                return found
+
+            patch.setattr(Session, "agreed", agreed)
+        else:
+            store.wait(["begun"], LIMIT_S)
+        pending = checkpointer.async_save(2, {**state_of(2), **extra})
     assert pending.wait(LIMIT_S)
-    error = pending.committed.exception()
-    if error is not None:  # the rank that has not changed came first
-        with pytest.raises(CheckpointError, match="Save once more"):
+    problems = []
+    error = pending.failure()
+    if error is not None:
+        problems.append(error.problem)
+        with pytest.raises(CheckpointError, match="Save once more") as raised:
             checkpointer.async_save(3, state_of(3))
+        problems.append(raised.value.problem)
     checkpointer.async_save(4, {**state_of(4), **extra}).result(LIMIT_S)
     checkpointer.close()
-    return [error is None, checkpointer.latest()]
+    return [problems, checkpointer.latest()]
 
 
-def test_a_state_that_changes_on_one_rank_is_planned_anew(rank_pool: RankPool, tmp_path: Path) -> None:
-    found = rank_pool.run(2, change_on_one_rank, {"directory": str(tmp_path)})
-    assert found[0] == found[1]
-    assert found[0][1] == 4
+def test_a_state_that_has_changed_on_the_first_rank_is_planned_anew(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = {"directory": str(tmp_path), "changed": [1], "first": 1}
+    assert rank_pool.run(3, change_on_some_ranks, arguments) == [[[], 4]] * 3
+
+
+@pytest.mark.parametrize("changed", [[1], [1, 2]])
+def test_a_state_that_has_changed_on_others_fails_that_save_alike(
+    rank_pool: RankPool, tmp_path: Path, changed: list[int]
+) -> None:
+    arguments = {"directory": str(tmp_path), "changed": changed, "first": 0}
+    others = " Ranks [2] failed too." if 2 in changed else ""
+    changes = "what there is to save has changed since the last save, and not so on the rank that came first."
+    problem = f"on rank 1: {changes}{others}"
+    told = f"the save to {tmp_path / 'step-00000002'} failed: {problem}"
+    assert rank_pool.run(3, change_on_some_ranks, arguments) == [[[problem, told], 4]] * 3
 
 
 def save_by_function(directory: str) -> list[str]:

@@ -24,6 +24,7 @@ from disttrain.testing import RankPool
 from disttrain.testing.pool import RankError
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 from tests.multirank.gated_storage import GatedStorage
+from tests.multirank.lockless_storage import LocklessStorage
 
 LIMIT_S = 60.0
 
@@ -35,23 +36,25 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": weight, "plain": torch.full((5000,), step), "step": step, "own": PerRank(step)}
 
 
-def checkpointer_of(root: str, ranks_per_node: int = 1, **options: Any) -> Checkpointer:
-    memory = PeerMemory(f"{root}/node-{get_rank() // ranks_per_node}", ranks_per_node)
-    return Checkpointer(f"{root}/disk", peer_memory=memory, **options)
+def checkpointer_of(root: str, num_ranks: list[int] | None = None, **options: Any) -> Checkpointer:
+    """`num_ranks`: on each node; default: one."""
+    nodes = [node for node, num in enumerate(num_ranks or [1] * get_world_size()) for _ in range(num)]
+    node = nodes[get_rank()]
+    return Checkpointer(f"{root}/disk", peer_memory=PeerMemory(f"{root}/node-{node}", nodes.count(node)), **options)
 
 
-def save_steps(root: str, steps: list[int], ranks_per_node: int = 1) -> None:
-    with checkpointer_of(root, ranks_per_node) as checkpointer:
+def save_steps(root: str, steps: list[int], num_ranks: list[int] | None = None) -> None:
+    with checkpointer_of(root, num_ranks) as checkpointer:
         for step in steps:
             pending = checkpointer.async_save(step, state_of(step))
             pending.result(LIMIT_S)
             assert pending.memory_problem == ""
 
 
-def load_newest(root: str, ranks_per_node: int = 1) -> list[Any]:
+def load_newest(root: str, num_ranks: list[int] | None = None) -> list[Any]:
     """The step, after a look at every element, and what was said about copies."""
     state = state_of(-1)
-    checkpointer = checkpointer_of(root, ranks_per_node)
+    checkpointer = checkpointer_of(root, num_ranks)
     latest = checkpointer.latest()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -77,18 +80,19 @@ def test_any_one_node_may_be_lost(rank_pool: RankPool, tmp_path: Path, lost: int
     assert rank_pool.run(3, load_newest, {"root": str(tmp_path)}) == [[3, []]] * 3
 
 
-def test_nodes_of_two_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(3, save_steps, {"root": str(tmp_path), "steps": [1, 2], "ranks_per_node": 2})
+@pytest.mark.parametrize("num_ranks", [[2, 1], [1, 2], [1, 1, 1]])
+def test_nodes_of_different_sizes(rank_pool: RankPool, tmp_path: Path, num_ranks: list[int]) -> None:
+    rank_pool.run(3, save_steps, {"root": str(tmp_path), "steps": [1, 2], "num_ranks": num_ranks})
     shutil.rmtree(tmp_path / "disk")
     shutil.rmtree(tmp_path / "node-0")
-    assert rank_pool.run(3, load_newest, {"root": str(tmp_path), "ranks_per_node": 2}) == [[2, []]] * 3
+    assert rank_pool.run(3, load_newest, {"root": str(tmp_path), "num_ranks": num_ranks}) == [[2, []]] * 3
 
 
 def test_one_node_needs_no_other(rank_pool: RankPool, tmp_path: Path) -> None:
     """Its memory outlives the processes; another number of ranks loads it."""
-    rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 2], "ranks_per_node": 4})
+    rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 2], "num_ranks": [2]})
     shutil.rmtree(tmp_path / "disk")
-    assert rank_pool.run(3, load_newest, {"root": str(tmp_path), "ranks_per_node": 4}) == [[2, []]] * 3
+    assert rank_pool.run(3, load_newest, {"root": str(tmp_path), "num_ranks": [3]}) == [[2, []]] * 3
 
 
 def test_two_nodes_lost_are_too_many(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -105,17 +109,63 @@ def test_two_saves_are_kept_at_most(rank_pool: RankPool, tmp_path: Path) -> None
     assert names == {"step-00000004", "step-00000005"}
 
 
-def test_a_flipped_bit_leads_to_the_disk(rank_pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_damaged", [1, 2])
+@pytest.mark.parametrize("file", ["rank-00001.safetensors", "manifest.json"])
+def test_a_flipped_bit_leads_to_the_other_copy_and_then_to_the_disk(
+    rank_pool: RankPool, tmp_path: Path, file: str, num_damaged: int
+) -> None:
     rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1]})
-    for path in files_named(tmp_path, "rank-00001.safetensors", 1):
+    for path in files_named(tmp_path, file, 1)[-num_damaged:]:
         data = bytearray(path.read_bytes())
-        data[-1] ^= 1
+        data[-9] ^= 1
         path.write_bytes(data)
+    if num_damaged == 1:
+        shutil.rmtree(tmp_path / "disk")
     for step, said in rank_pool.run(2, load_newest, {"root": str(tmp_path)}):
         assert step == 1
-        (sentence,) = said
-        assert "a copy in memory was of no use" in sentence
-        assert "does not have the bytes" in sentence
+        assert all("a copy in memory was of no use" in sentence for sentence in said)
+        assert all("does not have the bytes" in sentence for sentence in said)
+        # A manifest that is damaged is none: nobody begins with it. Both copies may be found out at once.
+        assert len(said) in ([0] if file == "manifest.json" else range(1, num_damaged + 1))
+
+
+def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Whichever has the larger ID: the saves on the disk are taken away, as by somebody who goes back."""
+    for _ in range(4):
+        rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 3]})
+        shutil.rmtree(tmp_path / "disk")
+        rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [2]})
+        shutil.rmtree(tmp_path / "disk")
+        assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
+
+
+class TakenOver(LocklessStorage):
+    """Another job claims the directory as soon as the save of step 2 has begun."""
+
+    def recipe(self) -> tuple[str, dict[str, Any]]:
+        return "tests.multirank.test_checkpoint_memory:TakenOver", {}
+
+    def make_folder(self, path: Path) -> None:
+        super().make_folder(path)
+        if path.name.startswith("step-00000002"):
+            path.with_name(f".claim-000009.tmp-{'f' * 32}").mkdir()
+
+
+def lose_the_directory(root: str) -> list[str]:
+    checkpointer = checkpointer_of(root, storage=TakenOver())
+    checkpointer.save(1, state_of(1))
+    try:
+        checkpointer.save(2, state_of(2))
+    except CheckpointError as error:
+        return [error.problem]
+    return []
+
+
+def test_a_job_that_has_lost_its_directory_keeps_no_copies(rank_pool: RankPool, tmp_path: Path) -> None:
+    for (problem,) in rank_pool.run(2, lose_the_directory, {"root": str(tmp_path)}):
+        assert problem == f"another job has taken over {tmp_path / 'disk'}."
+    assert files_named(tmp_path, "manifest.json", 2) == []
+    assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[1, []]] * 2
 
 
 def test_a_torn_copy_is_none(rank_pool: RankPool, tmp_path: Path) -> None:

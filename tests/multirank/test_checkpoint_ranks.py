@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,13 @@ from disttrain.checkpoint import (
     rng_state,
     save,
     set_state_dict,
+    spreading,
 )
 from disttrain.checkpoint.storage import ReadableFile
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.fsdp2 import fully_shard
+from disttrain.process_group import World
 from disttrain.testing import RankPool
 
 SHAPES = [(), (0, 3), (1,), (7,), (5, 3), (2, 9, 4), (13, 1)]
@@ -164,6 +167,39 @@ def test_what_all_ranks_want_is_read_once(rank_pool: RankPool, tmp_path: Path) -
     assert max(shared) <= 1.3 * (12 << 20)
     each = rank_pool.run(4, load_replicated, {"path": path, "shares_reads": False})
     assert all(36 << 20 <= num_bytes <= 1.01 * (36 << 20) for num_bytes in each)
+
+
+def fail_to_share(path: str, victim: int, what: str) -> str:
+    """One rank lacks memory, a group, a thread or a copy. Returns what is raised."""
+    state = replicated_state(0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        if get_rank() == victim:
+
+            def refuse(*_args: Any, **_kwargs: Any) -> Any:
+                raise RuntimeError(f"no {what} here")
+
+            owner, name = {
+                "memory": (spreading, "aligned_memory"),
+                "group": (World, "shared_group"),
+                "thread": (ThreadPoolExecutor, "submit"),
+                "copy": (spreading, "scatter"),
+            }[what]
+            patch.setattr(owner, name, refuse)
+        with pytest.raises(CheckpointError) as raised:
+            load(state, path)
+    load(state, path)
+    assert state["plain"].eq(7).all()
+    return raised.value.problem
+
+
+@pytest.mark.parametrize("what", ["memory", "group", "thread", "copy"])
+def test_a_rank_that_cannot_take_part_fails_the_load_and_keeps_nobody_waiting(
+    rank_pool: RankPool, tmp_path: Path, what: str
+) -> None:
+    path = str(tmp_path / "save")
+    rank_pool.run(4, save_replicated, {"path": path})
+    problems = rank_pool.run(4, fail_to_share, {"path": path, "victim": 1, "what": what})
+    assert problems == [f"on rank 1: RuntimeError: no {what} here."] * 4
 
 
 class Model(nn.Module):

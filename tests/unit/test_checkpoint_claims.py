@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -23,9 +26,12 @@ class Processes:
 
     def claim(self, process: str) -> Claim:
         made = Claim(self.storage, self.directory)
-        self._monkeypatch.setattr(claims, "_this_process", lambda: process * 16)
+        self.become(process)
         made.ensure()
         return made
+
+    def become(self, process: str) -> None:
+        self._monkeypatch.setattr(claims, "_this_process", lambda: process * 16)
 
     def check(self, claim: Claim) -> None:
         check_claim(self.storage, self.directory, claim.name)
@@ -105,3 +111,99 @@ def test_of_two_at_the_same_time_the_one_that_comes_first_in_order_stays(process
         processes.check(first)
         with pytest.raises(CheckpointError, match="as well"):
             processes.claim("b")
+
+
+class Interrupted(LocalStorage):
+    """Somebody else does something just before this job's claim is there."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    @contextmanager
+    def hold(self, path: Path) -> Iterator[None]:
+        self._act()
+        with super().hold(path):
+            yield
+
+
+@pytest.mark.parametrize("other", ["a", "c"])
+def test_one_that_chose_the_same_number_and_has_looked_around_stays(processes: Processes, other: str) -> None:
+    """Whichever of the two comes first in order."""
+    made: list[Claim] = []
+
+    def claim_as_well() -> None:
+        processes.storage = LocalStorage()
+        made.append(processes.claim(other))
+        processes.become("b")
+
+    processes.storage = Interrupted(claim_as_well)
+    with pytest.raises(CheckpointError, match=r"another job \(process"):
+        processes.claim("b")
+    assert [claim.name[7:13] for claim in made] == ["000001"]
+    processes.check(made[0])
+
+
+@pytest.mark.parametrize("other", ["a", "c"])
+def test_without_locks_one_of_two_at_the_same_time_stays(processes: Processes, other: str) -> None:
+    made: list[Claim] = []
+
+    class Lockless(LocklessStorage):
+        def hold(self, path: Path) -> AbstractContextManager[None]:
+            if not made:
+                made.append(Claim(processes.storage, processes.directory))
+                processes.become(other)
+                made[0].ensure()
+                processes.become("b")
+            return super().hold(path)
+
+    processes.storage = Lockless()
+    made.append(processes.claim("b"))
+    refused = []
+    for claim in made:
+        try:
+            processes.check(claim)
+        except CheckpointError as error:
+            refused.append(error.problem)
+    assert len(refused) == 1
+
+
+def test_a_later_one_that_withdraws_is_waited_for(processes: Processes) -> None:
+    later = processes.directory / f".claim-000001.tmp-{'f' * 32}"
+
+    def claim_as_well() -> None:
+        held = ExitStack()
+        held.enter_context(LocalStorage().hold(later))
+        later.mkdir()
+        Timer(0.05, held.close).start()
+
+    processes.storage = Interrupted(claim_as_well)
+    processes.check(processes.claim("a"))
+
+
+def test_of_many_at_once_one_stays(tmp_path: Path) -> None:
+    for number in range(5):
+        directory = tmp_path / f"{number}"
+        (begin, beginning), (told, telling), (end, ending) = os.pipe(), os.pipe(), os.pipe()
+        children = []
+        for _ in range(4):
+            children.append(os.fork())
+            if children[-1] == 0:
+                os.close(beginning)
+                os.close(ending)
+                os.read(begin, 1)
+                claim = Claim(LocalStorage(), directory)
+                try:
+                    claim.ensure()
+                    os.write(telling, b"1")
+                except CheckpointError:
+                    os.write(telling, b"0")
+                os.read(end, 1)
+                os._exit(0)
+        os.close(beginning)
+        answers = b"".join(os.read(told, 1) for _ in children)
+        os.close(ending)
+        for child in children:
+            os.waitpid(child, 0)
+        for descriptor in (begin, told, telling, end):
+            os.close(descriptor)
+        assert sorted(answers) == sorted(b"1000")

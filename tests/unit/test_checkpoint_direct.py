@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from disttrain.checkpoint import direct
 
-PIECE_BYTES = 4 * direct.ALIGNMENT
+PIECE_BYTES = 4 * direct.PAGE_BYTES
 SOURCE = mmap.mmap(-1, 1 << 18)
 SOURCE.write(os.urandom(1 << 18))
 
-cuts = st.tuples(st.integers(0, 5 * direct.ALIGNMENT), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
+cuts = st.tuples(st.integers(0, 5 * direct.PAGE_BYTES), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,7 +27,7 @@ def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies
     """`lies_alike`: each part lies in memory as in the file, modulo pages; it is then written from there."""
     views, offset = [], 0
     for start, size in parts:
-        begin = start // direct.ALIGNMENT * direct.ALIGNMENT + offset % direct.ALIGNMENT if lies_alike else start
+        begin = start // direct.PAGE_BYTES * direct.PAGE_BYTES + offset % direct.PAGE_BYTES if lies_alike else start
         views.append(memoryview(SOURCE)[begin : begin + size])
         offset += size
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -35,6 +35,29 @@ def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies
         path = Path(folder) / "file"
         direct.write_file(path, views)
         assert path.read_bytes() == b"".join(bytes(view) for view in views)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_room_that_was_not_needed_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    reserved, real = [], direct._reserve
+
+    def reserve(descriptor: int, num_bytes: int) -> None:
+        reserved.append(num_bytes)
+        if has_room:
+            real(descriptor, num_bytes)
+
+    monkeypatch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct, "_RESERVED_BYTES", 2 * PIECE_BYTES)
+    monkeypatch.setattr(direct, "_reserve", reserve)
+    data = memoryview(SOURCE)[: 5 * PIECE_BYTES + 77]
+    direct.write_file(tmp_path / "file", [data])
+    assert reserved == [2 * PIECE_BYTES, 4 * PIECE_BYTES, 6 * PIECE_BYTES]
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 4096
+    direct.write_file(tmp_path / "small", [data[:100]])
+    assert len(reserved) == 3
 
 
 def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

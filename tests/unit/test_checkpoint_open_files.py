@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.checkpoint import open_files
 from disttrain.checkpoint.local_file import LocalFile, aligned_memory
 from disttrain.checkpoint.open_files import OpenFiles
 
@@ -33,6 +34,28 @@ def test_a_file_is_open_from_its_first_use_to_its_last() -> None:
             with files.use(name):
                 events.append(name)
     assert events == ["open a", "a", "open b", "b", "close b", "a", "close a"]
+
+
+def test_few_files_are_open_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that rest longest are closed, and opened again when they are needed."""
+    monkeypatch.setattr(open_files, "MOST_IDLE", 2)
+    events, num_open = [], 0
+
+    @contextmanager
+    def opened(name: str) -> Iterator[NoBytes]:
+        nonlocal num_open
+        num_open += 1
+        assert num_open <= 3
+        events.append(name)
+        yield NoBytes()
+        num_open -= 1
+
+    with OpenFiles(opened, "abcdabcd") as files:
+        for name in "abcdabcd":
+            with files.use(name):
+                pass
+    assert "".join(events) == "abcdab"
+    assert num_open == 0
 
 
 def test_a_file_hears_of_its_own_errors_and_no_other_does() -> None:

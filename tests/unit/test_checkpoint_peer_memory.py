@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from disttrain.checkpoint import Checkpointer, PeerMemory
+from disttrain.checkpoint import Checkpointer, PeerMemory, exchange
 from disttrain.checkpoint.exchange import Address, FileServer, put_file, remote_file
+from disttrain.checkpoint.keepers import KeptName
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.errors import CheckpointError
+from disttrain.store import FileStore, PrefixStore
 
-A, B, C = (f"step-{step:08d}.{digit * 32}" for step, digit in ((1, "a"), (2, "b"), (3, "c")))
+A, B, C, D = (
+    KeptName(step, order, digit * 32).folder
+    for step, order, digit in ((1, 1, "f"), (2, 2, "e"), (3, 3, "d"), (2, 4, "c"))
+)
 
 
 @pytest.fixture
@@ -35,25 +41,35 @@ def put(memory: NodeMemory, save: str, data: bytes = b"abc") -> None:
 
 
 def test_the_newest_whole_save_stays_until_another_is_whole(memory: NodeMemory) -> None:
+    assert memory.make_room() == 0
     put(memory, A)
     memory.keep(A)
-    memory.make_room(B)
+    assert memory.make_room() == 1
     put(memory, B)
     assert sorted(os.listdir(memory.root)) == [A, B]
-    memory.make_room(C)  # B has never become whole
+    assert memory.make_room() == 2  # B has never become whole
     put(memory, C)
     memory.keep(C)
     assert sorted(os.listdir(memory.root)) == [A, C]
-    memory.make_room(B)
-    assert os.listdir(memory.root) == [C]
+    memory.make_room()
+    put(memory, D)  # an earlier step, saved later
+    memory.keep(D)
+    memory.make_room()
+    assert os.listdir(memory.root) == [D]
 
 
-def test_a_save_under_way_twice_is_the_same(memory: NodeMemory) -> None:
+def test_what_is_kept_twice_is_there_once(memory: NodeMemory) -> None:
     put(memory, A, b"first")
-    memory.make_room(A)
     put(memory, A, b"again")
     assert (memory.root / A / "x").read_bytes() == b"again"
     assert memory.holdings()[0].has == {"x": 5}
+
+
+def test_a_manifest_that_is_damaged_is_none(memory: NodeMemory) -> None:
+    put(memory, A)
+    memory.write(A, "manifest.json", [memoryview(b"{}")])
+    (holding,) = memory.holdings()
+    assert (holding.has, holding.needed) == ({"x": 3}, None)
 
 
 def test_files_are_for_their_owner_only(memory: NodeMemory) -> None:
@@ -76,6 +92,31 @@ def test_a_file_goes_to_another_node_and_back(memory: NodeMemory, server: FileSe
     put_file(server.address, A, "empty", memoryview(b""))
     with remote_file(server.address, A, "empty") as file:
         assert file.num_bytes == 0
+
+
+def test_a_reader_may_rest_between_requests(
+    memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(memory, A)
+    monkeypatch.setattr(exchange, "_STALL_S", 0.05)
+    with remote_file(server.address, A, "x") as file:
+        time.sleep(0.15)
+        buffer = bytearray(3)
+        assert file.read_at(0, memoryview(buffer)) == 3
+        assert buffer == b"abc"
+
+
+def test_where_the_store_has_no_server_others_reach_us_on_the_way_out(
+    memory: NodeMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever MASTER_ADDR says: nobody needs it for a store in a file."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store = FileStore(str(tmp_path / "store"))
+    monkeypatch.setattr(exchange, "outward_address", lambda: "127.0.0.3")
+    server = FileServer(memory, PrefixStore("job", store))
+    assert server.address.host == "127.0.0.3"
+    server.close()
+    store.close()
 
 
 def test_a_stranger_gets_and_leaves_nothing(memory: NodeMemory, server: FileServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     assert checkpointer.latest() is None
     for step in (5, 10, 15):
         checkpointer.save(step, {"step": step})
+    checkpointer.close()  # what is old is removed beside what comes next
     assert names_in(checkpointer.directory) == ["step-00000010", "step-00000015"]
     assert checkpointer.latest() == 15
     state = {"step": 0}
@@ -66,7 +68,32 @@ def test_a_save_of_an_older_step_stays(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=1)
     for step in (20, 10):
         checkpointer.save(step, {"step": step})
+    checkpointer.close()
     assert names_in(tmp_path) == ["step-00000010"]
+
+
+class SlowToRemove(LocalStorage):
+    """Removes folders once it may."""
+
+    def __init__(self) -> None:
+        self.may_remove = threading.Event()
+
+    def remove_folder(self, path: Path) -> None:
+        if not path.name.startswith(".claim-"):
+            assert self.may_remove.wait(30)
+        super().remove_folder(path)
+
+
+def test_a_save_does_not_wait_until_old_ones_are_removed(tmp_path: Path) -> None:
+    storage = SlowToRemove()
+    with Checkpointer(tmp_path, keep=1, storage=storage) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"step": step})
+        assert len(names_in(tmp_path)) == 2
+        assert checkpointer.latest() == 2
+        storage.may_remove.set()
+        checkpointer.save(3, {"step": 3})
+    assert names_in(tmp_path) == ["step-00000003"]
 
 
 def test_all_saves_are_kept_when_asked(tmp_path: Path) -> None:
