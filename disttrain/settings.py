@@ -60,6 +60,12 @@ def _debug_level(text: str) -> str:
     return text.lower()
 
 
+def _kernels(text: str) -> str:
+    if text.lower() not in {"auto", "triton", "twin"}:
+        raise ValueError("it must be auto, triton or twin")
+    return text.lower()
+
+
 def _switch(text: str) -> bool:
     if text not in {"0", "1"}:
         raise ValueError("it must be 0 or 1")
@@ -236,6 +242,12 @@ FLIGHT_DIR = Setting[Path | None](
     None,
     "Folder for the flight recorder's dumps, made where it is missing; unset: a private one for what hangs or dies.",
 )
+FLIGHT_RING_DIR = Setting[Path | None](
+    "DISTTRAIN_FLIGHT_RING_DIR",
+    Path,
+    None,
+    "Folder on this machine, best in memory, for rings: a rank's last calls while it runs; unset: the private one.",
+)
 FLIGHT_SOFT_LIMIT_S = Setting[float | None](
     "DISTTRAIN_FLIGHT_SOFT_LIMIT_S",
     _positive,
@@ -244,6 +256,18 @@ FLIGHT_SOFT_LIMIT_S = Setting[float | None](
 )
 FLIGHT_ENDS_JOB = Setting[bool](
     "DISTTRAIN_FLIGHT_ENDS_JOB", _switch, False, "1: a rank that has waited so long then ends itself, and so the job."
+)
+
+# Kernels.
+KERNELS = Setting[str](
+    "DISTTRAIN_KERNELS",
+    _kernels,
+    "auto",
+    "`auto`: Triton's kernels on GPUs, torch's operators where they can't be used, with one warning; `triton`: an "
+    "error then; `twin`: torch's operators always.",
+)
+TRITON_INTERPRET = Setting[bool](
+    "TRITON_INTERPRET", _switch, False, "1: Triton's kernels run on the CPU, slowly, for tests; Triton reads it too."
 )
 
 

@@ -1,8 +1,7 @@
-"""What holds for all tests: hypothesis without a clock, a folder for what they leave, and the mark of those on GPUs."""
+"""What holds for all tests: hypothesis without a clock, and the mark of tests that need a GPU."""
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
 from collections.abc import Iterator
@@ -40,15 +39,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests and their processes leave among temporary files, such as dumps of jobs, goes with pytest's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        # What torch has compiled is of use to the next run as well.
-        compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)))
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
-        patch.setattr(tempfile, "tempdir", None)
-        yield
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What jobs leave that fail on purpose goes with pytest's own folders."""
+    earlier, earlier_folder = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
+    yield
+    tempfile.tempdir = earlier_folder
+    os.environ.pop("TMPDIR")
+    if earlier is not None:
+        os.environ["TMPDIR"] = earlier
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from typing import Final
 from disttrain.flight_recorder.dump import RING, Dump
 from disttrain.flight_recorder.dump_words import EXIT
 from disttrain.flight_recorder.match import Match
+from disttrain.flight_recorder.process_state import GONE, STOPPED
 from disttrain.flight_recorder.record import Failure, Record
 from disttrain.flight_recorder.thread_state import IO_CALLS, RUNNING
 from disttrain.flight_recorder.verdict import Cause
@@ -61,7 +62,7 @@ def lifeless(found: Match) -> list[int]:
     return [
         rank
         for rank, dump in found.dumps.items()
-        if dump.reason == RING and dump.dumped_s + offsets_s[rank] < max(dumped_s) - _LIFELESS_S
+        if dump.reason == RING and (dump.process or dump.dumped_s + offsets_s[rank] < max(dumped_s) - _LIFELESS_S)
     ]
 
 
@@ -86,6 +87,10 @@ def what_became_of(found: Match, rank: int, *, was_broken: bool) -> tuple[Cause,
 
 
 def _without_word(dump: Dump, was_broken: bool) -> tuple[Cause, str]:
+    if dump.process == GONE:
+        return Cause.DEAD, "it left no dump but its last records, and its process is gone: it was killed or crashed"
+    if dump.process == STOPPED:
+        return Cause.STOPPED, "it left no dump but its last records, and its process is stopped"
     if dump.threads:
         where = place(dump, dump.main_stack)
         return Cause.HOLDS_LOCK, f"it holds the interpreter's lock, or is stopped, at {where}"
@@ -106,7 +111,7 @@ def _at_work(dump: Dump) -> tuple[Cause, str]:
     innermost = main.stack[0].file if main.stack else ""
     if dump.is_in_transport:
         return Cause.CONNECTING, f"it is inside an operation that is not on record, perhaps connecting, at {where}"
-    if dump.device_is_busy and (main.activity == RUNNING or innermost.endswith(_DEVICE_FILES)):
+    if innermost.endswith(_DEVICE_FILES) or (dump.device_is_busy and main.activity == RUNNING):
         return Cause.IN_KERNEL, f"its GPU does not come to the end of what is queued; the host waits for it at {where}"
     call = main.activity.partition(" ")[0]
     if call in IO_CALLS:

@@ -44,7 +44,7 @@ class Dump:
     installed code begin on that machine. `clock_offset_s` added to its times makes them those of rank 0's clock, give
     or take `clock_error_s`; None when that is not known. `device_is_busy`: whether its GPU had not come to the end of
     what was queued; None where nobody has looked. `records` are oldest first. `problems` says what a reader could not
-    use.
+    use. `process`: of a ring, whether the system said that its process was `gone` or `stopped`; empty otherwise.
     """
 
     rank: int
@@ -67,6 +67,7 @@ class Dump:
     threads: tuple[ThreadStack, ...] = ()
     records: tuple[Record, ...] = ()
     problems: tuple[str, ...] = ()
+    process: str = ""
 
     @property
     def main_stack(self) -> Stack:

@@ -38,7 +38,7 @@ def _other_members(found: Match) -> list[Verdict]:
 def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """Only a rank that waits, or has ended, will not make the group any more; a ring does not list unused groups."""
     waiting = {wait.rank: wait for wait in waits}
-    to_blame: set[int] = set()
+    accusers: dict[int, set[int]] = {}
     evidence: list[str] = []
     for wait in waits:
         if wait.record.state is not State.CONNECTING:
@@ -50,7 +50,7 @@ def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
                 continue
             if rank not in waiting and dump.reason != EXIT:
                 continue
-            to_blame.add(rank)
+            accusers.setdefault(rank, set()).add(wait.rank)
             alike = [group.group_name for group in dump.groups if set(group.ranks) == set(wait.record.site.ranks)]
             others = f"; of the same ranks it has made {', '.join(alike)}" if alike else ""
             evidence.append(
@@ -63,6 +63,8 @@ def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
                 evidence.append(f"rank {rank} waits in {made.operation} of group {made.group_title} at {where}")
             else:
                 evidence.append(stack_line(dump))
+    # Whom only such ranks miss that are missed themselves may well have made the right groups.
+    to_blame = {rank for rank, ranks in accusers.items() if not ranks <= accusers.keys()} or set(accusers)
     if not to_blame:
         return []
     names = sorted({wait.record.site.group_title for wait in waits if to_blame & set(wait.for_ranks)})

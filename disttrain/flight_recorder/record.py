@@ -37,6 +37,8 @@ class State(StrEnum):
     COMPLETED = "completed"
     """The host has waited for it. On CUDA the device may still be at it."""
     FAILED = "failed"
+    ON_DEVICE = "on_device"
+    """The host has left it, and its device cannot have ended it: others have not come."""
     CONNECTING = "connecting"
     """Not on record yet: it waits for the members of its group to connect."""
 

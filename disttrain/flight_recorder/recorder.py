@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,6 +29,7 @@ from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
 from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
+from disttrain.flight_recorder.process_state import start_of
 from disttrain.flight_recorder.ring import Ring
 from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
 
@@ -115,10 +117,11 @@ class FlightRecorder:
         """How the files of this rank begin: `rank-00003.` and the job's name."""
         return rank_name(self.world.rank, self.job)
 
-    def attach(self, world: World, folder: Path | None = None) -> None:
-        """Record `world`'s operations from now on, in place of another recorder.
+    def attach(self, world: World, folder: Path | None = None, dumps: Path | None = None) -> None:
+        """Record `world`'s operations from now on, in place of another recorder, which is closed.
 
-        With `folder`, the ring is a file there, so that it is left when the process is killed. Every rank that attaches
+        With `folder`, on a disk of this machine's own or in its memory, the ring is a file there, so that it is left
+        when the process is killed; in `dumps`, if that is another folder, a link leads to it. Every rank that attaches
         does so before its first operation. Raises OSError when the file cannot be made.
         """
         if self._world is not world:
@@ -130,6 +133,7 @@ class FlightRecorder:
                 "job": job,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
+                "process_start": start_of(os.getpid()),
                 "started_s": time.time(),
                 "versions": {
                     "disttrain": __version__,
@@ -142,10 +146,14 @@ class FlightRecorder:
                 "main_thread": threading.main_thread().ident,
             }
             if folder is not None:
-                self._use(Ring(self._num_records, folder / f"{rank_name(world.rank, job)}{layout.SUFFIX}"))
+                name = f"{rank_name(world.rank, job)}{layout.SUFFIX}"
+                link = None if dumps is None or dumps == folder else dumps / name
+                self._use(Ring(self._num_records, folder / name, link))
             self._world = world
             self.describe("ring", self._header)
-        world.recorder = self
+        previous, world.recorder = world.recorder, self
+        if previous is not None and previous is not self:
+            previous.close()
 
     def close(self) -> None:
         """The world is over: its ring is nobody's any more. What has been recorded can still be dumped."""
@@ -341,6 +349,8 @@ class FlightRecorder:
         self, operation: str, group: ProcessGroup, peer_rank: int | None
     ) -> tuple[int, itertools.count[int] | None]:
         name = group.group_name
+        if not self._ring.has_counters:
+            self._forget()
         if name not in self._groups:
             self._groups[name] = ("group", name, group.ranks, group.axis_name, self._ring.counter())
             self._ring.describe(*self._groups[name])
@@ -366,10 +376,21 @@ class FlightRecorder:
         sites = [entry for number, entry in described.items() if number in numbers and entry[0] == "site"]
         numbers.update(entry[-1] for entry in sites)
         self._described = {number: entry for number, entry in described.items() if number in numbers}
+        if self._world is not None:
+            self._forget_groups({*(entry[2] for entry in sites), *(group.group_name for group in self._world.groups)})
         channels = (entry for _, entry in self._channels.values())
         self._ring.replace([*self._lasting, *self._groups.values(), *channels, *self._described.values()])
         self._sites, self._num_sites, self._stacks, self._labels = {}, 0, {}, {}
         self._symbols = Symbols()
+
+    def _forget_groups(self, named: AbstractSet[str]) -> None:
+        """But for those that are `named`: the others have been destroyed, and no record is of them."""
+        gone = [entry for name, entry in self._groups.items() if name not in named]
+        gone += [entry for (name, *_), (_, entry) in self._channels.items() if name not in named]
+        self._groups = {name: entry for name, entry in self._groups.items() if name in named}
+        self._channels = {key: channel for key, channel in self._channels.items() if key[0] in named}
+        for entry in gone:
+            self._ring.release(entry[4])
 
     def _describe(self, *entry: Any) -> tuple[Any, ...]:
         """Add an entry that stays for as long as a record needs it. Returns: the entry."""

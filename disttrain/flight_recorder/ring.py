@@ -13,12 +13,11 @@ import fcntl
 import mmap
 import os
 import time
-import zlib
+from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-
-import msgpack
 
 from disttrain.flight_recorder import ring_layout as layout
 
@@ -29,28 +28,33 @@ NUM_COUNTERS: Final = 4096
 class Ring:
     """`memory` holds the slots, `words` is the same as 64-bit numbers; `file` is None where there is none."""
 
-    def __init__(self, num_slots: int, file: Path | None = None) -> None:
-        """Raises OSError when `file` cannot be made; only its owner can read it."""
+    def __init__(self, num_slots: int, file: Path | None = None, link: Path | None = None) -> None:
+        """Raises OSError when `file` cannot be made; only its owner can read it. `link` then leads to it."""
         self.num_slots = num_slots
         self.file = file
+        self._link = link
         self.slots_at = layout.slots_at(NUM_COUNTERS)
         self.first_word = self.slots_at // 8
         self._entries_at = layout.entries_at(num_slots, NUM_COUNTERS)
         self._entries = bytearray()
-        self._num_counters = 1
+        self._free_counters = deque(range(layout.COUNTERS_AT // 8 + 1, layout.COUNTERS_AT // 8 + NUM_COUNTERS))
         self._fd = -1
         self._pid = os.getpid()
         if file is not None:
             self._fd = _locked(file)
-            os.ftruncate(self._fd, 0)
-            try:
+        try:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, 0)
                 # Where the disk is full this fails; to write to a page that cannot be had would end the process.
                 os.posix_fallocate(self._fd, 0, self._entries_at)
-            except OSError:
-                self.close()
-                raise
-        # Whole pages are mapped; what lies beyond the slots in the last one is written through the descriptor only.
-        self.memory = mmap.mmap(self._fd, self._entries_at)
+            # Whole pages are mapped; what lies beyond the slots in the last one is written through the descriptor only.
+            self.memory = mmap.mmap(self._fd, self._entries_at)
+        except OSError:
+            self.close()
+            raise
+        if link is not None and file is not None:
+            with suppress(OSError):  # Some file systems have no links: then the launcher still finds the ring.
+                link.symlink_to(file)
         self.words = memoryview(self.memory).cast("Q")
         self.memory[: len(layout.MAGIC)] = layout.MAGIC
         numbers = (layout.VERSION, num_slots, NUM_COUNTERS, self._entries_at)
@@ -59,22 +63,31 @@ class Ring:
 
     def describe(self, *entry: Any) -> None:
         """Append an entry. Where the disk is full, the file goes without it."""
-        self._append(_framed(entry))
+        self._append(layout.framed(entry))
 
     def counter(self) -> int:
         """The word of a new counter; the last one is shared by all that there are too many of."""
-        word = layout.COUNTERS_AT // 8 + self._num_counters
-        self._num_counters = min(self._num_counters + 1, NUM_COUNTERS - 1)
-        return word
+        return self._free_counters.popleft() if self.has_counters else self._free_counters[0]
+
+    def release(self, word: int) -> None:
+        """Nobody needs this counter any more."""
+        if word != self._free_counters[-1]:
+            self.words[word] = 0
+            self._free_counters.appendleft(word)
 
     @property
     def is_full(self) -> bool:
         """True when it is time to `replace` the entries."""
         return len(self._entries) > MAX_ENTRIES_BYTES
 
+    @property
+    def has_counters(self) -> bool:
+        """False when the next one is to be shared."""
+        return len(self._free_counters) > 1
+
     def replace(self, entries: Iterable[Iterable[Any]]) -> None:
         """Let these entries stand in place of all others."""
-        data = b"".join(map(_framed, entries))
+        data = b"".join(map(layout.framed, entries))
         self._entries = bytearray(data)
         if self._fd >= 0:
             try:
@@ -98,9 +111,10 @@ class Ring:
         return bytes(self.memory) + bytes(self._entries)
 
     def close(self) -> None:
-        """Remove the file; records may still be written, to memory. A forked child has no part in it."""
+        """Remove file and link; records may still be written, to memory. A forked child has no part in it."""
         if self.file is not None and self._fd >= 0 and os.getpid() == self._pid:
-            self.file.unlink(missing_ok=True)
+            for path in filter(None, (self._link, self.file)):
+                path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
@@ -114,27 +128,6 @@ class Ring:
                 pass  # A full disk must not end the job.
 
 
-def remove_stale(folder: Path, kept_s: float) -> None:
-    """Remove what processes that are gone have left in `folder` and nobody has written to for `kept_s` seconds."""
-    for file in folder.iterdir():
-        try:
-            if file.stat().st_mtime > time.time() - kept_s:
-                continue
-            if file.suffix != layout.SUFFIX:
-                file.unlink()
-                continue
-            descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.unlink(missing_ok=True)
-        except OSError:
-            continue  # Its process lives, or it is another user's.
-        finally:
-            os.close(descriptor)
-
-
 def _locked(file: Path) -> int:
     """A descriptor of `file`, locked until this process is gone: who gets the lock later knows that it is nobody's."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -144,8 +137,3 @@ def _locked(file: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _framed(entry: Iterable[Any]) -> bytes:
-    body = bytes(msgpack.packb(list(entry), unicode_errors="surrogatepass"))
-    return layout.ENTRY.pack(len(body), zlib.crc32(body)) + body

@@ -15,7 +15,11 @@ from __future__ import annotations
 
 import struct
 import sys
-from typing import Final
+import zlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgpack
 
 MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
 VERSION: Final = 1
@@ -43,6 +47,12 @@ FAILED_BIT: Final = 1 << 32 if sys.byteorder == "little" else 1
 
 ENTRY: Final = struct.Struct("@II")
 """Length of an entry, and its crc32."""
+
+
+def framed(entry: Iterable[Any]) -> bytes:
+    """An entry as it lies in a ring."""
+    body = bytes(msgpack.packb(list(entry), unicode_errors="surrogatepass"))
+    return ENTRY.pack(len(body), zlib.crc32(body)) + body
 
 
 def slots_at(num_counters: int) -> int:

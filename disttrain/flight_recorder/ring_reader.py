@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 
@@ -52,7 +52,8 @@ def read_ring(file: Path) -> Dump:
     except FlightDumpError as error:
         raise FlightDumpError("read_ring", f"{file.name} {error.problem}.") from None
     try:
-        with file.with_suffix(layout.STACKS_SUFFIX).open("rb") as stream:
+        # The ring may be a link; its stacks lie where it lies.
+        with file.resolve().with_suffix(layout.STACKS_SUFFIX).open("rb") as stream:
             text = stream.read(_MAX_STACKS_BYTES).decode(errors="replace")
     except OSError:
         return dump
@@ -85,11 +86,28 @@ def decode_ring(data: bytes) -> tuple[Dump, int]:
     return entries.dump(data, num_slots, num_counters), entries.main_thread
 
 
-def ring_owner(file: Path) -> int | None:
-    """The process whose ring this is; None when it cannot be read."""
+class Owner(NamedTuple):
+    """Whose ring it is: the process, when that was started (`start_of`), and its last sign of life, in monotonic ns."""
+
+    pid: int
+    start: int
+    alive_ns: int
+
+
+def ring_owner(file: Path) -> Owner | None:
+    """None when it cannot be read."""
     try:
-        return read_ring(file).pid
-    except FlightDumpError:
+        with file.open("rb") as stream:
+            head = stream.read(layout.COUNTERS_AT)
+            (*_, place), (alive_ns,) = (
+                layout.LAYOUT.unpack_from(head, layout.LAYOUT_AT),
+                struct.unpack_from("@Q", head, layout.ALIVE_AT),
+            )
+            stream.seek(place)
+            size, _ = layout.ENTRY.unpack(stream.read(layout.ENTRY.size))
+            _, header = msgpack.unpackb(stream.read(size), unicode_errors="surrogatepass")
+            return Owner(as_int(header["pid"]), as_int(header.get("process_start", 0)), alive_ns)
+    except (OSError, *_WRONG):
         return None
 
 
@@ -133,6 +151,7 @@ class _Entries:
     main_thread: int = 0
     epoch_ns: int = 0
     clock: tuple[float | None, float | None] = (None, None)
+    process: str = ""
     groups: dict[str, tuple[GroupProgress, int]] = field(default_factory=dict)
     channels: list[tuple[ChannelProgress, int]] = field(default_factory=list)
     stacks: dict[int, Stack] = field(default_factory=dict)
@@ -160,6 +179,8 @@ class _Entries:
                 self.channels.append((ChannelProgress(name, operation, peer_rank, 0), word))
             case ["error", int(number), str(text)]:
                 self.errors[number] = text
+            case ["process", str(state)]:
+                self.process = state
             case ["clock", float(offset_s), float(error_s)]:
                 self.clock = offset_s, error_s
             case ["ring", dict(header)]:
@@ -188,6 +209,7 @@ class _Entries:
                 "clock_offset_s": offset_s,
                 "clock_error_s": error_s,
             },
+            process=self.process,
             groups=tuple(replace(group, last_sequence=counted(word)) for group, word in self.groups.values()),
             channels=tuple(replace(channel, last_sequence=counted(word)) for channel, word in self.channels),
             records=records,

@@ -6,12 +6,14 @@ compared.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from operator import sub
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from operator import itemgetter, sub
 from typing import Final, NamedTuple
 
 from disttrain.flight_recorder.match import Match, Meeting
-from disttrain.flight_recorder.record import State
+from disttrain.flight_recorder.record import Record, State
 from disttrain.flight_recorder.verdict import Kind, Verdict
 
 SYNCHRONIZING: Final = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"}
@@ -24,6 +26,10 @@ _MIN_SHARE: Final = 0.2
 """Of the recorded time, that is lost in waiting for one rank."""
 _MIN_BLAME: Final = 0.6
 """Of all time that is lost in waiting, by the fault of one rank."""
+_MIN_TOLD_S: Final = 0.01
+"""Of a delay, for it to be asked whose fault it is."""
+_NUM_PAUSES: Final = 2
+"""That any rank may make, for a save or a connection, and be no straggler."""
 
 
 def find_straggler(found: Match) -> list[Verdict]:
@@ -31,28 +37,28 @@ def find_straggler(found: Match) -> list[Verdict]:
     delays = [
         delay for meetings in found.meetings.values() for meeting in meetings.values() if (delay := _delay(meeting))
     ]
-    num_meetings = len(delays)
-    num_late = Counter(delay.late_rank for delay in delays)
-    lost_s: defaultdict[int, float] = defaultdict(float)
+    if len(delays) < _MIN_MEETINGS:
+        return []
+    lost_s: defaultdict[int, list[float]] = defaultdict(list)
     counted_until_s: defaultdict[int, float] = defaultdict(float)
+    to_blame = _Blame(delays)
     for delay in sorted(delays, key=lambda delay: delay.ended_s):
         # Collectives may be under way together: no second of a rank is lost twice.
         waiter, fresh_s = delay.waiting_rank, delay.ended_s - max(delay.began_s, counted_until_s[delay.waiting_rank])
-        lost_s[delay.late_rank] += max(0.0, min(fresh_s, delay.lost_s))
+        lost_s[to_blame.of(delay)].append(max(0.0, min(fresh_s, delay.lost_s)))
         counted_until_s[waiter] = max(counted_until_s[waiter], delay.ended_s)
-    if num_meetings < _MIN_MEETINGS:
-        return []
-    rank, rank_lost_s = max(lost_s.items(), key=lambda item: item[1])
+    rank, losses_s = max(lost_s.items(), key=lambda item: sum(item[1]))
+    rank_lost_s = sum(losses_s)
     recorded = [dump.records for dump in found.dumps.values() if dump.records]
     span_s = max(records[-1].enqueued_s - records[0].enqueued_s for records in recorded)
     if (
-        rank_lost_s < _MIN_LOST_S
+        rank_lost_s - sum(sorted(losses_s)[-_NUM_PAUSES:]) < _MIN_LOST_S
         or rank_lost_s < _MIN_SHARE * span_s
-        or rank_lost_s < _MIN_BLAME * sum(lost_s.values())
+        or rank_lost_s < _MIN_BLAME * sum(map(sum, lost_s.values()))
     ):
         return []
-    summary = f"The job moves, but waits for rank {rank} {rank_lost_s / span_s:.0%} of the time."
-    evidence = f"rank {rank} came last to {num_late[rank]} of {num_meetings} collectives; the others waited "
+    summary = f"The job moves, but waits for rank {rank} {min(1.0, rank_lost_s / span_s):.0%} of the time."
+    evidence = f"rank {rank} held up {len(losses_s)} of {len(delays)} collectives; the others waited "
     evidence += f"{rank_lost_s:.2f} s for it, of {span_s:.2f} s on record"
     return [Verdict(Kind.STRAGGLER, (rank,), summary, (evidence,))]
 
@@ -65,6 +71,41 @@ class _Delay(NamedTuple):
     began_s: float
     ended_s: float
     lost_s: float
+    meeting: Meeting
+
+
+class _Blame:
+    """Who is at fault where a rank is late because it has waited itself, in another group."""
+
+    def __init__(self, delays: Sequence[_Delay]) -> None:
+        self._waits: defaultdict[int, list[tuple[float, float, int, float]]] = defaultdict(list)
+        """Of each rank: when a wait ended, how much of it was lost, for whom, and when that one came, by its clock."""
+        for delay in delays:
+            if delay.lost_s >= _MIN_TOLD_S:
+                records = delay.meeting.records
+                last = records[delay.late_rank]
+                for rank, record in records.items():
+                    if rank != delay.late_rank and record.completed_s is not None:
+                        lost_s = _wait_s(record) - _wait_s(last)
+                        self._waits[rank].append((record.completed_s, lost_s, delay.late_rank, last.enqueued_s))
+        for waits in self._waits.values():
+            waits.sort()
+
+    def of(self, delay: _Delay) -> int:
+        """The rank that came last, or whom it has waited for, for half as long or more, just before."""
+        rank, came_s, lost_s = delay.late_rank, delay.meeting.records[delay.late_rank].enqueued_s, delay.lost_s
+        passed = {rank}
+        while lost_s >= _MIN_TOLD_S:
+            waits = self._waits[rank]
+            place = bisect_right(waits, came_s, key=itemgetter(0)) - 1
+            if place < 0:
+                break
+            ended_s, own_lost_s, other, other_came_s = waits[place]
+            if ended_s < came_s - lost_s or own_lost_s < lost_s / 2 or other in passed:
+                break
+            passed.add(other)
+            rank, came_s, lost_s = other, other_came_s, own_lost_s
+        return rank
 
 
 def _delay(meeting: Meeting) -> _Delay | None:
@@ -79,4 +120,9 @@ def _delay(meeting: Meeting) -> _Delay | None:
     waits_s = list(map(sub, ended_s, began_s))
     least, most = waits_s.index(min(waits_s)), waits_s.index(max(waits_s))
     ranks = list(meeting.records)
-    return _Delay(ranks[least], ranks[most], began_s[most], ended_s[most], waits_s[most] - waits_s[least])
+    lost_s = waits_s[most] - waits_s[least]
+    return _Delay(ranks[least], ranks[most], began_s[most], ended_s[most], lost_s, meeting)
+
+
+def _wait_s(record: Record) -> float:
+    return (record.completed_s or record.enqueued_s) - record.enqueued_s

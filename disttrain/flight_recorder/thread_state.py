@@ -21,6 +21,7 @@ _MIN_BUSY_S: Final = 0.002
 # Which call a thread sleeps in; those of the second kind act on a descriptor, which has a name.
 _NAMES: Final = (
     *("poll", "select", "pselect6", "ppoll", "epoll_wait", "epoll_pwait", "wait4"),
+    *("open", "openat", "stat", "statx", "newfstatat", "unlink", "rename", "mkdir"),
     *("nanosleep", "clock_nanosleep", "futex"),
 )
 _ON_DESCRIPTOR: Final = (
@@ -29,15 +30,15 @@ _ON_DESCRIPTOR: Final = (
 )
 _NUMBERS: Final = {
     "x86_64": (
-        (7, 23, 270, 271, 232, 281, 61, 35, 230, 202),
+        (7, 23, 270, 271, 232, 281, 61, 2, 257, 4, 332, 262, 87, 82, 83, 35, 230, 202),
         (0, 1, 17, 19, 20, 42, 43, 44, 45, 46, 47, 73, 74, 288),
     ),
     "aarch64": (
-        (-1, -2, 72, 73, -3, 22, 260, 101, 115, 98),
+        (-1, -2, 72, 73, -3, 22, 260, -4, 56, -5, 291, 79, 35, 38, 34, 101, 115, 98),
         (63, 64, 67, 65, 66, 203, 202, 206, 207, 211, 212, 32, 82, 242),
     ),
 }
-IO_CALLS: Final = frozenset([*_ON_DESCRIPTOR, *_NAMES[:7], "disk"])
+IO_CALLS: Final = frozenset([*_ON_DESCRIPTOR, *_NAMES[:-3], "disk"])
 """The calls among `activities` that wait for somebody outside the process."""
 
 

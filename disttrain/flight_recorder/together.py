@@ -14,9 +14,11 @@ from disttrain.flight_recorder.wording import call_text, came_lines, capitalized
 
 def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """At most one verdict."""
-    if not waits:
+    # What others have not come to yet is no operation that all have entered.
+    together = [wait for wait in waits if not wait.for_ranks]
+    if not together:
         return []
-    first = min(waits, key=lambda wait: wait.record.enqueued_s + (found.dumps[wait.rank].clock_offset_s or 0.0))
+    first = min(together, key=lambda wait: wait.record.enqueued_s + (found.dumps[wait.rank].clock_offset_s or 0.0))
     record = first.record
     met = _ends(found, first)
     evidence = tuple(came_lines(found.dumps, met))

@@ -14,6 +14,7 @@ from typing import Final
 
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.match import Match, connecting_record, message_key
+from disttrain.flight_recorder.on_device import find_device_waits
 from disttrain.flight_recorder.record import SEND, Record, State
 from disttrain.flight_recorder.wording import waited_s
 
@@ -48,11 +49,13 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
         for record in [*_pending(dump), *_connecting(dump)]
         if not _has_arrived(found, rank, record)
     ]
+    held_up = {wait.rank for wait in waits} | gone
+    waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
     return waits if any(map(partial(_is_long, found), waits)) else []
 
 
 def _is_long(found: Match, wait: Wait) -> bool:
-    if wait.record.state is State.FAILED:
+    if wait.record.state in (State.FAILED, State.ON_DEVICE):
         return True
     is_sure = bool(wait.for_ranks) or (wait.record.state is State.ENQUEUED and bool(found.dumps[wait.rank].threads))
     return waited_s(found.dumps[wait.rank], wait.record) >= (MIN_WAIT_S if is_sure else UNSURE_S)

@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 MAX_BEAT_S: Final = 5.0
 _INSIDE: Final = f"{PACKAGE}process_group/"
+_KEEP_AFTER_S: Final = 2.0
+"""How long after the dumps the rings of ranks that have made none are copied."""
 _VERDICT_AFTER_S: Final = 3.0
 """How long the others may take to dump before the verdict is read from the folder."""
 _RANK_0_FIRST_S: Final = 1.0
@@ -64,33 +66,41 @@ class Waiting:
 class Watchdog:
     """Watches `recorder`'s world until it is closed; rank 0 logs the verdict.
 
-    Args: folder  for dumps and stacks;  soft_limit_s  how long a rank may wait;  ends_job  whether the process that has
-          waited then ends itself, after the dumps.
+    Args: folder  for dumps;  rings  for stacks, where the ring is;  soft_limit_s  how long a rank may wait;
+          ends_job  whether the process that has waited then ends itself, after the dumps.
+    Raises OSError when the file for stacks cannot be made, StoreError when the store is out of reach.
     """
 
-    def __init__(self, recorder: FlightRecorder, folder: Path, soft_limit_s: float, *, ends_job: bool) -> None:
+    def __init__(
+        self, recorder: FlightRecorder, folder: Path, rings: Path, soft_limit_s: float, *, ends_job: bool
+    ) -> None:
         self._recorder = recorder
         self._folder = folder
+        self._rings = rings
         self._soft_limit_s = soft_limit_s
         self._ends_job = ends_job
         self._beat_s = min(soft_limit_s / 4, MAX_BEAT_S)
         self._inside, self._on_device = Waiting(), Waiting()
         self._num_stalls = 0
-        self._verdict_due_s = math.inf
+        self._keep_due_s = self._verdict_due_s = math.inf
         self._has_waited = False
         self._knows_clock = False
         self._wake = threading.Event()
         self._is_closing = False
         self._pid = os.getpid()
         world = recorder.world
+        self._stacks_file = rings / f"{recorder.name}{STACKS_SUFFIX}"
+        self._stacks = _private_file(self._stacks_file)
         self._responder: Responder | None = None
         if world.world_size > 1:
-            self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
+            try:
+                self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
+            except BaseException:
+                self._remove_stacks()
+                raise
             if world.rank == 0:
                 clock_store = self._responder.store
                 self._started(lambda: serve_clock(clock_store))
-        self._stacks_file = folder / f"{recorder.name}{STACKS_SUFFIX}"
-        self._stacks = _private_file(self._stacks_file)
         self._thread = self._started(self._watch)
 
     def close(self) -> None:
@@ -104,6 +114,9 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join(self._beat_s)
         faulthandler.cancel_dump_traceback_later()
+        self._remove_stacks()
+
+    def _remove_stacks(self) -> None:
         self._stacks.close()
         self._stacks_file.unlink(missing_ok=True)
 
@@ -116,15 +129,19 @@ class Watchdog:
         self._beat()
         # Here: nobody waits for this thread to load it, and in a hang files may be out of reach.
         from disttrain.flight_recorder.analysis import analyze
+        from disttrain.flight_recorder.left_rings import keep_silent  # as above
 
         next_beat_s = time.monotonic() + self._beat_s
         while not self._is_closing:
-            self._wake.wait(max(0.0, min(next_beat_s, self._verdict_due_s) - time.monotonic()))
+            self._wake.wait(max(0.0, min(next_beat_s, self._keep_due_s, self._verdict_due_s) - time.monotonic()))
             self._wake.clear()
             now_s = time.monotonic()
             if now_s >= next_beat_s and not self._is_closing:
                 next_beat_s = now_s + self._beat_s
                 self._look(now_s)
+            if now_s >= self._keep_due_s:
+                self._keep_due_s = math.inf
+                self._keep_others(keep_silent)
             if now_s >= self._verdict_due_s:
                 self._verdict_due_s = math.inf
                 self._give_verdict(analyze)
@@ -174,10 +191,18 @@ class Watchdog:
         self._has_waited |= said["rank"] == rank
         if self._has_waited:
             _log.warning("%s; all ranks dump to %s, and `disttrain-flight` says why", reason, self._folder)
+        self._keep_due_s = time.monotonic() + _KEEP_AFTER_S
         if self._has_waited or rank == 0:
             self._verdict_due_s = time.monotonic() + _VERDICT_AFTER_S + (_RANK_0_FIRST_S if rank else 0.0)
-            self._wake.set()
+        self._wake.set()
         return True
+
+    def _keep_others(self, keep_silent: Callable[[Path, Path, float, str], None]) -> None:
+        """Ranks of this machine that cannot dump: what they have left goes to the dumps, wherever these are read."""
+        try:
+            keep_silent(self._rings, self._folder, self._soft_limit_s / 2, self._recorder.job)
+        except OSError as problem:
+            _log.error("the flight recorder cannot keep other ranks' records: %s", problem)
 
     def _dump(self, reason: str) -> None:
         try:

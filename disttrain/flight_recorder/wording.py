@@ -51,6 +51,8 @@ def waited_text(dump: Dump, record: Record) -> str:
         case State.ENQUEUED | State.CONNECTING:
             what = " for others to connect" if record.state is State.CONNECTING else ""
             return f"for {waited_s(dump, record):.1f} s{what} when it was dumped"
+        case State.ON_DEVICE:
+            return f"queued on its device {waited_s(dump, record):.1f} s before it was dumped"
 
 
 def waited_s(dump: Dump, record: Record) -> float:

@@ -6,9 +6,10 @@ import torch
 
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import DisttrainError
+from disttrain.kernels.choice import wide_dtype
+from disttrain.kernels.cross_entropy_pieces import LossTerms, weights_of
 from disttrain.process_group import ProcessGroup
 from disttrain.tp.loss_checks import NAME, LossOptions, check_options, check_part
-from disttrain.tp.loss_pieces import LossTerms, weights_of, wide_dtype
 from disttrain.tp.loss_rows import loss_of_classes, loss_of_probabilities
 
 

@@ -12,16 +12,15 @@ For backward the logits themselves are kept, and the log of the sum of exponenti
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
-from importlib.util import find_spec
+from functools import wraps
 from typing import Any, cast
 
 import torch
 
+from disttrain.kernels import cross_entropy_pieces
+from disttrain.kernels.cross_entropy_pieces import LossTerms, kernels_for
 from disttrain.process_group import ProcessGroup, all_gather_into_tensor, functional
 from disttrain.process_group._c10d import is_traced
-from disttrain.tp import loss_pieces
-from disttrain.tp.loss_pieces import LossTerms
 
 
 def loss_of_classes(
@@ -99,7 +98,7 @@ class _OfClasses(torch.autograd.Function):
             if is_wrong.any():
                 # All ranks of the group have the same targets, so that none waits for one that has raised.
                 raise IndexError(f"a target is out of bounds: there are {terms.num_classes} classes")
-        kernels = _kernels(logits)
+        kernels = kernels_for(logits)
         of_ranks = _gathered(kernels.statistics_of_classes(logits, target, weight, terms), group)
         loss, log_sums = kernels.combined_of_classes(of_ranks, target, weight, terms)
         ctx.save_for_backward(logits, target, weight, log_sums)
@@ -111,7 +110,7 @@ class _OfClasses(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         logits, target, weight, log_sums = ctx.saved_tensors
         return cast(
-            torch.Tensor, _kernels(logits).gradient_of_classes(logits, log_sums, target, grad, weight, ctx.terms)
+            torch.Tensor, kernels_for(logits).gradient_of_classes(logits, log_sums, target, grad, weight, ctx.terms)
         )
 
 
@@ -125,7 +124,7 @@ class _OfProbabilities(torch.autograd.Function):
         terms: LossTerms,
         group: ProcessGroup,
     ) -> torch.Tensor:
-        of_ranks = _gathered(loss_pieces.statistics_of_probabilities(logits, wanted, weight, terms), group)
+        of_ranks = _gathered(cross_entropy_pieces.statistics_of_probabilities(logits, wanted, weight, terms), group)
         log_sums, total = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
         loss = log_sums * total - of_ranks[:, 2].sum(0)
         if terms.z_loss:
@@ -138,7 +137,7 @@ class _OfProbabilities(torch.autograd.Function):
     @_once
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         logits, wanted, weight, log_sums, total = ctx.saved_tensors
-        return loss_pieces.gradient_of_probabilities(logits, log_sums, total, wanted, grad, weight, ctx.terms)
+        return cross_entropy_pieces.gradient_of_probabilities(logits, log_sums, total, wanted, grad, weight, ctx.terms)
 
 
 def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -150,19 +149,3 @@ def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     of_ranks = found.new_empty((group.group_size, *found.shape))
     all_gather_into_tensor(of_ranks, found, group=group)
     return of_ranks
-
-
-def _kernels(logits: torch.Tensor) -> Any:
-    """Triton's kernels where they can work, else torch's."""
-    is_fit = logits.is_cuda and logits.dtype is not torch.float64 and logits.numel() and logits.stride(1) == 1
-    if is_traced() or not is_fit or not _has_triton():
-        return loss_pieces
-    # Triton is not on every machine, and slow to load.
-    from disttrain.tp import loss_triton
-
-    return loss_triton
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import dump_folder
+from disttrain_launch.dumps import dump_folder, ring_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.events import Record, exit_fields, happened
 from disttrain_launch.job import OPERATION, JobSpec
@@ -139,6 +139,7 @@ class Agent:
             )
             for worker in self._workers.values():
                 worker.poll()
+            self._collect_rings()
             self._warden.ended()
             self.output.end_all()
 
@@ -277,11 +278,13 @@ class Agent:
 
     def _ask_for_dumps(self) -> None:
         self._deadline_s = time.monotonic()
-        if not self._dump_folder.is_dir():
+        rings = ring_folder(self._environ)
+        if not rings.is_dir():
             return
         from disttrain_launch.dump_asking import DUMP_S, Dumping  # see there: a start does not wait for it
 
-        self._dumping = Dumping(self._dump_folder, {self._workers[local_rank].pid for local_rank in self._running})
+        sessions = {self._workers[local_rank].pid for local_rank in self._running}
+        self._dumping = Dumping(rings, self._dump_folder, sessions)
         if self._dumping.is_over:
             return
         self._deadline_s += DUMP_S
@@ -294,6 +297,13 @@ class Agent:
                 self._selector.unregister(self._dumping.fd)
             self._dumping.close()
             self._dumping = None
+
+    def _collect_rings(self) -> None:
+        rings = ring_folder(self._environ)
+        if rings.is_dir():
+            from disttrain_launch.dump_asking import collect_rings  # as above
+
+            collect_rings(rings, self._dump_folder)
 
     def _say_sent(self, number: int) -> None:
         count = len(self._running)

@@ -1,7 +1,7 @@
-"""Workers that record are asked for their dumps, and waited for no longer than they take.
+"""Workers that record are asked for their dumps, and waited for no longer than they take; rings they left are kept.
 
-That another dump is there is told by Linux's inotify, through the C library. Only a job that fails loads this. Source:
-inotify(7).
+That another dump is there is told by Linux's inotify, through the C library. Only a node whose workers have recorded
+loads this, and not before they end. Source: inotify(7).
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import ctypes
 import os
 import signal
 import struct
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
+from disttrain.flight_recorder.left_rings import collect, keep_silent
+from disttrain.flight_recorder.process_state import start_of
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
+from disttrain_launch.job import OPERATION
 
 DUMP_S = 1.0
 """How long workers may take to dump."""
+_SILENT_S = 10.0
 _MOVED_TO = 0x80
 _EVENT = struct.Struct("iIII")
 """Watch, mask, cookie, and the length of the name that follows."""
@@ -25,21 +31,23 @@ _READ_BYTES = 1 << 16
 
 
 class Dumping:
-    """Has the processes of `sessions` that record into `folder` dump.
+    """Has the processes of `sessions` that record dump into `folder`.
 
-    `fd` becomes readable whenever a dump is there; None where the kernel does not tell. Who does not record would die
-    of the signal, and is left alone: who does is known by its ring.
+    `fd` becomes readable whenever a dump is there; None where the kernel does not tell. Others would die of the signal:
+    who records is known by its ring, and by when it was started, since numbers of processes are used again. Of those
+    that are gone or stopped already the rings are kept in `folder` as they are.
     """
 
-    def __init__(self, folder: Path, sessions: set[int]) -> None:
+    def __init__(self, rings: Path, folder: Path, sessions: set[int]) -> None:
+        _keep(keep_silent, rings, folder, _SILENT_S)
         # Before anybody is asked: then none is missed.
         self.fd = _watch(folder)
         self._awaited: set[str] = set()
-        for ring in folder.glob(f"*{SUFFIX}"):
+        for ring in rings.glob(f"*{SUFFIX}"):
+            owner = ring_owner(ring)
             try:
-                pid = ring_owner(ring)
-                if pid is not None and os.getsid(pid) in sessions:
-                    os.kill(pid, signal.SIGUSR2)
+                if owner is not None and os.getsid(owner.pid) in sessions and start_of(owner.pid) == owner.start:
+                    os.kill(owner.pid, signal.SIGUSR2)
                     self._awaited.add(ring.with_suffix(DUMP_SUFFIX).name)
             except (ProcessLookupError, PermissionError):
                 continue  # It is the ring of a process that is gone.
@@ -56,6 +64,18 @@ class Dumping:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def collect_rings(rings: Path, folder: Path) -> None:
+    """What the workers of a round have left of their rings, to its dumps. For when they are gone."""
+    _keep(collect, rings, folder)
+
+
+def _keep(keep: Callable[..., None], rings: Path, folder: Path, *more: float) -> None:
+    try:
+        keep(rings, folder, *more)
+    except OSError as problem:  # such as a full disk
+        print(f"{OPERATION}: flight recorder: rings cannot be copied to {folder}: {problem}", file=sys.stderr)
 
 
 def _watch(folder: Path) -> int | None:

@@ -11,7 +11,7 @@ from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import analyze
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.dump_reader import reason_of
-from disttrain.flight_recorder.dump_words import END_REASONS
+from disttrain.flight_recorder.dump_words import END_REASONS, EXIT
 from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.verdict import Kind
 from disttrain_launch.dumps import FOLDER
@@ -51,6 +51,8 @@ def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
     if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
         return ""
     if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
+        if all(dump.reason == EXIT for dump in dumps):
+            return ""  # Of this node all ranks have ended as they should.
         # Whoever lies elsewhere would be blamed for having left nothing.
         ranks = ranks_text(dump.rank for dump in dumps)
         return f"of {ranks} only; put the dumps of all nodes into one folder."

@@ -1,4 +1,4 @@
-"""Where the flight recorders' dumps of a job go."""
+"""Where the flight recorders' dumps and rings of a job go."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from disttrain import settings
 from disttrain_launch.job import JobSpec
 
 FOLDER = "flight"
+_RINGS = "rings"
 
 
-def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path) -> dict[str, str]:
-    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`."""
+def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path, memory: Path) -> dict[str, str]:
+    """`environ` with a DISTTRAIN_FLIGHT_DIR: its own, else among the logs, else in the launcher's `own_folder`.
+
+    Those may lie on a network's file system. Rings are mapped into workers, and lie in `memory`, the launcher's, too.
+    """
     folder = settings.FLIGHT_DIR.read(environ) or (spec.logs.directory or own_folder) / FOLDER
-    return {**environ, settings.FLIGHT_DIR.name: str(folder.absolute())}
+    variables = {settings.FLIGHT_DIR.name: folder.absolute(), settings.FLIGHT_RING_DIR.name: memory / _RINGS}
+    return {**environ, **{name: str(path) for name, path in variables.items()}}
 
 
 def dump_folder(environ: Mapping[str, str], round: int) -> Path:
@@ -22,3 +27,10 @@ def dump_folder(environ: Mapping[str, str], round: int) -> Path:
     folder = settings.FLIGHT_DIR.read(environ)
     assert folder is not None, "launch sets it"
     return folder if round == 0 else folder / f"round-{round}"
+
+
+def ring_folder(environ: Mapping[str, str]) -> Path:
+    """What `with_dump_folder` has set; it is there when a worker has recorded."""
+    rings = settings.FLIGHT_RING_DIR.read(environ)
+    assert rings is not None, "launch sets it"
+    return rings

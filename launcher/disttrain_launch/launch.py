@@ -66,7 +66,7 @@ def run(spec: JobSpec) -> int:
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
-        environ = with_dump_folder(environ, spec, folder)
+        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from tests.flight_corpus.cases import CASES
-from tests.flight_corpus.score import answer, table
+from tests.flight_corpus.cases import KEPT
+from tests.flight_corpus.score import answer, sets_table, table
 
-found = [answer(case) for case in CASES if not sys.argv[1:] or case.name in sys.argv[1:]]
-print(table(found))
+found = [answer(case) for case in KEPT if not sys.argv[1:] or case.name in sys.argv[1:]]
+print(f"{sets_table(found)}\n\n{table(found)}")
 for one in found:
     if not one.is_right or sys.argv[1:]:
         case, verdict = one.case, one.verdict

@@ -23,6 +23,7 @@ import disttrain
 from disttrain.flight_recorder.verdict import Cause, Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, step, train
+from tests.flight_corpus.tensors import ones
 
 CASES: Cases = []
 FOREVER_S = 1000
@@ -278,8 +279,8 @@ def ends_early(rank: int) -> None:
 def leaves_out_a_call(rank: int) -> None:
     for number in range(6):
         if rank != 0 or number != 4:
-            disttrain.all_reduce(torch.ones(4))
-        disttrain.all_reduce(torch.ones(4))
+            disttrain.all_reduce(ones(4))
+        disttrain.all_reduce(ones(4))
 
 
 @absent(2, cause=Cause.IN_PYTHON, says="connect")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import sysconfig
 import zlib
 from pathlib import Path
@@ -21,6 +22,7 @@ _NAMES: Final = tuple(
         sysconfig.get_path("platlib"): "/python/site-packages",
         str(Path(sysconfig.get_path("purelib")).parent): "/python/lib",
         sysconfig.get_path("stdlib"): "/python/lib",
+        sys.prefix: "/python",
         _ROOT: "/job",
         socket.gethostname(): "node",
     }.items()

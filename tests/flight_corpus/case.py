@@ -11,6 +11,9 @@ from disttrain.flight_recorder.verdict import Cause, Kind
 TIMEOUT_S: Final = 60.0
 """Of a collective, in most runs: longer than any lasts."""
 
+GLOO, NCCL = "gloo", "nccl"
+"""Backends."""
+
 Run = Callable[[int], None]
 
 
@@ -20,7 +23,8 @@ class Case:
 
     `kind`, `ranks` and `cause` are the truth; `says` a text that the verdict must have in its summary or evidence, such
     as the name of the function at fault. `also` are kinds that the dumps cannot tell from it. `timeout_s` is that of
-    the collectives; `is_signalled`: all are told to dump while they run, by SIGUSR2, after a while.
+    the collectives; `is_signalled`: all are told to dump while they run, by SIGUSR2, after a while. `backend` carries
+    its tensors.
     """
 
     run: Run
@@ -32,10 +36,12 @@ class Case:
     also: tuple[Kind, ...] = ()
     timeout_s: float = TIMEOUT_S
     is_signalled: bool = False
+    backend: str = GLOO
 
     @property
     def name(self) -> str:
-        return self.run.__name__
+        """Of its run's archive, too."""
+        return self.run.__name__ if self.backend == GLOO else f"{self.backend}_{self.run.__name__}"
 
 
 Cases = list[Case]

@@ -11,6 +11,7 @@ from disttrain.errors import DisttrainError
 from disttrain.flight_recorder.verdict import Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, step, train
+from tests.flight_corpus.tensors import ones
 from tests.flight_corpus.training import meshed, pipeline, sharded
 
 CASES: Cases = []
@@ -34,11 +35,11 @@ def more_records_than_a_ring_holds(_rank: int) -> None:
 def every_collective(_rank: int) -> None:
     for size in (3, 6, 9):
         step(size=size)
-        disttrain.broadcast(torch.ones(size), 1)
-        disttrain.reduce(torch.ones(size), 2)
-        disttrain.all_gather_into_tensor(torch.ones(3 * size), torch.ones(size))
-        disttrain.reduce_scatter_tensor(torch.ones(size // 3), torch.ones(size))
-        disttrain.all_to_all_single(torch.ones(size), torch.ones(size))
+        disttrain.broadcast(ones(size), 1)
+        disttrain.reduce(ones(size), 2)
+        disttrain.all_gather_into_tensor(ones(3 * size), ones(size))
+        disttrain.reduce_scatter_tensor(ones(size // 3), ones(size))
+        disttrain.all_to_all_single(ones(size), ones(size))
         disttrain.barrier()
 
 
@@ -52,7 +53,7 @@ def sizes_that_grow(_rank: int) -> None:
 def uneven_all_to_all(rank: int) -> None:
     for _ in range(5):
         sizes = [rank + 1] * 3
-        disttrain.all_to_all_single(torch.ones(6), torch.ones(sum(sizes)), [1, 2, 3], sizes)
+        disttrain.all_to_all_single(ones(6), ones(sum(sizes)), [1, 2, 3], sizes)
 
 
 @healthy(num_ranks=4)
@@ -76,17 +77,17 @@ def a_group_that_one_rank_is_not_in(rank: int) -> None:
 def messages_in_a_ring(rank: int) -> None:
     for _ in range(10):
         if rank == 0:
-            disttrain.send(torch.ones(4), 1)
-            disttrain.recv(torch.ones(4), 2)
+            disttrain.send(ones(4), 1)
+            disttrain.recv(ones(4), 2)
         else:
-            disttrain.recv(torch.ones(4), rank - 1)
-            disttrain.send(torch.ones(4), (rank + 1) % 3)
+            disttrain.recv(ones(4), rank - 1)
+            disttrain.send(ones(4), (rank + 1) % 3)
 
 
 @healthy()
 def messages_without_waiting(rank: int) -> None:
     for _ in range(10):
-        works = [disttrain.irecv(torch.ones(4), (rank - 1) % 3), disttrain.isend(torch.ones(4), (rank + 1) % 3)]
+        works = [disttrain.irecv(ones(4), (rank - 1) % 3), disttrain.isend(ones(4), (rank + 1) % 3)]
         for work in works:
             assert work is not None
             work.wait()
@@ -95,7 +96,7 @@ def messages_without_waiting(rank: int) -> None:
 @healthy()
 def many_collectives_under_way(_rank: int) -> None:
     for _ in range(5):
-        works = [disttrain.all_reduce(torch.ones(4), async_op=True) for _ in range(8)]
+        works = [disttrain.all_reduce(ones(4), async_op=True) for _ in range(8)]
         for work in works:
             assert work is not None
             work.wait()
@@ -106,9 +107,9 @@ def branches_that_agree(rank: int) -> None:
     """The same calls from different lines."""
     for _ in range(10):
         if rank == 0:
-            disttrain.all_reduce(torch.ones(4))
+            disttrain.all_reduce(ones(4))
         else:
-            disttrain.all_reduce(torch.zeros(4))
+            disttrain.all_reduce(0 * ones(4))
 
 
 @healthy()
@@ -146,7 +147,7 @@ def one_long_save(rank: int) -> None:
 def an_error_that_was_caught(rank: int) -> None:
     train(5)
     try:
-        disttrain.broadcast(torch.ones(4), 17)
+        disttrain.broadcast(ones(4), 17)
     except DisttrainError:
         assert rank >= 0
     train(5)
@@ -192,7 +193,7 @@ def signalled_while_all_compute(_rank: int) -> None:
 def signalled_while_it_computes_beside_a_collective(_rank: int) -> None:
     """A collective is under way, and nobody waits for it yet."""
     for _ in range(4):
-        work = disttrain.all_reduce(torch.ones(4), async_op=True)
+        work = disttrain.all_reduce(ones(4), async_op=True)
         time.sleep(1.5)
         assert work is not None
         work.wait()

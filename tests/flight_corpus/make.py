@@ -1,18 +1,20 @@
-"""Make the corpus: run every case on real processes over Gloo, and keep the files that its flight recorders leave.
+"""Make the corpus: run every case on real processes, and keep the files that its flight recorders leave.
 
     python -m tests.flight_corpus.make [NAME ...]
+    python -m tests.flight_corpus.make --backend nccl [--to FOLDER] [--limit-s 180]     on a machine with four GPUs
 
-Ranks are forked from this process, which has imported torch once. A run is over when all ranks have ended, or a while
-after the first has dumped because it waited for too long: the watchdogs of the others, and `faulthandler` in those that
-cannot run Python, have had their time then. What names this machine is taken out (`anonymous.py`).
+Ranks are forked from this process, which has imported torch once and leaves GPUs alone. A run is over when all ranks
+have ended, or a while after the first has dumped because it waited for too long: the watchdogs of the others, and
+`faulthandler` in those that cannot run Python, have had their time then. What names this machine is taken out
+(`anonymous.py`).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
-import sys
 import tarfile
 import tempfile
 import time
@@ -20,28 +22,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch._dynamo  # noqa: F401 -- what torch imports late is no part of a run
+import torch
+import torch._dynamo
 
 import disttrain
 from disttrain.store import TCPStore
 from tests.flight_corpus import anonymous
-from tests.flight_corpus.case import Case
+from tests.flight_corpus.case import GLOO, NCCL, Case
 from tests.flight_corpus.cases import CASES, RUNS
 
-SOFT_LIMIT_S: Final = 2.0
+SOFT_LIMIT_S: Final = {GLOO: 2.0, NCCL: 6.0}
+"""NCCL takes seconds to connect."""
 SETTLE_S: Final = 5.0
 """After the first dump of a hang."""
 SIGNAL_AFTER_S: Final = 3.0
 MAX_RUN_S: Final = 90.0
-NUM_AT_ONCE: Final = 3
+NUM_AT_ONCE: Final = {GLOO: 3, NCCL: 6}
 
 
 @dataclass
 class Running:
-    """A case under way: its folder, its ranks by process, its store's process."""
+    """A case under way: its folder, where its archive will lie, its ranks by process, its store's process."""
 
     case: Case
     folder: Path
+    archives: Path
     ranks: dict[int, int]
     store: int
     started_s: float
@@ -64,22 +69,30 @@ class Running:
         if not self.dumped_s and any(self.folder.glob("*.flight")):
             self.dumped_s = now_s
         settle_s = 3.0 if self.is_signalled else SETTLE_S + self.case.timeout_s * (self.case.timeout_s < MAX_RUN_S / 6)
+        if self.case.backend == NCCL:
+            settle_s += SOFT_LIMIT_S[NCCL]  # A rank may end that has waited for nothing, while others hang.
         has_settled = self.dumped_s > 0 and now_s > self.dumped_s + settle_s
         return not self.ranks or has_settled or now_s > self.started_s + MAX_RUN_S
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for process in (*self.ranks, self.store):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
     def keep(self) -> None:
         """Copy what there is, before the ranks that are left clean up after themselves."""
         kept = self.folder.with_suffix(".kept")
-        shutil.copytree(self.folder, kept)
-        for process in (*self.ranks, self.store):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+        try:
+            shutil.copytree(self.folder, kept)
+        finally:
+            self.end()
         for file in sorted(kept.iterdir()):
             anonymous.rewrite(file)
-        with tarfile.open(RUNS / f"{self.case.name}.tar.xz", "w:xz") as archive:
+        with tarfile.open(self.archives / f"{self.case.name}.tar.xz", "w:xz") as archive:
             for file in sorted(kept.iterdir()):
                 found = archive.gettarinfo(file, file.name)
-                entry = found.replace(mtime=0, uid=0, gid=0, uname="", gname="")
+                entry = found.replace(mtime=0, uid=0, gid=0, uname="", gname="", deep=False)
                 with file.open("rb") as stream:
                     archive.addfile(entry, stream)
         shutil.rmtree(kept)
@@ -94,7 +107,7 @@ class Forked(Exception):
         self.case, self.rank, self.folder, self.port = case, rank, folder, port
 
 
-def start(case: Case, work: Path) -> Running:
+def start(case: Case, work: Path, archives: Path) -> Running:
     """Fork the store and the ranks of `case`. Raises Forked in each rank."""
     folder = work / case.name
     folder.mkdir()
@@ -111,7 +124,7 @@ def start(case: Case, work: Path) -> Running:
         if not process:
             raise Forked(case, rank, folder, port)
         ranks[process] = rank
-    return Running(case, folder, ranks, store, time.monotonic())
+    return Running(case, folder, archives, ranks, store, time.monotonic())
 
 
 def serve(writing: int) -> None:
@@ -132,38 +145,60 @@ def be_rank(forked: Forked) -> None:
         MASTER_ADDR="127.0.0.1",
         DISTTRAIN_STORE=f"127.0.0.1:{forked.port}",
         DISTTRAIN_FLIGHT_DIR=str(forked.folder),
-        DISTTRAIN_FLIGHT_SOFT_LIMIT_S=str(SOFT_LIMIT_S),
+        DISTTRAIN_FLIGHT_RING_DIR=str(forked.folder.parent / "rings"),
+        TORCH_NCCL_ENABLE_TIMING="1",
+        DISTTRAIN_FLIGHT_SOFT_LIMIT_S=str(SOFT_LIMIT_S[case.backend]),
     )
     log = os.open(forked.folder.parent / f"{case.name}.{forked.rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    disttrain.init_process_group("gloo", timeout=case.timeout_s)
+    if case.backend == NCCL:
+        torch.cuda.set_device(forked.rank)
+    disttrain.init_process_group(GLOO if case.backend == GLOO else None, timeout=case.timeout_s)
     case.run(forked.rank)
+    if case.backend == NCCL:
+        torch.cuda.synchronize()  # As every script ends: somebody reads a result.
 
 
-def make(cases: list[Case], work: Path) -> None:
+def make(cases: list[Case], work: Path, archives: Path, limit_s: float) -> None:
     """Run them, a few at a time. Raises Forked in each rank."""
     waiting, running = list(cases), list[Running]()
-    while waiting or running:
-        while waiting and len(running) < NUM_AT_ONCE:
-            running.append(start(waiting.pop(0), work))
-        time.sleep(0.05)
-        for run in [run for run in running if run.is_over()]:
-            run.keep()
-            running.remove(run)
-            print(run.case.name, "hung" if run.ranks else "ended", flush=True)
+    end_s = time.monotonic() + limit_s
+    try:
+        while (waiting or running) and time.monotonic() < end_s:
+            while waiting and len(running) < NUM_AT_ONCE[cases[0].backend]:
+                running.append(start(waiting.pop(0), work, archives))
+            time.sleep(0.05)
+            for run in [run for run in running if run.is_over()]:
+                running.remove(run)
+                run.keep()
+                print(run.case.name, "hung" if run.ranks else "ended", flush=True)
+    except Forked:
+        running.clear()  # They are the parent's.
+        raise
+    finally:
+        for run in running:
+            run.end()
+    if left := [*(run.case for run in running), *waiting]:
+        print("no time was left for", *(case.name for case in left))
 
 
 def main() -> Forked | None:
     """Returns: what this process is to be, if it is a rank."""
-    names = sys.argv[1:]
-    unknown = set(names) - {case.name for case in CASES}
-    if unknown:
-        sys.exit(f"there is no case {', '.join(sorted(unknown))}")
-    RUNS.mkdir(exist_ok=True)
+    parser = argparse.ArgumentParser(prog="python -m tests.flight_corpus.make", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases; default: all of the backend")
+    parser.add_argument("--backend", choices=(GLOO, NCCL), default=GLOO)
+    parser.add_argument("--to", type=Path, default=RUNS, help="where the archives will lie")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="how long all runs may take together")
+    given = parser.parse_args()
+    cases = [case for case in CASES if case.backend == given.backend]
+    if unknown := set(given.names) - {case.name for case in cases}:
+        parser.error(f"over {given.backend} there is no case {', '.join(sorted(unknown))}")
+    given.to.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="flight-corpus-"))
     try:
-        make([case for case in CASES if not names or case.name in names], work)
+        chosen = [case for case in cases if not given.names or case.name in given.names]
+        make(chosen, work, given.to, given.limit_s)
     except Forked as forked:
         return forked
     print("logs:", work)

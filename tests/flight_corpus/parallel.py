@@ -6,11 +6,10 @@ import os
 import signal
 import time
 
-import torch
-
 import disttrain
 from disttrain.flight_recorder.verdict import Cause, Kind
 from tests.flight_corpus.case import Cases, labelled
+from tests.flight_corpus.tensors import ones
 from tests.flight_corpus.training import by_hand, meshed, pipeline, sharded
 
 CASES: Cases = []
@@ -105,6 +104,6 @@ def mesh_axes_in_another_order(rank: int) -> None:
     def before(mesh: disttrain.DeviceMesh, number: int) -> None:
         if number == 3:
             for axis in ("dp", "tp") if rank in (1, 2) else ("tp", "dp"):
-                disttrain.all_reduce(torch.ones(4), group=mesh[axis].get_group())
+                disttrain.all_reduce(ones(4), group=mesh[axis].get_group())
 
     meshed(6, before)

@@ -12,7 +12,7 @@ from pathlib import Path
 from disttrain.flight_recorder.analysis import Analysis, analyze
 from disttrain.flight_recorder.verdict import Kind, Verdict
 from tests.flight_corpus.case import Case
-from tests.flight_corpus.cases import CASES, RUNS
+from tests.flight_corpus.cases import RUNS, SETS
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,14 @@ def answer(case: Case) -> Answer:
         return Answer(case, analyze(Path(folder)))
 
 
-def answers() -> list[Answer]:
-    return [answer(case) for case in CASES]
+def sets_table(found: Iterable[Answer]) -> str:
+    """A row for each set: runs, and how many are wholly right, at first sight and now; in Markdown."""
+    right = {one.case.name for one in found if one.is_right}
+    rows = ["| set | runs | right at first sight | right now |", "| --- | --- | --- | --- |"]
+    for one in SETS:
+        at_first = "-" if one.at_first is None else one.at_first
+        rows.append(f"| {one.title} | {len(one.kept)} | {at_first} | {sum(case.name in right for case in one.kept)} |")
+    return "\n".join(rows)
 
 
 def table(found: Iterable[Answer]) -> str:

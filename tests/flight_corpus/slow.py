@@ -10,6 +10,7 @@ import disttrain
 from disttrain.flight_recorder.verdict import Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, step
+from tests.flight_corpus.tensors import ones
 from tests.flight_corpus.training import sharded
 
 CASES: Cases = []
@@ -39,7 +40,7 @@ def slow_first_rank(rank: int) -> None:
     for number in range(NUM_STEPS):
         if rank == 0 and number % 2:
             time.sleep(2 * LATE_S)
-        disttrain.all_gather_into_tensor(torch.ones(12), torch.ones(4))
+        disttrain.all_gather_into_tensor(ones(12), ones(4))
 
 
 @labelled(CASES, Kind.STRAGGLER, 3, num_ranks=4)

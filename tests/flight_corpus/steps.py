@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 import disttrain
+from tests.flight_corpus.tensors import ones
 
 
 def train(num_steps: int, group: disttrain.ProcessGroup | None = None, size: int = 4) -> None:
@@ -14,7 +13,7 @@ def train(num_steps: int, group: disttrain.ProcessGroup | None = None, size: int
 
 
 def step(group: disttrain.ProcessGroup | None = None, size: int = 4) -> None:
-    disttrain.all_reduce(torch.ones(size), group=group)
+    disttrain.all_reduce(ones(size), group=group)
 
 
 def group_of(*ranks: int) -> disttrain.ProcessGroup:

@@ -12,6 +12,7 @@ import disttrain
 from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining import PipelineStage, make_schedule
 from disttrain.pipelining.runtime import PipelineSchedule
+from tests.flight_corpus.tensors import device, ones
 
 NUM_MICROBATCHES = 4
 DIM = 8
@@ -45,10 +46,10 @@ def pipeline(
 ) -> None:
     """Train a pipeline of one stage per rank; `hook` is in this rank's."""
     schedule = make_schedule(name, num_ranks, NUM_MICROBATCHES, 1)
-    stage = PipelineStage(Layer(hook), rank, num_ranks, "cpu")
+    stage = PipelineStage(Layer(hook).to(device()), rank, num_ranks, device())
     runner = PipelineSchedule(stage, schedule, F.mse_loss)
     for _ in range(num_steps):
-        runner.step(*([torch.ones(8, DIM)] if rank == 0 else []), target=torch.zeros(8, DIM))
+        runner.step(*([ones(8, DIM)] if rank == 0 else []), target=0 * ones(8, DIM))
 
 
 def by_hand(rank: int, num_ranks: int, actions: str) -> None:
@@ -60,9 +61,9 @@ def by_hand(rank: int, num_ranks: int, actions: str) -> None:
         world.action = f"stage {rank} microbatch {microbatch} {kind}"
         source, target = (rank - 1, rank + 1) if kind == "F" else (rank + 1, rank - 1)
         if 0 <= source < num_ranks:
-            disttrain.recv(torch.ones(DIM), source)
+            disttrain.recv(ones(DIM), source)
         if 0 <= target < num_ranks:
-            sent.append(disttrain.isend(torch.ones(DIM), target))
+            sent.append(disttrain.isend(ones(DIM), target))
     for work in sent:
         assert work is not None
         work.wait()
@@ -73,13 +74,13 @@ def by_hand(rank: int, num_ranks: int, actions: str) -> None:
 def sharded(rank: int, num_steps: int, *, skips: bool = False, hook: Hook | None = None) -> None:
     """Train layers of different sizes that are sharded over all ranks; `skips`: this rank leaves out the second."""
     torch.manual_seed(0)
-    layers = nn.ModuleList([Layer(), Layer(hook), Layer()])
-    wide = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM))
+    layers = nn.ModuleList([Layer(), Layer(hook), Layer()]).to(device())
+    wide = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)).to(device())
     for layer in (*layers, wide):
         fully_shard(layer)
     optimizer = torch.optim.SGD([*layers.parameters(), *wide.parameters()], lr=0.1)
     for number in range(num_steps):
-        x = torch.ones(2, DIM) * rank
+        x = ones(2, DIM) * rank
         for place, layer in enumerate((layers[0], wide, layers[1], layers[2])):
             if not (skips and number == num_steps - 1 and place == 1):
                 x = layer(x)
@@ -90,9 +91,9 @@ def sharded(rank: int, num_steps: int, *, skips: bool = False, hook: Hook | None
 
 def meshed(num_steps: int, before: Callable[[disttrain.DeviceMesh, int], None] | None = None) -> None:
     """Steps on a mesh of 2 x 2: an all_reduce along each axis; `before` each step something may happen."""
-    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = disttrain.init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     for number in range(num_steps):
         if before is not None:
             before(mesh, number)
-        disttrain.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
-        disttrain.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
+        disttrain.all_reduce(ones(4), group=mesh["tp"].get_group())
+        disttrain.all_reduce(ones(4), group=mesh["dp"].get_group())

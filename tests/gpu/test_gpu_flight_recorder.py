@@ -26,7 +26,7 @@ def test_a_synchronization_that_does_not_end(tmp_path: Path) -> None:
     recorder = FlightRecorder()
     with entered_world(world):
         recorder.attach(world, tmp_path)
-        watchdog = Watchdog(recorder, tmp_path, LIMIT_S, ends_job=False)
+        watchdog = Watchdog(recorder, tmp_path, tmp_path, LIMIT_S, ends_job=False)
         disttrain.all_reduce(torch.ones(4, device="cuda"))
         assert not threading.Event().wait(3 * LIMIT_S)
         assert list(tmp_path.glob("*.flight")) == []

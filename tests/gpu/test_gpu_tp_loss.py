@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import disttrain
 from disttrain.dtensor import CommDebugMode, Shard, distribute_tensor
 from disttrain.dtensor.shard_sizes import piece
+from disttrain.kernels import cross_entropy_pieces
+from disttrain.kernels.cross_entropy_pieces import LossTerms
 from disttrain.testing.pytest_plugin import on_ranks
-from disttrain.tp import loss_pieces
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
-from disttrain.tp.loss_pieces import LossTerms
 
 NUM_GPUS = max(1, torch.cuda.device_count())
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -36,7 +36,7 @@ def part(whole: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(64, 16000), (37, 20001), (5, 7), (1, 1)])
 def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from disttrain.tp import loss_triton  # as the library does, where Triton is
+    from disttrain.kernels import cross_entropy_triton  # as the library does, where Triton is
 
     num_rows, num_own = shape
     first_class, num_classes = 11, num_own + 50
@@ -54,18 +54,18 @@ def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) 
             (weight, 0.0, 0.01),
         ):
             terms = LossTerms(num_classes, first_class, -100, smoothing, z_loss)
-            wished = loss_pieces.statistics_of_classes(logits, target, own_weight, terms)
-            found = loss_triton.statistics_of_classes(logits, target, own_weight, terms)
+            wished = cross_entropy_pieces.statistics_of_classes(logits, target, own_weight, terms)
+            found = cross_entropy_triton.statistics_of_classes(logits, target, own_weight, terms)
             torch.testing.assert_close(found, wished, atol=1e-2, rtol=1e-5)
             finite = wished.nan_to_num(0.0, 0.0, 0.0)
             of_ranks = torch.stack([finite, finite + 1])
-            wished_pair = loss_pieces.combined_of_classes(of_ranks, target, own_weight, terms)
-            pair = loss_triton.combined_of_classes(of_ranks, target, own_weight, terms)
+            wished_pair = cross_entropy_pieces.combined_of_classes(of_ranks, target, own_weight, terms)
+            pair = cross_entropy_triton.combined_of_classes(of_ranks, target, own_weight, terms)
             torch.testing.assert_close(pair, wished_pair, atol=1e-4, rtol=1e-5)
             for grads in (grad_rows, grad_rows[0].expand(num_rows)):
                 arguments = (logits, pair[1], target, grads, own_weight, terms)
-                wished = loss_pieces.gradient_of_classes(*arguments)
-                grad = loss_triton.gradient_of_classes(*arguments)
+                wished = cross_entropy_pieces.gradient_of_classes(*arguments)
+                grad = cross_entropy_triton.gradient_of_classes(*arguments)
                 torch.testing.assert_close(grad, wished, atol=CLOSE[dtype] * 1e-2, rtol=CLOSE[dtype])
 
 
@@ -130,6 +130,7 @@ def test_dtensors_within_the_context() -> None:
     torch.testing.assert_close(logits.grad.full_tensor(), whole.grad)
 
 
+@pytest.mark.filterwarnings("ignore:cross_entropy. its kernels don't take torch.float64")
 @on_ranks(NUM_GPUS)
 @pytest.mark.parametrize(("dtype", "spare_mib"), [(torch.bfloat16, 1), (torch.float64, 40)])
 def test_memory_is_that_of_the_gradient(dtype: torch.dtype, spare_mib: int) -> None:

@@ -174,6 +174,20 @@ def test_ranks_that_compare_their_calls_all_hear_what_does_not_fit() -> None:
     disttrain.barrier()
 
 
+@on_ranks(2)
+def test_what_nobody_waits_for_holds_up_no_end() -> None:
+    """Rank 1 comes to what rank 0 has begun and forgotten only when rank 0 has let go of the group."""
+    group = disttrain.new_group([0, 1], timeout=60)
+    assert isinstance(group, ProcessGroup)
+    disttrain.barrier(group)
+    if disttrain.get_rank() == 0:
+        disttrain.all_reduce(torch.ones(4), group=group, async_op=True)
+        began_s = time.monotonic()
+        disttrain.destroy_process_group(group)
+        assert 4 < time.monotonic() - began_s < 30
+    disttrain.barrier()
+
+
 @on_ranks(3)
 def test_over_a_file_that_goes_with_its_last_user() -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()

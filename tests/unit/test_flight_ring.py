@@ -20,8 +20,8 @@ from disttrain.flight_recorder import FlightRecorder, analyze
 from disttrain.flight_recorder import recorder as recorder_module
 from disttrain.flight_recorder import ring as ring_module
 from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.process_state import start_of
 from disttrain.flight_recorder.record import Frame, State
-from disttrain.flight_recorder.ring import remove_stale
 from disttrain.flight_recorder.ring_reader import decode_ring, parse_stacks, read_ring, ring_owner
 from disttrain.flight_recorder.watchdog import Waiting
 from disttrain.process_group import World, entered_world
@@ -58,7 +58,9 @@ def test_the_file_says_what_the_recorder_knows(tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     assert file.name == f"{recorder.name}.ring"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert ring_owner(file) == os.getpid()
+    owner = ring_owner(file)
+    assert owner is not None
+    assert (owner.pid, owner.start) == (os.getpid(), start_of(os.getpid()))
     left = read_ring(file)
     assert left == replace(dump, reason="ring", threads=(), dumped_s=left.dumped_s)
     assert [(r.site.operation, r.sequence, r.state) for r in left.records] == [
@@ -175,18 +177,23 @@ def test_callers_of_one_line_are_told_apart() -> None:
     assert [record.site.stack[1].function.rpartition(".")[2] for record in records] == ["first", "second"]
 
 
-def test_only_what_is_old_and_nobodys_is_removed(tmp_path: Path) -> None:
+def test_groups_that_are_destroyed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records still name the last of them; their counters are used again."""
+    monkeypatch.setattr(ring_module, "NUM_COUNTERS", 64)
     recorder = FlightRecorder(num_records=4)
-    recorder.attach(_fake_world(), tmp_path)
-    (own,) = tmp_path.iterdir()
-    for name in ("rank-00000.dead.ring", "rank-00000.dead.stacks", "rank-00000.new.ring"):
-        (tmp_path / name).write_bytes(b"")
-    for file in tmp_path.iterdir():
-        if ".new." not in file.name:
-            os.utime(file, (1, 1))
-    remove_stale(tmp_path, 3600.0)
-    assert {file.name for file in tmp_path.iterdir()} == {own.name, "rank-00000.new.ring"}
-    recorder.close()
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        disttrain.barrier()
+        for number in range(100):
+            group = disttrain.new_group([0, 1])
+            for _ in range(number % 7 + 1):
+                disttrain.all_reduce(torch.ones(4), group=group)
+            world.destroy_group(group)
+        dump = recorder.snapshot("asked for")
+        assert len(decode_ring(recorder.content())[0].groups) < 64
+    last = dump.records[-1]
+    progress = {group.group_name: group.last_sequence for group in dump.groups}
+    assert (last.sequence, progress[last.site.group_name], progress["world"]) == (99 % 7 + 1, 99 % 7 + 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,28 @@ def test_a_straggler_waits_least_whatever_the_clocks_say() -> None:
 
     (verdict,) = _judge(*map(dump, range(3)))
     assert (verdict.kind, verdict.ranks) == (Kind.STRAGGLER, (2,))
-    assert "came last to 10 of 10 collectives" in verdict.evidence[0]
+    assert "held up 10 of 10 collectives" in verdict.evidence[0]
+
+
+def test_who_waits_for_the_straggler_is_none() -> None:
+    """On a mesh its lateness goes on: rank 1 waits for rank 2 in one group, and rank 0 for rank 1 in the next."""
+    ranks = [Rank(rank) for rank in range(3)]
+    for number in range(10):
+        age_s = 30.0 - 2 * number
+        ranks[1].call("all_reduce", group=(1, 2), age_s=age_s, took_s=0.5)
+        ranks[2].call("all_reduce", group=(1, 2), age_s=age_s - 0.5, took_s=0.001)
+        ranks[0].call("all_reduce", group=(0, 1), age_s=age_s, took_s=0.52)
+        ranks[1].call("all_reduce", group=(0, 1), age_s=age_s - 0.51, took_s=0.001)
+    assert _found(*(rank.dump(at=20) for rank in ranks)) == [(Kind.STRAGGLER, (2,))]
+
+
+def test_two_pauses_make_no_straggler() -> None:
+    ranks = [Rank(rank, 2) for rank in range(2)]
+    for number in range(12):
+        late_s = 1.0 if number in (3, 9) else 0.0
+        ranks[0].call("all_reduce", group=(0, 1), age_s=8 - number / 2, took_s=late_s + 0.001)
+        ranks[1].call("all_reduce", group=(0, 1), age_s=8 - number / 2 - late_s, took_s=0.001)
+    assert _found(*(rank.dump(at=20) for rank in ranks)) == [(Kind.NOTHING_WRONG, ())]
 
 
 def test_a_few_hundredths_of_a_second_make_no_straggler() -> None:

@@ -14,8 +14,8 @@ import disttrain
 from disttrain.dtensor import CommDebugMode
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, ShapeError
+from disttrain.kernels import cross_entropy_pieces
 from disttrain.testing import run_threads
-from disttrain.tp import loss_pieces
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from tests.sharding_cases import normal
 
@@ -216,7 +216,7 @@ def test_pieces_are_the_same_as_all_at_once(monkeypatch: pytest.MonkeyPatch, dty
 
     expected = run_threads(2, body)
     for num_elements in (1, 7):
-        monkeypatch.setattr(loss_pieces, "PIECE_ELEMENTS", num_elements)
+        monkeypatch.setattr(cross_entropy_pieces, "PIECE_ELEMENTS", num_elements)
         for found, wished in zip(run_threads(2, body), expected, strict=True):
             torch.testing.assert_close(found, wished)
 

@@ -16,11 +16,15 @@ from disttrain.store import Store
 
 
 class GivableUp:
-    """What handles ask while they wait: has the group been given up, and for which `reason`?"""
+    """What handles ask while they wait: has the group been given up, and for which `reason`?
 
-    __slots__ = ("is_given_up", "reason")
+    `dropped` are operations whose handles went while they were under way, so that nobody waits for them.
+    """
+
+    __slots__ = ("dropped", "is_given_up", "reason")
 
     def __init__(self) -> None:
+        self.dropped: list[TransportWork] = []
         self.is_given_up = False
         self.reason = ""
 

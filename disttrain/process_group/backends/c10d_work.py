@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -68,15 +69,28 @@ class InterruptibleWork:
     torch offers nothing that wakes a waiting thread, so the wait is cut in slices.
     """
 
-    __slots__ = ("_scope", "_started", "_transport")
+    __slots__ = ("_has_ended", "_scope", "_started", "_transport")
     SLICE = timedelta(seconds=0.5)
 
     def __init__(self, started: TransportWork, scope: GivableUp, transport: Transport) -> None:
         self._started = started
         self._scope = scope
         self._transport = transport
+        self._has_ended = False
+
+    def __del__(self) -> None:
+        if not self._has_ended and not self._started.is_completed():
+            if self._scope.is_given_up:
+                keep_for_good(self._transport)
+            else:
+                self._scope.dropped = [work for work in self._scope.dropped if not work.is_completed()]
+                self._scope.dropped.append(self._started)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._has_ended = self._wait(timeout)
+        return self._has_ended
+
+    def _wait(self, timeout: timedelta | None) -> bool:
         started = self._started
         if timeout is not None and timeout <= self.SLICE:
             return started.wait(timeout)
@@ -100,3 +114,14 @@ class InterruptibleWork:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._started.get_future()
+
+
+def num_under_way(works: Sequence[TransportWork], wait_s: float) -> int:
+    """How many of `works` have not ended in `wait_s` seconds, well or not."""
+    deadline_s = time.monotonic() + wait_s
+    for work in works:
+        while not work.is_completed() and (left_s := deadline_s - time.monotonic()) > 0:
+            with suppress(RuntimeError):
+                # torch takes a timeout of nothing for none at all.
+                work.wait(timedelta(seconds=max(left_s, 1e-3)))
+    return sum(not work.is_completed() for work in works)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -12,10 +14,15 @@ from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork
+from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
 from disttrain.process_group.backends.reduction import Natives
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
+
+_log = logging.getLogger(__name__)
+
+_DROPPED_S: Final = 5.0
+"""How long a group that is destroyed waits for collectives whose handles nobody has."""
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
@@ -71,7 +78,17 @@ class GlooBackend(C10dBackend):
         return self._barrier()
 
     def shutdown(self) -> None:
+        """Let go of the transport, once what nobody has waited for has ended, or after some seconds."""
         self._scope.is_given_up = True
+        if num_left := num_under_way(self._scope.dropped, _DROPPED_S):
+            _log.warning(
+                "rank %d has not waited for collectives, %d under way in the group that it lets go of: they may "
+                "not take place. Keep the handle that async_op=True gives, and wait for it.",
+                self._global_rank,
+                num_left,
+            )
+            # Its destructor would wait until their timeout.
+            _c10d.keep_for_good(self._transport)
         super().shutdown()
 
     def abort(self) -> None:

@@ -7,11 +7,13 @@ probabilities there are three. A graph takes all rows at once: its compiler fuse
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.process_group._c10d import is_traced
 
 PIECE_ELEMENTS: Final = 1 << 22
@@ -27,11 +29,8 @@ class LossTerms(NamedTuple):
     ignore_index: int
     label_smoothing: float
     z_loss: float
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics of logits of `dtype` are computed in."""
-    return torch.promote_types(dtype, torch.float32)
+    soft_cap: float = 0.0
+    """Logits become soft_cap * tanh(logits / soft_cap); 0: they stay what they are."""
 
 
 def weights_of(target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms) -> torch.Tensor | None:
@@ -54,10 +53,10 @@ def statistics_of_classes(
         found[0] = float("-inf")
         return found
     column, is_absent = _own_column(logits, target, terms)
-    picked = logits.gather(1, column).squeeze(1).to(found.dtype).masked_fill(is_absent, 0.0)
+    picked = _capped(logits.gather(1, column).squeeze(1).to(found.dtype), terms).masked_fill(is_absent, 0.0)
     part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        wide = logits.to(found.dtype)
+        wide = _capped(logits.to(found.dtype), terms)
         statistics = [wide.logsumexp(1), picked]
         if sums_up:
             statistics.append((wide if part_weight is None else wide * part_weight).sum(1))
@@ -65,7 +64,7 @@ def statistics_of_classes(
     found[1] = picked
     buffer = _buffer(logits)
     for rows in _pieces(logits):
-        part = logits[rows]
+        part = _capped(logits[rows], terms)
         out = buffer[: part.shape[0]]
         if sums_up:
             counted = part if part_weight is None else torch.mul(part, part_weight, out=out)
@@ -104,8 +103,12 @@ def gradient_of_classes(
     grad_rows: torch.Tensor,
     weight: torch.Tensor | None,
     terms: LossTerms,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of this rank's logits, in their dtype; `grad_rows` is that of the losses."""
+    """The gradient of this rank's logits, in their dtype; `grad_rows` is that of the losses.
+
+    It is written to `out`, which may be the logits.
+    """
     # Where all rows are ignored, the mean's gradient is infinite.
     scale = grad_rows.masked_fill(target == terms.ignore_index, 0.0)
     row_weights = weights_of(target, weight, terms)
@@ -119,26 +122,30 @@ def gradient_of_classes(
         spread = spread + weighted * log_sums * (2 * terms.z_loss)
     part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        result = (logits - log_sums.unsqueeze(1)).exp() * spread.unsqueeze(1)
+        capped = _capped(logits, terms)
+        result = (capped - log_sums.unsqueeze(1)).exp() * spread.unsqueeze(1)
         if everywhere is not None:
             result = result - everywhere.unsqueeze(1) * (1.0 if part_weight is None else part_weight)
         columns = torch.arange(terms.first_class, terms.first_class + logits.shape[1], device=logits.device)
         is_target = columns == target.unsqueeze(1)
-        return torch.where(is_target, result - at_target.unsqueeze(1), result).to(logits.dtype)
-    grad = torch.empty_like(logits)
+        result = torch.where(is_target, result - at_target.unsqueeze(1), result)
+        return (result * _slope(capped, terms) if terms.soft_cap else result).to(logits.dtype)
+    grad = torch.empty_like(logits) if out is None else out
     if not logits.shape[1]:
         return grad
     column, is_absent = _own_column(logits, target, terms)
     taken = at_target.masked_fill(is_absent, 0.0).neg_().unsqueeze(1)
     buffer = None if grad.dtype == spread.dtype else _buffer(logits)
     for rows in _pieces(logits):
-        part = logits[rows]
+        part = _capped(logits[rows], terms)
         out = grad[rows] if buffer is None else buffer[: part.shape[0]]
         result = torch.sub(part, log_sums[rows].unsqueeze(1), out=out).exp_().mul_(spread[rows].unsqueeze(1))
         if everywhere is not None:
             share = everywhere[rows]
             result.sub_(share.unsqueeze(1)) if part_weight is None else result.addr_(share, part_weight, alpha=-1)
         result.scatter_add_(1, column[rows], taken[rows])
+        if terms.soft_cap:
+            result.mul_(_slope(part, terms))
         if buffer is not None:
             grad[rows] = result
     return grad
@@ -214,6 +221,17 @@ def _buffer(logits: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(logits[first], dtype=wide_dtype(logits.dtype))
 
 
+def _capped(logits: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+    if not terms.soft_cap:
+        return logits
+    return (logits.to(wide_dtype(logits.dtype)) / terms.soft_cap).tanh() * terms.soft_cap
+
+
+def _slope(capped: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+    """By how much capped logits grow with the logits."""
+    return 1 - (capped / terms.soft_cap).square()
+
+
 def _log_sum(part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """As part.logsumexp(1), wide, in `buffer`."""
     top = part.amax(1, keepdim=True).to(buffer.dtype)
@@ -241,3 +259,18 @@ def _own_column(logits: torch.Tensor, target: torch.Tensor, terms: LossTerms) ->
     own = target - terms.first_class
     is_absent = (own < 0) | (own >= logits.shape[1])
     return own.masked_fill_(is_absent, 0).unsqueeze(1), is_absent
+
+
+def kernels_for(logits: torch.Tensor) -> Any:
+    """Triton's functions of these names where they can work, else this module."""
+    if is_traced():
+        return sys.modules[__name__]
+    obstacle = "" if logits.stride(1) == 1 or logits.shape[1] == 1 else "the classes don't lie side by side."
+    return choose("cross_entropy", logits, obstacle, sys.modules[__name__], _load)
+
+
+def _load() -> Any:
+    # Triton is not on every machine, and slow to load.
+    from disttrain.kernels import cross_entropy_triton
+
+    return cross_entropy_triton

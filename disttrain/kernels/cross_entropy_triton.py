@@ -1,8 +1,8 @@
 """The loss's statistics and gradient as Triton kernels: logits are read once for each, the gradient written once.
 
 One program takes a row for the statistics, a block of a row for the gradient, and a block of rows to combine what came
-of all ranks. What they compute, and of which arguments, is what the functions of the same names in `loss_pieces.py`
-do, which judge them.
+of all ranks. What they compute, and of which arguments, is what the functions of the same names in
+`cross_entropy_pieces.py` do, which judge them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from disttrain.tp.loss_pieces import LossTerms
+from disttrain.kernels.cross_entropy_pieces import LossTerms
 
 _LARGEST_BLOCK: Final = 8192
 """Elements of a row at a time: what a program of 8 warps keeps in registers."""
 
 _ROWS_TO_COMBINE: Final = 128
+
+
+@triton.jit
+def _capped(logits, soft_cap):
+    """soft_cap * tanh(logits / soft_cap)"""
+    return soft_cap * (2.0 * tl.sigmoid(logits * (2.0 / soft_cap)) - 1.0)
 
 
 @triton.jit
@@ -31,7 +37,9 @@ def _statistics(
     num_rows,
     num_own,
     first_class,
+    soft_cap,
     IS_SMOOTHED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,6 +52,8 @@ def _statistics(
         columns = first + tl.arange(0, BLOCK)
         is_there = columns < num_own
         values = tl.load(begin + columns, mask=is_there, other=-float("inf")).to(tl.float32)
+        if HAS_CAP:
+            values = tl.where(is_there, _capped(values, soft_cap), -float("inf"))
         new_top = tl.maximum(top, tl.max(values, 0))
         # From infinity nothing may be taken away.
         base = tl.where(tl.abs(new_top) == float("inf"), 0.0, new_top)
@@ -58,7 +68,10 @@ def _statistics(
     tl.store(found + row, tl.log(total) + base)
     own = tl.load(target + row) - first_class
     is_own = (own >= 0) & (own < num_own)
-    tl.store(found + num_rows + row, tl.load(begin + own, mask=is_own, other=0.0).to(tl.float32))
+    picked = tl.load(begin + own, mask=is_own, other=0.0).to(tl.float32)
+    if HAS_CAP:
+        picked = _capped(picked, soft_cap)
+    tl.store(found + num_rows + row, picked)
     if IS_SMOOTHED:
         tl.store(found + 2 * num_rows + row, summed)
 
@@ -134,8 +147,10 @@ def _gradient(
     ignore_index,
     smoothing,
     z_loss,
+    soft_cap,
     IS_SMOOTHED: tl.constexpr,
     HAS_Z: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -143,6 +158,8 @@ def _gradient(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < num_own
     values = tl.load(logits + row * row_stride + columns, mask=is_there, other=-float("inf")).to(tl.float32)
+    if HAS_CAP:
+        values = _capped(values, soft_cap)
     log_sum = tl.load(log_sums + row)
     wanted = tl.load(target + row)
     # Where all rows are ignored, the mean's gradient is infinite.
@@ -164,13 +181,15 @@ def _gradient(
         else:
             result -= everywhere
     result = tl.where(columns + first_class == wanted, result - at_target, result)
+    if HAS_CAP:
+        result *= 1.0 - (values / soft_cap) * (values / soft_cap)
     tl.store(grad + row * num_own + columns, result.to(grad.dtype.element_ty), mask=is_there)
 
 
 def statistics_of_classes(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
 ) -> torch.Tensor:
-    """As in `loss_pieces`; logits are on a GPU, of at most 32 bits, and lie row by row, perhaps with gaps between."""
+    """As in `cross_entropy_pieces`; logits are of at most 32 bits, and lie row by row, perhaps with gaps between."""
     num_rows, num_own = logits.shape
     is_smoothed = terms.label_smoothing > 0
     found = torch.empty((2 + is_smoothed, num_rows), dtype=torch.float32, device=logits.device)
@@ -184,7 +203,9 @@ def statistics_of_classes(
             num_rows,
             num_own,
             terms.first_class,
+            terms.soft_cap,
             IS_SMOOTHED=is_smoothed,
+            HAS_CAP=terms.soft_cap > 0,
             HAS_WEIGHT=weight is not None,
             BLOCK=_block(num_own, _LARGEST_BLOCK),
             num_warps=8,
@@ -195,7 +216,7 @@ def statistics_of_classes(
 def combined_of_classes(
     of_ranks: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `loss_pieces`; fp32, contiguous."""
+    """As in `cross_entropy_pieces`; fp32, contiguous."""
     num_ranks, num_statistics, num_rows = of_ranks.shape
     loss, log_sums = torch.empty((2, num_rows), dtype=torch.float32, device=of_ranks.device).unbind()
     with torch.cuda.device_of(of_ranks):
@@ -228,10 +249,11 @@ def gradient_of_classes(
     grad_rows: torch.Tensor,
     weight: torch.Tensor | None,
     terms: LossTerms,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As in `loss_pieces`; logits as for the statistics."""
+    """As in `cross_entropy_pieces`; logits as for the statistics, `out` without gaps."""
     num_rows, num_own = logits.shape
-    grad = torch.empty((num_rows, num_own), dtype=logits.dtype, device=logits.device)
+    grad = torch.empty((num_rows, num_own), dtype=logits.dtype, device=logits.device) if out is None else out
     block = _block(num_own, _LARGEST_BLOCK // 2)
     with torch.cuda.device_of(logits):
         _gradient[(num_rows, triton.cdiv(num_own, block))](
@@ -250,8 +272,10 @@ def gradient_of_classes(
             terms.ignore_index,
             terms.label_smoothing,
             terms.z_loss,
+            terms.soft_cap,
             IS_SMOOTHED=terms.label_smoothing > 0,
             HAS_Z=terms.z_loss > 0,
+            HAS_CAP=terms.soft_cap > 0,
             HAS_WEIGHT=weight is not None,
             BLOCK=block,
             num_warps=8,

@@ -1,0 +1,66 @@
+"""Rings lie in the machine's own memory or on its own disk, dumps where people look. What cannot speak for itself is
+copied from there to here. Torch-free.
+
+While a job runs, a link stands for each ring among the dumps. When it hangs, or fails, the rings of processes that are
+gone, stopped or silent are copied beside it, with what the system says of them; at its end the launcher copies all that
+are left.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.process_state import state_of
+from disttrain.flight_recorder.ring_reader import Owner, ring_owner
+
+KEPT: Final = ".kept"
+"""In the names of copies that were made while the job ran."""
+
+
+def keep_silent(rings: Path, folder: Path, silent_s: float, job: str = "*") -> None:
+    """Copy to `folder` what processes of `job` have in `rings` that are gone, stopped, or silent for `silent_s`.
+
+    Raises OSError when `folder` cannot be written to.
+    """
+    for ring in rings.glob(f"*.{job}{layout.SUFFIX}"):
+        owner = ring_owner(ring)
+        if owner is None:
+            continue
+        state = state_of(owner.pid, owner.start, ring)
+        if state or _is_silent(owner, silent_s):
+            kept = f"{ring.name.removesuffix(layout.SUFFIX)}{KEPT}"
+            _copy(ring, folder / f"{kept}{layout.SUFFIX}", layout.framed(("process", state)))
+            _copy(ring.with_suffix(layout.STACKS_SUFFIX), folder / f"{kept}{layout.STACKS_SUFFIX}")
+
+
+def collect(rings: Path, folder: Path) -> None:
+    """Move all that is left in `rings` to `folder`, in place of the links there. For when their processes are gone."""
+    for file in [*rings.glob(f"*{layout.SUFFIX}"), *rings.glob(f"*{layout.STACKS_SUFFIX}")]:
+        _copy(file, folder / file.name)
+        file.unlink(missing_ok=True)
+
+
+def _is_silent(owner: Owner, silent_s: float) -> bool:
+    # Without a watchdog nobody says that the process is alive.
+    return owner.alive_ns > 0 and time.monotonic_ns() - owner.alive_ns > silent_s * 1e9
+
+
+def _copy(source: Path, target: Path, more: bytes = b"") -> None:
+    """In one step: a reader sees all of it, or what was there before. Nothing where `source` has just gone."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        data = source.read_bytes()
+    except FileNotFoundError:
+        return
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data + more)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

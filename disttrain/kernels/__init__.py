@@ -1,0 +1,32 @@
+"""Kernels for what a training step does most: fused, as operators that graphs hold, with twins that judge them.
+
+On GPUs they are Triton's; on CPUs, and for what Triton's don't take, torch's operators compute the same
+(`choice.py`). Each operator has its shapes, its gradient and, where it can be, torch.vmap and a rule for DTensors.
+"""
+
+from __future__ import annotations
+
+from disttrain.kernels.glu import geglu, swiglu
+from disttrain.kernels.head import loss_from_head
+from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
+from disttrain.kernels.norms import layer_norm, rms_norm
+from disttrain.kernels.optimizers import SGD, AdamW, FusedOptimizer, Lion
+from disttrain.kernels.rotary import rotate, rotate_
+from disttrain.kernels.use import Replaced, use_kernels
+
+__all__ = [
+    "AdamW",
+    "FusedOptimizer",
+    "Lion",
+    "Replaced",
+    "SGD",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "loss_from_head",
+    "rms_norm",
+    "rotate",
+    "rotate_",
+    "swiglu",
+    "use_kernels",
+]

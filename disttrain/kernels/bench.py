@@ -1,0 +1,161 @@
+"""Each kernel against torch's operators, one by one and compiled by Inductor, and against memory's speed.
+
+All are measured in turn, in one run. On a GPU each step is a CUDA graph that is replayed, so that the host's time does
+not count, for any of them; there the floor is what a copy takes that moves as many bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from disttrain.kernels.bench_cases import Case, Step
+from disttrain.kernels.optimizers import AdamW
+
+NUM_ROUNDS: Final = 20
+_COPY_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median seconds of each contender, and the most memory that a step takes above its inputs, in bytes."""
+
+    name: str
+    is_whole_step: bool
+    seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    moved_bytes: int
+    flops: int
+
+    def share_of_copy(self, bytes_per_s: float) -> float:
+        return self.moved_bytes / self.seconds["kernel"] / bytes_per_s
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """What a copy reads and writes per second."""
+    num_elements = (_COPY_BYTES if device.type == "cuda" else _COPY_BYTES >> 4) // 4
+    source = torch.empty(num_elements, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+
+    # Outside of a graph, where a GPU copies by a kernel; its copy engines are slower.
+    def run() -> None:
+        target.copy_(source)
+
+    run()
+    return 2 * source.nbytes / statistics.median(_seconds(run, device) for _ in range(NUM_ROUNDS))
+
+
+def measure(case: Case, device: torch.device) -> Iterator[Measured]:
+    """Of forward alone, and of forward and backward."""
+    torch.compiler.reset()
+    contenders = {"eager": case.theirs, "inductor": torch.compile(case.theirs), "kernel": case.ours}
+    for is_whole in (False, True):
+        if not is_whole and not case.forward_bytes:
+            continue
+        make = _whole_step if is_whole else _forward
+        steps = {name: make(run, case) for name, run in contenders.items()}
+        peaks = {name: _peak_bytes(step, device) for name, step in steps.items()}
+        runs = {name: _prepared(step, device) for name, step in steps.items()}
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(NUM_ROUNDS):
+            for name, run in runs.items():
+                times[name].append(_seconds(run, device))
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        moved = case.step_bytes if is_whole else case.forward_bytes
+        yield Measured(case.name, is_whole, medians, peaks, moved, case.flops if is_whole else 0)
+
+
+def measure_adamw(device: torch.device, num_parameters: int, num_elements: int) -> Iterator[Measured]:
+    """A step of AdamW, all in fp32 and all in bf16, as torch's have it; its fused one stands for Inductor.
+
+    The host's time counts here, where it is longer: a step is not recorded.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        steps: dict[str, Callable[[], Any]] = {}
+        for name, make in (
+            ("eager", partial(torch.optim.AdamW, foreach=True)),
+            ("inductor", partial(torch.optim.AdamW, fused=True)),
+            ("kernel", partial(AdamW, state_dtype=dtype, keep_master=False)),
+        ):
+            parameters = [torch.ones(num_elements, dtype=dtype, device=device) for _ in range(num_parameters)]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            steps[name] = make(parameters).step
+        for step in steps.values():
+            step()
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(NUM_ROUNDS):
+            for name, step in steps.items():
+                times[name].append(_seconds(step, device))
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        # Parameter and averages are read and written, the gradient read.
+        moved = 7 * dtype.itemsize * num_elements * num_parameters
+        name = f"AdamW {num_parameters} x {num_elements} {str(dtype).removeprefix('torch.')}"
+        yield Measured(name, True, medians, dict.fromkeys(medians, 0), moved, 0)
+
+
+def _forward(run: Step, case: Case) -> Callable[[], Any]:
+    def step() -> Any:
+        with torch.no_grad():
+            return run(*case.inputs)
+
+    return step
+
+
+def _whole_step(run: Step, case: Case) -> Callable[[], Any]:
+    with torch.no_grad():
+        results = run(*case.inputs)
+    grads = [torch.ones_like(one) for one in (results if isinstance(results, tuple) else (results,))]
+
+    def step() -> Any:
+        return torch.autograd.grad(run(*case.inputs), case.inputs, grads)
+
+    return step
+
+
+def _peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
+    """0 on CPUs, where nobody counts."""
+    step()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _prepared(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """`step` after its first times; on a GPU recorded as a graph."""
+    if device.type != "cuda":
+        step()
+        return step
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3

@@ -1,0 +1,66 @@
+"""Who computes: Triton's kernels where they can, else their twins of torch's operators, which judge them too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+
+from disttrain.errors import BackendError
+from disttrain.settings import KERNELS, TRITON_INTERPRET
+
+T = TypeVar("T")
+
+
+def choose(operation: str, tensor: torch.Tensor, obstacle: str, twin: T, load_kernels: Callable[[], T]) -> T:
+    """The module with Triton's kernels for what is on `tensor`'s device, or `twin`, which has the same functions.
+
+    Args:   obstacle  why the kernels don't take these arguments, a whole sentence; empty where they do.
+    Raises: BackendError where the setting DISTTRAIN_KERNELS is "triton" and they can't be used.
+    """
+    wish = KERNELS.read()
+    if wish == "twin" or not tensor.numel() or not (tensor.is_cuda or TRITON_INTERPRET.read()):
+        return twin
+    reason = obstacle or _obstacle_of(tensor)
+    if not reason:
+        return load_kernels()
+    if wish == "triton":
+        raise BackendError(operation, reason, "Set DISTTRAIN_KERNELS=auto to compute it by torch's operators.")
+    if tensor.is_cuda:
+        _warn(operation, reason)
+    return twin
+
+
+def _obstacle_of(tensor: torch.Tensor) -> str:
+    if not _has_triton():
+        return "Triton is not installed."
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its kernels don't take {tensor.dtype}."
+    return ""
+
+
+@cache
+def _warn(operation: str, reason: str) -> None:
+    """Once for each reason."""
+    warnings.warn(f"{operation}: {reason} It is computed by torch's operators.", stacklevel=3)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over elements of `dtype` are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@cache
+def num_programs(device: torch.device) -> int:
+    """How many persistent programs keep `device` busy."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.multi_processor_count if properties else 4

@@ -1,0 +1,224 @@
+"""The norms as Triton kernels; what they compute, and of which arguments, is what `norms_twin.py` does.
+
+A program takes whole rows, several at once where they are short, so that each element is read once. The gradients of
+the parameters are sums over all rows: persistent programs each sum over theirs, and what they leave is summed at the
+end.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from disttrain.kernels.choice import num_programs
+
+_TILE_ELEMENTS: Final = 4096
+"""Of the rows that a program has at once, at least."""
+
+_BACKWARD_WARPS: Final = 16
+"""Of persistent programs on each multiprocessor."""
+
+
+@triton.jit
+def _forward(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    statistics,
+    num_rows,
+    row_size,
+    eps,
+    IS_CENTERED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < row_size
+    is_there = (rows < num_rows)[:, None] & is_column[None, :]
+    # Only where the program begins may be far; within its rows 32 bits will do.
+    begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
+    places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
+    values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + begin + places, rounded, mask=is_there)
+        values = rounded.to(tl.float32)
+    if IS_CENTERED:
+        mean = tl.sum(values, 1) / row_size
+        values = tl.where(is_there, values - mean[:, None], 0.0)
+        tl.store(statistics + rows * 2, mean, mask=rows < num_rows)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / row_size + eps)
+    if IS_CENTERED:
+        tl.store(statistics + rows * 2 + 1, scale, mask=rows < num_rows)
+    else:
+        tl.store(statistics + rows, scale, mask=rows < num_rows)
+    values *= scale[:, None]
+    if HAS_WEIGHT:
+        values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + begin + places, values.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _backward(
+    grad,
+    grad_total,
+    x,
+    weight,
+    statistics,
+    grad_x,
+    sums,
+    num_rows,
+    row_size,
+    num_parameters,
+    IS_CENTERED: tl.constexpr,
+    HAS_TOTAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < row_size
+    weight_sums = tl.zeros((BLOCK,), tl.float32)
+    factors = weight_sums
+    if HAS_WEIGHT:
+        factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    bias_sums = tl.zeros((BLOCK,), tl.float32)
+    places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
+    for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        begin = tl.cast(first, tl.int64) * row_size
+        is_row = rows < num_rows
+        is_there = is_row[:, None] & is_column[None, :]
+        values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        wished = tl.load(grad + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        if IS_CENTERED:
+            mean = tl.load(statistics + rows * 2, mask=is_row, other=0.0)
+            scale = tl.load(statistics + rows * 2 + 1, mask=is_row, other=0.0)
+            values -= mean[:, None]
+        else:
+            scale = tl.load(statistics + rows, mask=is_row, other=0.0)
+        normed = tl.where(is_there, values * scale[:, None], 0.0)
+        if HAS_WEIGHT:
+            weight_sums += tl.sum(wished * normed, 0)
+            if HAS_BIAS:
+                bias_sums += tl.sum(wished, 0)
+            wished *= factors[None, :]
+        result = wished - normed * (tl.sum(normed * wished, 1) / row_size)[:, None]
+        if IS_CENTERED:
+            result -= (tl.sum(wished, 1) / row_size)[:, None]
+        result *= scale[:, None]
+        if HAS_TOTAL:
+            result += tl.load(grad_total + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        tl.store(grad_x + begin + places, result.to(grad_x.dtype.element_ty), mask=is_there)
+    if HAS_WEIGHT:
+        begin = sums + program.to(tl.int64) * num_parameters * row_size
+        tl.store(begin + columns, weight_sums, mask=is_column)
+        if HAS_BIAS:
+            tl.store(begin + row_size + columns, bias_sums, mask=is_column)
+
+
+def forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    is_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As in `norms_twin`; of 32 bits at most."""
+    num_rows, row_size = x.shape
+    y = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    statistics = torch.empty((num_rows, 2 if is_centered else 1), dtype=torch.float32, device=x.device)
+    block, rows, num_warps = _tile(row_size)
+    with torch.cuda.device_of(x):
+        _forward[(triton.cdiv(num_rows, rows),)](
+            x,
+            x if residual is None else residual,
+            x if weight is None else weight,
+            x if bias is None else bias,
+            y,
+            total,
+            statistics,
+            num_rows,
+            row_size,
+            eps,
+            IS_CENTERED=is_centered,
+            HAS_RESIDUAL=residual is not None,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+    return y, total, statistics
+
+
+def backward(
+    grad: torch.Tensor,
+    grad_total: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+    num_parameters: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in `norms_twin`."""
+    num_rows, row_size = x.shape
+    grad_x = torch.empty_like(x)
+    block, rows, num_warps, num_stages = _backward_tile(row_size)
+    programs = min(triton.cdiv(num_rows, rows), num_programs(x.device) * max(1, _BACKWARD_WARPS // num_warps))
+    sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        _backward[(programs,)](
+            grad,
+            grad if grad_total is None else grad_total,
+            x,
+            x if weight is None else weight,
+            statistics,
+            grad_x,
+            sums,
+            num_rows,
+            row_size,
+            num_parameters,
+            IS_CENTERED=statistics.shape[1] == 2,
+            HAS_TOTAL=grad_total is not None,
+            HAS_WEIGHT=num_parameters > 0,
+            HAS_BIAS=num_parameters > 1,
+            ROWS=rows,
+            BLOCK=block,
+            STAGES=num_stages,
+            num_warps=num_warps,
+        )
+    return grad_x, sums.sum(0)
+
+
+def _tile(row_size: int) -> tuple[int, int, int]:
+    """Elements of a padded row, rows at once, and warps."""
+    block = int(triton.next_power_of_2(row_size))
+    rows = max(1, _TILE_ELEMENTS // block) if block < _TILE_ELEMENTS else 1
+    return block, rows, min(16, max(4, block * rows // 1024))
+
+
+def _backward_tile(row_size: int) -> tuple[int, int, int, int]:
+    """The same, and how many rows are under way; sums over rows take registers too."""
+    block, rows, num_warps = _tile(row_size)
+    if block > _TILE_ELEMENTS:
+        # Two such rows would take the shared memory from other programs.
+        return block, rows, num_warps, 1
+    return block, rows, 2 * num_warps, 2

@@ -1,0 +1,161 @@
+"""AdamW, Lion and SGD in one launch, judged by torch's own; with states in bf16, masters and clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Replicate, Shard
+from disttrain.errors import ShapeError
+from disttrain.kernels import SGD, AdamW, Lion
+from disttrain.testing import run_threads
+from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
+from tests.sharding_cases import laid_out, mesh_of
+
+SHAPES = [(3, 5), (2049,), (1,), (0, 4), (64, 64)]
+TORCHS: list[tuple[Any, Any, dict[str, Any]]] = [
+    (AdamW, torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.95), "weight_decay": 0.1}),
+    (SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+]
+
+
+@pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_implementation(request.param, monkeypatch)
+    return str(request.param)
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(drawn(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(SHAPES)]
+
+
+def give_gradients(own: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
+    for place, parameter in enumerate(own):
+        parameter.grad = drawn(*parameter.shape, seed=100 * step + place, dtype=parameter.dtype) * factor
+
+
+@pytest.mark.parametrize(("ours", "theirs", "options"), TORCHS)
+def test_steps_are_torch_s(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+    own, other = parameters(), parameters()
+    optimizer, wished = ours(own, **options), theirs(other, **options)
+    for step in range(4):
+        give_gradients(own, step)
+        give_gradients(other, step)
+        optimizer.step()
+        wished.step()
+    torch.testing.assert_close(own, other)
+
+
+def test_lion() -> None:
+    value, average = drawn(64), torch.zeros(64, dtype=torch.float64)
+    own = nn.Parameter(value.float())
+    optimizer = Lion([own], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(3):
+        own.grad = drawn(64, seed=step).float()
+        optimizer.step()
+        grad = drawn(64, seed=step)
+        value = value * (1 - 0.01 * 0.1) - 0.01 * (average * 0.9 + grad * 0.1).sign()
+        average = average * 0.99 + grad * 0.01
+    torch.testing.assert_close(own.detach().double(), value, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_are_scaled_and_clipped_in_one_step() -> None:
+    own, other = parameters(), parameters()
+    optimizer, wished = AdamW(own, lr=0.1, max_norm=0.5), torch.optim.AdamW(other, lr=0.1)
+    for step in range(3):
+        give_gradients(own, step, factor=1024.0)
+        give_gradients(other, step)
+        kept = own[0].grad.clone()
+        optimizer.step(grad_scale=torch.tensor(1 / 1024))
+        torch.nn.utils.clip_grad_norm_(other, 0.5)
+        wished.step()
+        assert torch.equal(own[0].grad, kept)
+    torch.testing.assert_close(own, other)
+
+
+def test_half_precision_parameters_are_copies_of_their_masters() -> None:
+    own, other = parameters(torch.bfloat16), [nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)]
+    optimizer, wished = AdamW(own, lr=1e-3), torch.optim.AdamW(other, lr=1e-3)
+    for step in range(4):
+        give_gradients(own, step)
+        for one, two in zip(own, other, strict=True):
+            two.grad = one.grad.float()
+        optimizer.step()
+        wished.step()
+    for one, two in zip(own, other, strict=True):
+        torch.testing.assert_close(optimizer.state[one]["master"], two.detach())
+        # Triton's interpreter cuts off where a GPU rounds.
+        torch.testing.assert_close(one.detach(), optimizer.state[one]["master"].bfloat16(), rtol=2**-7, atol=0.0)
+
+
+def test_bf16_is_rounded_at_random_but_right_on_average() -> None:
+    """A step far below half of what bf16 tells apart: rounded to the nearest, nothing would ever move."""
+    own = nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16))
+    optimizer = SGD([own], lr=1.0, keep_master=False)
+    for _ in range(32):
+        own.grad = torch.full_like(own, -1e-4)
+        optimizer.step()
+    assert set(own.detach().unique().tolist()) <= {1 + place / 128 for place in range(8)}
+    assert own.detach().double().mean().item() == pytest.approx(1 + 32e-4, rel=2e-4)
+
+
+def test_states_in_bf16_follow_those_in_fp32() -> None:
+    own, other = parameters(), parameters()
+    optimizer, wished = AdamW(own, lr=0.01, state_dtype=torch.bfloat16), torch.optim.AdamW(other, lr=0.01)
+    for step in range(8):
+        give_gradients(own, step)
+        give_gradients(other, step)
+        optimizer.step()
+        wished.step()
+    assert optimizer.state[own[0]]["exp_avg_sq"].dtype is torch.bfloat16
+    assert (own[4] - other[4]).norm() < 0.01 * (other[4].detach() - drawn(64, 64, seed=4).float()).norm()
+
+
+def test_state_is_saved_and_loaded() -> None:
+    own, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = AdamW(own, state_dtype=torch.bfloat16)
+    give_gradients(own, 0)
+    optimizer.step()
+    again = AdamW(other, state_dtype=torch.bfloat16)
+    again.load_state_dict(optimizer.state_dict())
+    state = again.state[other[0]]
+    assert state["exp_avg"].dtype is torch.bfloat16
+    assert state["master"].dtype is torch.float32
+    assert torch.equal(state["master"], optimizer.state[own[0]]["master"])
+
+
+def test_dtensors_are_updated_part_by_part(implementation: str) -> None:
+    if implementation == "triton":
+        pytest.skip("its interpreter knows no threads")
+    whole, gradient = drawn(5, 6, dtype=torch.float32), drawn(5, 6, seed=1, dtype=torch.float32)
+    plain = nn.Parameter(whole.clone())
+    wished = AdamW([plain], lr=0.1, max_norm=0.1)
+    for _ in range(2):
+        plain.grad = gradient.clone()
+        wished.step()
+
+    def body() -> None:
+        mesh = mesh_of((2,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            own = nn.Parameter(laid_out(whole, mesh, [placement]))
+            optimizer = AdamW([own], lr=0.1, max_norm=0.1)
+            for _ in range(2):
+                own.grad = laid_out(gradient, mesh, [placement])
+                optimizer.step()
+            assert isinstance(own, DTensor)
+            assert optimizer.state[own]["exp_avg"].placements == (placement,)
+            torch.testing.assert_close(own.full_tensor().detach(), plain.detach())
+
+    run_threads(2, body)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ShapeError, match=r"AdamW: state_dtype is torch.float16"):
+        AdamW([nn.Parameter(torch.ones(1))], state_dtype=torch.float16)
+    with pytest.raises(ShapeError, match="Lion: lr is -1"):
+        Lion([nn.Parameter(torch.ones(1))], lr=-1)

@@ -1,0 +1,37 @@
+"""Which processes the launcher signals for their dumps: workers of its own, never another that has got the number."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from disttrain.flight_recorder import FlightRecorder
+from disttrain.process_group import World
+from disttrain.settings import FLIGHT_RING_DIR
+from disttrain.store import HashStore
+from disttrain_launch import dumps
+from disttrain_launch.dumps import DUMP_S, ask_for_dumps
+
+
+@pytest.mark.parametrize("is_own_session", [True, False])
+@pytest.mark.parametrize("later_ticks", [0, 1])
+def test_only_the_process_that_made_the_ring(
+    is_own_session: bool, later_ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(HashStore(), 0, 1, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+    recorder = FlightRecorder(num_records=4)
+    recorder.attach(world, tmp_path, tmp_path / "dumps")
+    signalled: list[tuple[int, int]] = []
+    started = dumps.start_of(os.getpid()) + later_ticks
+    monkeypatch.setattr(dumps, "start_of", lambda _pid: started)
+    monkeypatch.setattr(os, "kill", lambda *to: signalled.append(to))
+    sessions = {os.getsid(0)} if is_own_session else {1}
+    wait_s = ask_for_dumps({FLIGHT_RING_DIR.name: str(tmp_path)}, tmp_path, sessions)
+    recorder.close()
+    is_asked = is_own_session and not later_ticks
+    assert signalled == ([(os.getpid(), signal.SIGUSR2)] if is_asked else [])
+    assert wait_s == (DUMP_S if is_asked else 0.0)
