@@ -1,4 +1,4 @@
-"""Which processes the launcher signals for their dumps: workers of its own, never another that has got the number."""
+"""Whom the launcher asks for dumps: its own workers, never another that has got the number; and how long it waits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from disttrain.flight_recorder import FlightRecorder
 from disttrain.process_group import World
-from disttrain.settings import FLIGHT_RING_DIR
 from disttrain.store import HashStore
-from disttrain_launch import dumps
-from disttrain_launch.dumps import DUMP_S, ask_for_dumps
+from disttrain_launch import dump_asking
+from disttrain_launch.dump_asking import Dumping
 
 
 @pytest.mark.parametrize("is_own_session", [True, False])
@@ -26,12 +25,17 @@ def test_only_the_process_that_made_the_ring(
     recorder = FlightRecorder(num_records=4)
     recorder.attach(world, tmp_path, tmp_path / "dumps")
     signalled: list[tuple[int, int]] = []
-    started = dumps.start_of(os.getpid()) + later_ticks
-    monkeypatch.setattr(dumps, "start_of", lambda _pid: started)
+    started = dump_asking.start_of(os.getpid()) + later_ticks
+    monkeypatch.setattr(dump_asking, "start_of", lambda _pid: started)
     monkeypatch.setattr(os, "kill", lambda *to: signalled.append(to))
     sessions = {os.getsid(0)} if is_own_session else {1}
-    wait_s = ask_for_dumps({FLIGHT_RING_DIR.name: str(tmp_path)}, tmp_path, sessions)
+    dumping = Dumping(tmp_path, tmp_path / "dumps", sessions)
+    (ring,) = tmp_path.glob("*.ring")
     recorder.close()
     is_asked = is_own_session and not later_ticks
     assert signalled == ([(os.getpid(), signal.SIGUSR2)] if is_asked else [])
-    assert wait_s == (DUMP_S if is_asked else 0.0)
+    assert dumping.is_over == (not is_asked)
+    (tmp_path / "dumps" / "new").touch()
+    (tmp_path / "dumps" / "new").rename(tmp_path / "dumps" / f"{ring.stem}.flight")
+    assert dumping.is_over
+    dumping.close()
