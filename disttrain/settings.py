@@ -130,7 +130,10 @@ NO_COLOR = Setting[bool]("NO_COLOR", bool, False, "Any text: the launcher prints
 
 # The store.
 STORE = Setting[str | None](
-    "DISTTRAIN_STORE", str, None, "host:port of a store that is running already; the launcher sets it for its workers."
+    "DISTTRAIN_STORE",
+    str,
+    None,
+    "host:port of a store that is running, and after a comma its standby's; the launcher sets it for its workers.",
 )
 TOKEN_FILE = Setting[Path | None](
     "DISTTRAIN_TOKEN_FILE", Path, None, "File (mode 0600) with the job's token; the store lets in only who knows it."

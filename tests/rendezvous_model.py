@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disttrain_launch.events import Chronicle
-from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Run, Stop, Stopped, Word
+from disttrain_launch.inherited import Inherited
+from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
 from disttrain_launch.rounds import Node, Phase, Place, Terms
@@ -54,6 +55,7 @@ class Cluster:
     """By round."""
     given_up: set[str] = field(default_factory=set)
     now_s: float = 0.0
+    leader: str = LEADER
 
     def __post_init__(self) -> None:
         leader = node(LEADER, 0, self.terms)
@@ -108,6 +110,25 @@ class Cluster:
             case Stop() | Done():
                 if player.running is not None:
                     self.stop(agent)
+
+    @property
+    def heirs(self) -> list[str]:
+        """Who may take the leader's place."""
+        return [
+            agent
+            for agent, player in self.players.items()
+            if agent != self.leader and player.is_alive and isinstance(player.word, Run | Stop | Wait)
+        ]
+
+    def inherit(self, heir: str) -> None:
+        """The leader dies, and its store's standby is on this node; what nobody has answered is said again."""
+        lost, self.leader = self.leader, heir
+        self.die(lost)
+        self.given_up.add(lost)
+        told = {agent: (player.node, player.word) for agent, player in self.players.items()}
+        self.machine = Inherited(self.terms, self.players[heir].node, self.now_s, lost, told)
+        self.reports += [Came(player.node) for player in self.players.values() if player.is_alive and not player.word]
+        self.feed(TimePassed())
 
     def deliver(self) -> None:
         self.feed(self.reports.pop(0))
@@ -164,8 +185,8 @@ class Cluster:
             assert (place.group_rank, place.first_rank, place.num_nodes) == (group_rank, first_rank, len(begun))
             first_rank += self.players[agent].node.num_local_workers
         assert {place.world_size for place in begun.values()} == {first_rank}
-        assert ordered[0][0] == LEADER
-        for agent in begun.keys() & before.keys():
+        assert ordered[0][0] == self.leader
+        for agent in begun.keys() & before.keys() - {self.leader}:
             assert begun[agent].group_rank == before[agent].group_rank or before[agent].group_rank >= len(begun)
         assert not begun.keys() & self.given_up
         old = [player for player in self.players.values() if player.running is not None]

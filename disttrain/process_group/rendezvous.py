@@ -19,6 +19,7 @@ from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeout
 from disttrain.process_group import beside_torch
 from disttrain.settings import Setting
 from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
+from disttrain.store.wire import Address
 
 T = TypeVar("T")
 _LEAST_S = 0.1
@@ -39,6 +40,8 @@ class Place:
     """True when this rank starts the store's server."""
     under_torchrun: bool = False
     """True when `host` and `port` are those of torchrun's store, which tells where ours is."""
+    standby: Address | None = None
+    """Where the store is if it is not at `host` any more."""
     round: int = 0
     """Which of those that a launcher started in one store, after one another."""
 
@@ -89,16 +92,29 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
     world_size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
     store_address = settings.STORE.read(environ)
     if store_address is not None:
-        host, _, port = store_address.rpartition(":")
-        if not host or not port.isdigit():
-            raise RendezvousError(
-                _OPERATION, f"{settings.STORE.name}={store_address!r} is not host:port.", "Unset it, or mend it."
+        address, comma, standby = store_address.partition(",")
+        host, port = _endpoint(address)
+        return _checked(
+            Place(
+                rank,
+                world_size,
+                host,
+                port,
+                standby=_endpoint(standby) if comma else None,
+                round=settings.ROUND.read(environ),
             )
-        return _checked(Place(rank, world_size, host, int(port), round=settings.ROUND.read(environ)))
+        )
     host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
     if settings.TORCHELASTIC_USE_AGENT_STORE.read(environ):
         return _checked(Place(rank, world_size, host, port_number, under_torchrun=True))
     return _checked(Place(rank, world_size, host, port_number, hosts_store=rank == 0))
+
+
+def _endpoint(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise RendezvousError(_OPERATION, f"{settings.STORE.name}: {text!r} is not host:port.", "Unset it, or mend it.")
+    return host, int(port)
 
 
 def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:
@@ -156,6 +172,7 @@ def _open_store(place: Place, prefix: str, timeout_s: float) -> Store:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         token=None if token_file is None else read_token(token_file),
+        standby=place.standby,
     )
 
 

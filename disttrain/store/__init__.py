@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from disttrain.store.certificates import Certificates as Certificates
     from disttrain.store.client import TCPStore as TCPStore
     from disttrain.store.file import FileStore as FileStore
+    from disttrain.store.follower import Following as Following
     from disttrain.store.limits import Limits as Limits
     from disttrain.store.memory import HashStore as HashStore
     from disttrain.store.prefix import PrefixStore as PrefixStore
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Certificates": "certificates",
     "FileStore": "file",
+    "Following": "follower",
     "HashStore": "memory",
     "Limits": "limits",
     "PrefixStore": "prefix",
@@ -49,6 +51,7 @@ _MODULE_OF = {
 __all__ = [
     "Certificates",
     "FileStore",
+    "Following",
     "HashStore",
     "Limits",
     "PrefixStore",

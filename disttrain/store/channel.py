@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
 from disttrain.store.dial import Dialer
-from disttrain.store.hub import NOT_A_REQUEST
+from disttrain.store.handshake import to_address
 from disttrain.store.limits import SETTING_OF
-from disttrain.store.wire import Answer, Encoder, Op, WireError
+from disttrain.store.wire import NEWS, NOT_A_REQUEST, Answer, Encoder, Op, WireError
 
 SLACK_S: Final = 2.0
 """How long after a request's timeout the server may still take to say so itself."""
@@ -67,7 +67,6 @@ class Channel:
     """Requests and answers over the links that `dialer` makes."""
 
     def __init__(self, dialer: Dialer, timeout_s: float) -> None:
-        self.where = dialer.where
         self._dialer = dialer
         self._encode = Encoder().encode
         self._socket, self._decoder, self._frame_bytes = dialer.dial(timeout_s)
@@ -88,6 +87,11 @@ class Channel:
         self._parked: dict[_Call, None] = {}
         self._leader: _Call | None = None
         self._broken = ""
+
+    @property
+    def where(self) -> str:
+        """The server's address, for messages."""
+        return self._dialer.where
 
     def request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         """Ask, and wait for the answer: `wait_s` for the server to give it, then SLACK_S for any sign of life.
@@ -139,6 +143,11 @@ class Channel:
                 call.wake.release()
             self._parked.clear()
             self._close_unused_socket()
+
+    def break_link(self) -> None:
+        """Let whoever waits for an answer ask for it again, on another link."""
+        with self._mutex:
+            self._shut_down()
 
     def _send(self, op: Op, call: _Call, frame: bytes, timeout_s: float) -> None:
         """Send `frame`, unless there is no link: then whoever leads makes one, and sends what has not been answered."""
@@ -243,6 +252,8 @@ class Channel:
                 call.wake.release()
         elif request_id == NOT_A_REQUEST:
             raise WireError("store", f"the server hung up: {answer[1]}.")
+        elif request_id == NEWS:
+            self._dialer.standby = to_address(answer[1])
 
     def _reconnect(self, op: Op, deadline_s: float) -> None:
         """The link is gone: make another one, and send on it what has no answer yet."""
@@ -340,7 +351,9 @@ class Channel:
     def _not_back(self, op: Op) -> StoreError:
         problem = "the connection to the store is gone, and there was no other within the timeout."
         remedy = "See whether its server is alive, and the network to it."
-        return StoreConnectionError(op.name.lower(), problem, remedy, where=self.where)
+        # Where there is a standby, one of the two will answer, or both be gone.
+        kind = StoreConnectionError if self._dialer.standby is None else StoreTimeoutError
+        return kind(op.name.lower(), problem, remedy, where=self.where)
 
     def _frozen(self, op: Op, timeout_s: float) -> StoreError:
         problem = f"the store's server has not answered in time, nor {timeout_s:g} s later."

@@ -16,7 +16,7 @@ from disttrain.store.dial import Dialer
 from disttrain.store.methods import StoreMethods
 from disttrain.store.process import ServerProcess, certificates_from_settings, spawn_server
 from disttrain.store.server import is_loopback
-from disttrain.store.wire import Answer, Op
+from disttrain.store.wire import Address, Answer, Op
 
 if TYPE_CHECKING:
     from disttrain.store.tls_socket import ClientTls
@@ -37,7 +37,9 @@ class TCPStore(StoreMethods):
             multi_tenant  a master that finds the port taken joins the store that is there;
             master_listen_fd, use_libuv  as torch has them; only None and True are possible;
             token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set;
-            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS.
+            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
+            standby  (host, port) of who takes over when the server is gone; a server names its standby itself, so it is
+            of use only to who comes when that has happened already.
     Raises: StoreConnectionError, StoreAuthError; StoreError when the server cannot start; StoreTimeoutError when the
             workers don't come; SettingError for certificates that cannot be used.
     """
@@ -56,6 +58,7 @@ class TCPStore(StoreMethods):
         *,
         token: str | None = None,
         certificates: Certificates | None = None,
+        standby: Address | None = None,
     ) -> None:
         super().__init__("TCPStore", timeout, f"{host_name}:{port}")
         if master_listen_fd is not None:
@@ -66,6 +69,8 @@ class TCPStore(StoreMethods):
             raise SettingError("TCPStore", "use_libuv is False; there is no other server.", "Leave it True.")
         self._server: ServerProcess | None = None
         self._channel: Channel | None = None
+        self._dialer: Dialer | None = None
+        self._standby = standby
         if token is None and (token_file := TOKEN_FILE.read()) is not None:
             token = read_token(token_file)
         self._token = token
@@ -88,13 +93,20 @@ class TCPStore(StoreMethods):
         """The same store over a connection of its own, to be closed on its own."""
         other = copy.copy(self)
         other._server = None
-        other._channel = self._connected()
+        other._channel = other._connected()
         return other
 
     def address(self) -> list[Any]:
-        """Host, port, timeout, token and certificates: what another process of the job needs for a store like this."""
+        """Host, port, standby, timeout, token and certificates: what another process needs for a store like this."""
         certificates = None if self._certificates is None else list(self._certificates)
-        return [self.host, self.port, self._timeout_s, self._token, certificates]
+        (host, port), standby = self.addresses
+        return [host, port, standby and list(standby), self._timeout_s, self._token, certificates]
+
+    @property
+    def addresses(self) -> tuple[Address, Address | None]:
+        """Where the server is by now, and its standby."""
+        dialer = self._dialer
+        return ((self.host, self.port), self._standby) if dialer is None else (dialer.address, dialer.standby)
 
     def close(self) -> None:
         """End the connection, and let go of the server if this object started it. Idempotent."""
@@ -103,8 +115,21 @@ class TCPStore(StoreMethods):
         if self._server is not None:
             self._server.close()
 
+    def new_dialer(self) -> Dialer:
+        """Makes links of another client's to the same store."""
+        (host, port), standby = self.addresses
+        return Dialer(host, port, self._token, self._tls, standby)
+
+    def move(self, address: Address) -> None:
+        """The store is known to be at `address`: give up a link to anywhere else, and what waits there waits anew."""
+        dialer = self._dialer
+        if dialer is not None and self._channel is not None and address == dialer.standby:
+            dialer.address, dialer.standby = address, dialer.address
+            self._channel.break_link()
+
     def _connected(self) -> Channel:
-        return Channel(Dialer(self.host, self.port, self._token, self._tls), self._timeout_s)
+        self._dialer = self.new_dialer()
+        return Channel(self._dialer, self._timeout_s)
 
     def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         assert self._channel is not None

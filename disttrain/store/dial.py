@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.handshake import ClientHandshake
 from disttrain.store.keepalive import set_options
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Message, WireError, encode
+from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Address, Decoder, Message, WireError, encode
 
 if TYPE_CHECKING:
     from disttrain.store.tls_socket import ClientTls, TlsSocket
 
 ATTEMPT_S: Final = 15.0
 """Longest time that one attempt may take before the next begins."""
+
+_DIVIDED_S: Final = 3.0
+"""The same for the first attempts where there is another address to try."""
 
 _FIRST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 1.0
@@ -32,14 +35,19 @@ class Link(NamedTuple):
 
 
 class Dialer:
-    """Makes the links of one client, one after the other, to the server at `host`:`port`.
+    """Makes the links of one client, one after the other, to the server at `host`:`port` or to who takes its place.
 
-    `tls`: how to put them into TLS; None: they go without.
+    `tls`: how to put them into TLS; None: they go without. `standby`: where to look if the server is gone; the server
+    itself may name another.
     """
 
-    def __init__(self, host: str, port: int, token: str | None, tls: ClientTls | None = None) -> None:
-        self.where = f"{host}:{port}"
-        self._address = (host, port)
+    def __init__(
+        self, host: str, port: int, token: str | None, tls: ClientTls | None = None, standby: Address | None = None
+    ) -> None:
+        self.address: Address = (host, port)
+        self.standby = standby
+        self.vote = 0
+        """For a standby, see `handshake`."""
         self._token = token
         self._tls = tls
         self._session = b""
@@ -47,6 +55,11 @@ class Dialer:
         self._is_over = threading.Event()
         self._num_vain = 0
         self._redialed_s = float("-inf")
+
+    @property
+    def where(self) -> str:
+        """The address of the server, for messages."""
+        return f"{self.address[0]}:{self.address[1]}"
 
     def dial(self, timeout_s: float) -> Link:
         """The first link.
@@ -59,12 +72,12 @@ class Dialer:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                return self._attempt(deadline_s)
+                return self.attempt(deadline_s)
             except (StoreAuthError, StoreLimitError):
                 raise
             except UnicodeError:
                 # The codec of international host names refuses empty labels and long ones.
-                problem, remedy = f"{self._address[0]!r} is not a host name.", "Check it, or give an address."
+                problem, remedy = f"{self.address[0]!r} is not a host name.", "Check it, or give an address."
                 raise SettingError("connect", problem, remedy, where=self.where) from None
             except (OSError, WireError) as error:
                 if time.monotonic() + pause_s >= deadline_s:
@@ -87,7 +100,7 @@ class Dialer:
             if time.monotonic() + pause_s >= deadline_s or self._is_over.wait(pause_s):
                 return None
             try:
-                return self._attempt(deadline_s)
+                return self.attempt(deadline_s)
             except ConnectionRefusedError:
                 raise StoreConnectionError("connect", "nobody listens there any more", where=self.where) from None
             except (OSError, WireError):
@@ -97,9 +110,31 @@ class Dialer:
         """Let `redial` return."""
         self._is_over.set()
 
-    def _attempt(self, deadline_s: float) -> Link:
-        deadline_s = min(deadline_s, time.monotonic() + ATTEMPT_S)
-        connection = socket.create_connection(self._address, timeout=_remaining(deadline_s))
+    def attempt(self, deadline_s: float, attempt_s: float | None = None) -> Link:
+        """A link to the server, or to its standby if that has taken over; `attempt_s` for each, None: as is best.
+
+        Raises ConnectionRefusedError when nobody listens at either address, else what was wrong with the last one.
+        """
+        standby = self.standby
+        if standby is None:
+            return self._reach(self.address, deadline_s, attempt_s or ATTEMPT_S)
+        attempt_s = attempt_s or min(ATTEMPT_S, _DIVIDED_S * (1 << min(self._num_vain, 4)))
+        try:
+            return self._reach(self.address, deadline_s, attempt_s)
+        except (OSError, WireError) as error:
+            first = error
+        try:
+            link = self._reach(standby, deadline_s, attempt_s)
+        except ConnectionRefusedError:
+            # It is of no use; the server itself may live, and then names another.
+            self.standby = None
+            raise first from None
+        self.address = standby
+        return link
+
+    def _reach(self, address: Address, deadline_s: float, attempt_s: float) -> Link:
+        deadline_s = min(deadline_s, time.monotonic() + attempt_s)
+        connection = socket.create_connection(address, timeout=_remaining(deadline_s))
         try:
             set_options(connection)
             if self._tls is None:
@@ -114,11 +149,12 @@ class Dialer:
 
     def _shake_hands(self, connection: socket.socket | TlsSocket, certificate: bytes, deadline_s: float) -> Link:
         decoder = Decoder(HANDSHAKE_FRAME_BYTES)
-        handshake = ClientHandshake(self._token, self.where, self._session, certificate)
+        handshake = ClientHandshake(self._token, self.where, self._session, certificate, self.vote)
         answer = handshake.answer(_receive(connection, decoder, deadline_s))
         connection.sendall(encode(answer))
         frame_bytes = handshake.conclude(_receive(connection, decoder, deadline_s))
         self._session = handshake.session
+        self.standby = handshake.standby
         decoder.max_frame_bytes = frame_bytes
         # From here on the kernel's timers are used: Python's would cost a poll() for each operation.
         connection.settimeout(None)

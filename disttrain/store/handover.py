@@ -37,12 +37,13 @@ def store_from_plain(plain: list[Any]) -> Store:
         return PrefixStore(rest[0], store_from_plain(rest[1]))
     if kind == "file":
         return FileStore(rest[0], timeout=rest[1])
-    host, port, timeout_s, token, certificates = rest
+    host, port, standby, timeout_s, token, certificates = rest
     return TCPStore(
         host,
         port,
         timeout=timeout_s,
         wait_for_workers=False,
         token=token,
+        standby=None if standby is None else (standby[0], standby[1]),
         certificates=None if certificates is None else Certificates(*certificates),
     )

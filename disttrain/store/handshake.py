@@ -2,10 +2,11 @@
 
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
                                                     TLS_ONLY in its place: you should have begun with TLS
-    client: [version, client_nonce, client_proof, session]      an empty session: a new client
-    server: [OK, server_proof, frame_bytes, session]            or [another status, sentence], and the connection ends
+    client: [version, client_nonce, client_proof, session, vote]    an empty session: a new client; see `Votes`
+    server: [OK, server_proof, frame_bytes, session, standby]   or [another status, sentence], and the connection ends
 
-The client sends no more than this one frame before it has seen the server's proof.
+`standby` is the [host, port] of the one that would take over, or None. The client sends no more than this one frame
+before it has seen the server's proof.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ from typing import Final
 
 from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
 from disttrain.store.auth import client_proof, is_nonce, new_nonce, same, server_proof
-from disttrain.store.wire import PROTOCOL_VERSION, Message, Status
+from disttrain.store.wire import PROTOCOL_VERSION, Address, Message, Status
 
 MAGIC: Final = "disttrain store"
 SESSION_BYTES: Final = 16
 TLS_ONLY: Final = "TLS"
 
 
+Votes = dict[bytes, tuple[int, float]]
+"""The terms in which electors, by session, have sided with a standby, and when they said so last."""
+
+
 class SessionGoneError(StoreError):
     """The server at this address does not know us any more: it is another one, or we were away too long."""
+
+
+class StandbyError(StoreConnectionError):
+    """What listens at this address is a standby that has not taken over."""
+
+
+def to_address(plain: object) -> Address | None:
+    """A standby's address as it travels; None: there is none."""
+    match plain:
+        case [str(host), int(port)]:
+            return host, port
+    return None
 
 
 class ServerHandshake:
@@ -36,28 +53,30 @@ class ServerHandshake:
         self.session = b""
         """The name of the client's session, once there is a verdict; `resumes`: it had one already."""
         self.resumes = False
+        self.vote = 0
+        """For a standby: the term in which this client, an elector, has sided with it."""
 
     def hello(self) -> Message:
         """What the server says first."""
         return [MAGIC, PROTOCOL_VERSION, self._nonce]
 
-    def verdict(self, answer: Message, frame_bytes: int) -> Message:
+    def verdict(self, answer: Message, frame_bytes: int, standby: Address | None = None) -> Message:
         """What the server says to the client's answer; the connection is open when the status is OK."""
         if not answer or type(answer[0]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
         if answer[0] != PROTOCOL_VERSION:
             return [int(Status.REFUSED), f"The server speaks version {PROTOCOL_VERSION}, the client {answer[0]}."]
-        if len(answer) != 4 or type(answer[3]) is not bytes:
+        if len(answer) != 5 or type(answer[3]) is not bytes or type(answer[4]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
-        _, nonce, proof, session = answer
+        _, nonce, proof, session, self.vote = answer
         self.resumes = bool(session)
         self.session = session or os.urandom(SESSION_BYTES)
         if self._token is None:
-            return [int(Status.OK), b"", frame_bytes, self.session]
+            return [int(Status.OK), b"", frame_bytes, self.session, standby]
         if not is_nonce(nonce) or not same(proof, client_proof(self._token, self._nonce, nonce, self._certificate)):
             return [int(Status.REFUSED), "The client's token is not the server's."]
         own_proof = server_proof(self._token, self._nonce, nonce, self._certificate)
-        return [int(Status.OK), own_proof, frame_bytes, self.session]
+        return [int(Status.OK), own_proof, frame_bytes, self.session, standby]
 
 
 class ClientHandshake:
@@ -66,8 +85,13 @@ class ClientHandshake:
     `certificate` is the digest of the one that the server has shown, b"" without TLS.
     """
 
-    def __init__(self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"") -> None:
+    def __init__(
+        self, token: str | None, where: str, session: bytes = b"", certificate: bytes = b"", vote: int = 0
+    ) -> None:
         self.session = session
+        self._vote = vote
+        self.standby: Address | None = None
+        """Who would take over from this server."""
         self._certificate = certificate
         self._token = token
         self._where = where
@@ -97,7 +121,7 @@ class ClientHandshake:
                     "Pass token=read_token(path), or set DISTTRAIN_TOKEN_FILE to the job's token file.",
                     where=self._where,
                 )
-            return [PROTOCOL_VERSION, b"", b"", self.session]
+            return [PROTOCOL_VERSION, b"", b"", self.session, self._vote]
         if not is_nonce(nonce):
             raise StoreAuthError(
                 "connect",
@@ -107,13 +131,13 @@ class ClientHandshake:
             )
         self._server_nonce, self._client_nonce = nonce, new_nonce()
         proof = client_proof(self._token, nonce, self._client_nonce, self._certificate)
-        return [PROTOCOL_VERSION, self._client_nonce, proof, self.session]
+        return [PROTOCOL_VERSION, self._client_nonce, proof, self.session, self._vote]
 
     def conclude(self, verdict: Message) -> int:
         """The largest frame that the server takes.
 
         Raises StoreAuthError when it refused us or proves nothing, SessionGoneError when it does not know us any more,
-        StoreLimitError when it has too many clients.
+        StoreLimitError when it has too many clients, StandbyError when it serves nobody yet.
         """
         if verdict[:1] == [Status.REFUSED]:
             raise StoreAuthError(
@@ -124,7 +148,9 @@ class ClientHandshake:
             raise StoreLimitError("connect", " ".join(map(str, verdict[1:])), remedy, where=self._where)
         if verdict[:1] == [Status.GONE]:
             raise SessionGoneError("connect", " ".join(map(str, verdict[1:])), where=self._where)
-        if len(verdict) != 4 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
+        if verdict[:1] == [Status.STANDBY]:
+            raise StandbyError("connect", " ".join(map(str, verdict[1:])), where=self._where)
+        if len(verdict) != 5 or verdict[0] != Status.OK or (type(verdict[2]), type(verdict[3])) != (int, bytes):
             raise self._stranger()
         if self._token is not None:
             expected = server_proof(self._token, self._server_nonce, self._client_nonce, self._certificate)
@@ -133,6 +159,7 @@ class ClientHandshake:
                 raise StoreAuthError("connect", problem, "See who listens at this address.", where=self._where)
         frame_bytes: int = verdict[2]
         self.session = verdict[3]
+        self.standby = to_address(verdict[4])
         return frame_bytes
 
     def _stranger(self) -> StoreConnectionError:

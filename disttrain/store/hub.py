@@ -6,15 +6,20 @@ The libuv shells only move bytes and timers: they tell the hub what happened, an
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Final
 
-from disttrain.store.handshake import ServerHandshake
+from disttrain.store.handshake import ServerHandshake, Votes
+from disttrain.store.journal import Action, Entry
+from disttrain.store.lead import Lead
 from disttrain.store.limits import Limits, over_limit
+from disttrain.store.replica import Replica, present_state
 from disttrain.store.sessions import SESSION_S, Session, Sessions
 from disttrain.store.state import StoreState
 from disttrain.store.wire import (
     HANDSHAKE_FRAME_BYTES,
     HEADER_BYTES,
+    NOT_A_REQUEST,
     READING,
     Decoder,
     Encoder,
@@ -29,14 +34,8 @@ HANDSHAKE_S: Final = 5.0
 
 _LATE_S: Final = 0.5
 
-NOT_A_REQUEST: Final = -1
-"""The request_id of a server's last words to a client that breaks the protocol."""
-
 _CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
 """Which operations change something; those that concern the session are missing."""
-
-Action = tuple[int, bytes, str]
-"""(connection, bytes to write, why to hang up afterwards or "")."""
 
 
 class _Connection:
@@ -53,12 +52,20 @@ class _Connection:
 
 
 class Hub:
-    """The server, but for its sockets and its clock. Connections are numbered by who calls.
+    """The server, but for its sockets and its clock. Connections are numbered by who calls, from 1.
 
-    `certificate` is the digest of the one that the server shows, b"" without TLS.
+    Args: certificate  digest of the one that the server shows, b"" without TLS;  votes  of a standby, which lets
+          nobody in until it takes over: where it leaves what electors say that have lost its leader.
     """
 
-    def __init__(self, token: str | None = None, limits: Limits | None = None, certificate: bytes = b"") -> None:
+    def __init__(
+        self,
+        token: str | None = None,
+        limits: Limits | None = None,
+        certificate: bytes = b"",
+        *,
+        votes: Votes | None = None,
+    ) -> None:
         self.limits = limits or Limits()
         self.state = StoreState(self.limits)
         self.num_clients = 0
@@ -69,6 +76,8 @@ class Hub:
         self._encode = Encoder().encode
         self._connections: dict[int, _Connection] = {}
         self._sessions = Sessions()
+        self._votes = votes
+        self._lead = Lead(self._clients, self._present, self.limits.unread_bytes)
         # Until when each may take, in the order in which they came. (A dict would find its first slower and slower.)
         self._unproved: OrderedDict[int, float] = OrderedDict()
 
@@ -76,7 +85,7 @@ class Hub:
     def next_deadline_s(self) -> float | None:
         """When `tick` wants to be called."""
         unproved = next(iter(self._unproved.values()), None)
-        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved)
+        deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved, self._lead.deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def connected(self, connection: int, now_s: float) -> list[Action]:
@@ -110,16 +119,25 @@ class Hub:
             messages = peer.decoder.feed(data)
         except WireError as error:
             return self._hang_up(connection, error.problem, now_s)
+        actions = self._answers(connection, session, messages, now_s)
+        return actions if self._lead.journal is None else self._lead.after(actions)
+
+    def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
+        """What a client's requests bring it and others."""
         own: list[bytes] = []
         actions: list[Action] = []
         for message in messages:
             changes = _changes(message)
             if changes is None:
-                told = self._special(session, message)
+                told = self._special(connection, session, message, now_s)
                 if told is not None:
-                    own.append(self._encode(told))
+                    own.append(told)
+                    if connection not in self._connections:
+                        break
                     continue
                 changes = message[1] not in READING
+            if changes and self._lead.journal is not None:
+                self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
             if not replies:
                 self.has_new_deadline = True
@@ -143,15 +161,42 @@ class Hub:
         if peer is not None and peer.session is not None:
             self.num_clients -= 1
             self.state.disconnect(connection)
-            self._sessions.cut_off(peer.session, now_s)
+            is_known = self._sessions.cut_off(peer.session, now_s)
             self.has_new_deadline = True
+            self._lead.cut(connection, peer.session.name, now_s)
+            if not is_known:
+                self._lead.ended(peer.session.name)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: answers requests that are over, hangs up on peers that did not prove anything."""
-        actions: list[Action] = [self._woken(outgoing) for outgoing in self.state.expire(now_s)]
+        journal = self._lead.journal
+        actions: list[Action] = []
+        for connection, reply in self.state.expire(now_s):
+            session = self._connections[connection].session
+            if journal is not None and session is not None and reply[0] in session.waiting:
+                journal.note(Entry.TIMED_OUT, session.name, reply[0])
+            actions.append(self._woken((connection, reply)))
         actions += self._hang_up_on_silent(now_s)
-        self._sessions.tick(now_s)
-        return actions
+        for name in self._sessions.tick(now_s):
+            self._lead.ended(name)
+        return self._lead.tick(actions, now_s)
+
+    @property
+    def is_deposed(self) -> bool:
+        """Whether the standby may have taken over: nothing is to be answered any more."""
+        return self._lead.is_deposed
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        self._lead.close()
+
+    def take_over(self, replica: Replica, now_s: float) -> None:
+        """The leader is gone: serve its clients when they come."""
+        self.state, self._sessions = replica.take_over(now_s)
+        self.limits = self.state.limits._replace(num_unproved=self.limits.num_unproved)
+        self._votes = None
+        self._lead.inherit(replica.term, replica.electors, now_s)
+        self.has_new_deadline = True
 
     def _hang_up_on_silent(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -168,19 +213,31 @@ class Hub:
             actions += self._hang_up(connection, f"no proof of the token within {HANDSHAKE_S:g} s", now_s)
         return actions
 
-    def _special(self, session: Session, message: Message) -> Message | None:
-        """What concerns the session; a reply if that is all, None where the state must be asked."""
+    def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
+        """What concerns the session; its reply, or b"", if that is all, None where the state must be asked."""
         request_id, op = message[:2]
         if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
-            message[1] = -op
-            return None if -op in READING else session.told(request_id)
+            message[1] = op = -op
+            if op not in READING and (told := session.told(request_id)) is not None:
+                return self._encode(told)
         if op == Op.LEAVE:
+            self._lead.left(connection, now_s)
             self._sessions.end(session)
-            return [request_id, int(Status.OK), None]
-        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int:
+            self.disconnected(connection, now_s)
+            return self._encode([request_id, int(Status.OK), None])
+        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
+            if self._lead.journal is not None:
+                self._lead.journal.note(Entry.REQUEST, session.name, message)
+        elif op == Op.ACK:
+            return self._lead.acknowledge(connection, message, now_s)
+        elif op in (Op.FOLLOW, Op.ELECT):
+            self.has_new_deadline = True
+            if op == Op.FOLLOW:
+                return self._lead.follow(connection, message, now_s)
+            return self._lead.elect(connection, session.name, message)
         return None
 
     def _woken(self, outgoing: tuple[int, Message]) -> Action:
@@ -188,10 +245,19 @@ class Hub:
         connection, reply = outgoing
         session = self._connections[connection].session
         assert session is not None
-        if reply[0] in session.waiting:
-            session.waiting.discard(reply[0])
-            session.keep(reply)
+        session.woken(reply)
         return connection, self._encode(reply), ""
+
+    def _present(self, term: int) -> Iterator[Message]:
+        return present_state(self.state, self._sessions, self._name_of, term)
+
+    def _name_of(self, connection: int) -> bytes:
+        session = self._connections[connection].session
+        assert session is not None
+        return session.name
+
+    def _clients(self) -> list[int]:
+        return [connection for connection, peer in self._connections.items() if peer.session is not None]
 
     def _greet(self, connection: int, peer: _Connection, data: bytes, now_s: float) -> list[Action]:
         """A peer that has proved nothing yet sent `data`: no more than one small frame is even decoded."""
@@ -210,9 +276,13 @@ class Hub:
         """A peer answers our hello: let it in, as a new client or one that comes back, or say why not."""
         assert peer.handshake is not None
         handshake = peer.handshake
-        verdict = handshake.verdict(answer, self.limits.frame_bytes)
+        verdict = handshake.verdict(answer, self.limits.frame_bytes, self._lead.standby)
         session = self._sessions.resume(handshake.session) if handshake.resumes else None
-        if verdict[0] == Status.OK and handshake.resumes and session is None:
+        if verdict[0] == Status.OK and self._votes is not None:
+            if handshake.vote:
+                self._votes[handshake.session] = (handshake.vote, now_s)
+            verdict = [int(Status.STANDBY), "this is a standby, and has not taken over."]
+        elif verdict[0] == Status.OK and handshake.resumes and session is None:
             verdict = [int(Status.GONE), f"the server knows no such client; it waits {SESSION_S:g} s for one"]
         elif verdict[0] == Status.OK and session is None and self.num_clients >= self.limits.num_clients:
             text = over_limit("the store", self.num_clients + 1, "num_clients", self.limits)
@@ -233,7 +303,8 @@ class Hub:
         del self._unproved[connection]
         peer.decoder.max_frame_bytes = self.limits.frame_bytes
         self.num_clients += 1
-        return [*actions, (connection, self._encode(verdict), "")]
+        welcome = (connection, self._encode(verdict), "")
+        return actions + self._lead.after(self._lead.came(session.name, welcome))
 
     def _hang_up(self, connection: int, reason: str, now_s: float) -> list[Action]:
         # Strangers get no explanation; a client that lost its way gets one.

@@ -35,6 +35,7 @@ from disttrain.settings import (
     STORE_TLS_KEY,
 )
 from disttrain.store.certificates import Certificates
+from disttrain.store.follower import Following
 from disttrain.store.limits import Limits
 from disttrain.store.server import ENGINES, READY, ServerConfig
 from disttrain.store.wire import Decoder, Message, WireError, encode
@@ -53,10 +54,16 @@ class ServerProcess:
         self.host = host
         self.port = port
         self.pid = process.pid
+        self._process = process
         self._finalizer = weakref.finalize(self, _let_go, process, to_server, from_server, os.getpid())
         # At exit the pipe closes by itself. A forked child must not hold it open for us.
         self._finalizer.atexit = False
         os.register_at_fork(after_in_child=_Forget(self._finalizer))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """Let the server go: its address is free on return. Idempotent.
@@ -133,6 +140,7 @@ def spawn_server(
     linger_s: float = 5.0,
     limits: Limits | None = None,
     certificates: Certificates | None = None,
+    following: Following | None = None,
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
@@ -140,7 +148,8 @@ def spawn_server(
             engine  "pyuv" or "uvloop", None: DISTTRAIN_STORE_ENGINE or the first that imports;
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
             limits  None: those of the environment's settings;
-            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS.
+            certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
+            following  it is the standby of that server: takes over when that is dead, and ends when it cannot.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
             StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
             name, and for certificates that cannot be used.
@@ -152,7 +161,9 @@ def spawn_server(
     if certificates is not None and not certificates.cert_file:
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
-    config = ServerConfig(host, port, token, engine, linger_s, limits or limits_from_settings(), certificates)
+    config = ServerConfig(
+        host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following
+    )
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
     try:

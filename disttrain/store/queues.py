@@ -31,6 +31,8 @@ class Queues:
         self._values: dict[str, deque[bytes]] = {}
         self._pushers: Table = {}
         self._poppers: Table = {}
+        self.tables = {Op.QUEUE_PUSH: self._pushers, Op.QUEUE_POP: self._poppers}
+        """Who waits at which queue."""
 
     def push(self, name: str, value: bytes, capacity: int, timeout_s: float) -> Parked | None:
         """Op.QUEUE_PUSH."""
@@ -68,6 +70,10 @@ class Queues:
         """Op.QUEUE_LEN."""
         self._arguments.check_key(name)
         return len(self._values.get(name, ()))
+
+    def copies(self) -> dict[str, list[bytes]]:
+        """The values of all queues, by name."""
+        return {name: list(values) for name, values in self._values.items()}
 
     def _append(self, name: str, value: bytes) -> None:
         self._charge(1, len(value))

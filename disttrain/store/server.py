@@ -15,11 +15,14 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.store.certificates import Certificates
+from disttrain.store.follower import Follower, Following
+from disttrain.store.handshake import Votes
 from disttrain.store.hub import Hub
 from disttrain.store.keepalive import set_options
 from disttrain.store.limits import Limits
@@ -31,6 +34,9 @@ READY: Final = "ready"
 FAILED: Final = "failed"
 BACKLOG: Final = 4096
 _GC_THRESHOLD: Final = 200_000
+_LEAVE_S: Final = 1.0
+"""How long a standby that ends tries to tell its leader."""
+
 _CONFIG_BYTES: Final = 64 << 10
 
 
@@ -44,15 +50,26 @@ class ServerConfig(NamedTuple):
     linger_s: float
     limits: Limits
     certificates: Certificates | None
+    following: Following | None
+    """Whom it is the standby of; None: it serves from the start."""
 
     def to_message(self) -> Message:
         certificates = self.certificates and list(self.certificates)
-        return [*self[:-2], list(self.limits), certificates]
+        return [*self[:-3], list(self.limits), certificates, self.following and list(self.following)]
 
     @classmethod
     def from_message(cls, message: Message) -> ServerConfig:
-        host, port, token, engine, linger_s, limits, certificates = message
-        return cls(host, port, token, engine, linger_s, Limits(*limits), certificates and Certificates(*certificates))
+        host, port, token, engine, linger_s, limits, certificates, following = message
+        return cls(
+            host,
+            port,
+            token,
+            engine,
+            linger_s,
+            Limits(*limits),
+            certificates and Certificates(*certificates),
+            following and Following(*following),
+        )
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:
@@ -137,14 +154,39 @@ def _read_config(descriptor: int) -> ServerConfig:
     raise StoreError("store server", "stdin ended before the configuration came.", "Start it with `spawn_server`.")
 
 
-def make_hub(token: str | None, limits: Limits, certificates: Certificates | None) -> AnyHub:
+def make_hub(config: ServerConfig, limits: Limits, votes: Votes | None) -> AnyHub:
     """The hub, behind TLS if there are certificates. Raises SettingError for files that cannot be used."""
-    if certificates is None:
-        return Hub(token, limits)
+    if config.certificates is None:
+        return Hub(config.token, limits, votes=votes)
     # It loads OpenSSL, which a store without certificates does not wait for.
     from disttrain.store.tls_hub import TlsHub
 
-    return TlsHub(token, limits, certificates)
+    return TlsHub(config.token, limits, config.certificates, votes=votes)
+
+
+def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follower | None:
+    """Whoever follows the leader for a standby that listens on `port`; its hub leaves `votes` to it."""
+    if config.following is None or votes is None:
+        return None
+    tls = None
+    if config.certificates is not None:
+        # As above.
+        from disttrain.store.tls_socket import ClientTls
+
+        tls = ClientTls(config.certificates)
+    return Follower(config.following, port, config.token, tls, votes)
+
+
+def _follow(follower: Follower, shell: Shell) -> None:
+    """In a thread: have the shell take over when the leader is dead, or stop when this standby is of no use."""
+    try:
+        replica = follower.run()
+    except DisttrainError as error:
+        text = str(error)
+        shell.call_soon(lambda: shell.give_up(text))
+        return
+    if replica is not None:
+        shell.call_soon(lambda: shell.take_over(replica))
 
 
 def _allow_many_connections(limits: Limits) -> Limits:
@@ -164,18 +206,27 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         config = _read_config(sys.stdin.fileno())
-        hub = make_hub(config.token, _allow_many_connections(config.limits), config.certificates)
+        votes: Votes | None = None if config.following is None else {}
+        hub = make_hub(config, _allow_many_connections(config.limits), votes)
         shell = make_shell(config.engine, hub, config.linger_s, _released)
         listener = listen(config.host, config.port, config.token)
+        host, port = listener.getsockname()[:2]
+        follower = make_follower(config, port, votes)
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)
         return 1
     # What a server keeps has no cycles; looking for them would take time with each client that comes.
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
-    host, port = listener.getsockname()[:2]
     _tell(READY, host, port)
+    if follower is None:
+        shell.run(listener, sys.stdin.fileno())
+        return 0
+    thread = threading.Thread(target=_follow, args=(follower, shell), name="follower", daemon=True)
+    thread.start()
     shell.run(listener, sys.stdin.fileno())
+    follower.close()
+    thread.join(_LEAVE_S)
     return 0
 
 

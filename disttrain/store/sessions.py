@@ -9,6 +9,7 @@ nothing and waits anew.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
 from disttrain.store.wire import Message, Status
@@ -52,6 +53,27 @@ class Session:
         if len(replies) > MAX_REPLIES or self._num_bytes > MAX_REPLY_BYTES:
             self._forget()
 
+    def woken(self, reply: Message) -> None:
+        """A request that was parked is answered: remember it if it changed something."""
+        if reply[0] in self.waiting:
+            self.waiting.discard(reply[0])
+            self.keep(reply)
+
+    def cut(self) -> None:
+        """Its connection has ended."""
+        self.connection = None
+        self.waiting.clear()
+
+    def memory(self) -> tuple[int, list[Message]]:
+        """What `remember` makes the same session of: up to which request its replies are forgotten, and the others."""
+        return self._forgotten_id, list(self._replies or ())
+
+    def remember(self, forgotten_id: int, replies: list[Message]) -> None:
+        """See `memory`."""
+        self._forgotten_id = forgotten_id
+        for reply in replies:
+            self.keep(reply)
+
     def told(self, request_id: int) -> Message | None:
         """The reply to a repeated request; None when there was none."""
         for reply in self._replies or ():
@@ -90,25 +112,32 @@ class Sessions:
         """The session of a client that comes back, if it is known."""
         return self._of.get(name)
 
-    def cut_off(self, session: Session, now_s: float) -> None:
-        """Its connection has ended; perhaps the client comes back."""
-        session.connection = None
-        session.waiting.clear()
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._of.values())
+
+    def cut_off(self, session: Session, now_s: float) -> bool:
+        """Its connection has ended; perhaps the client comes back. False: it does not, it has ended before."""
+        session.cut()
         session.expires_s = now_s + SESSION_S
-        if session.name in self._of:
+        is_known = session.name in self._of
+        if is_known:
             self._cut_off.append(session)
+        return is_known
 
     def end(self, session: Session) -> None:
         """The client has said that it does not come back."""
         self._of.pop(session.name, None)
 
-    def tick(self, now_s: float) -> None:
-        """Forget who has not come back in time."""
+    def tick(self, now_s: float) -> list[bytes]:
+        """Forget who has not come back in time; the names of their sessions."""
+        forgotten = []
         while self._cut_off:
             session = self._cut_off[0]
             if session.connection is None and session.expires_s > now_s:
-                return
+                break
             # One that came back, and was cut off again, stands further behind as well.
             self._cut_off.popleft()
             if session.connection is None:
                 self.end(session)
+                forgotten.append(session.name)
+        return forgotten

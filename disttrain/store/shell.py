@@ -1,6 +1,6 @@
 """What the two libuv shells share: who is connected, what to do with the hub's actions, when to stop.
 
-A shell subclasses `Shell` with four methods (run, stop, stop listening, timer) and hands it a `Peer` for each
+A shell subclasses `Shell` with five methods (run, stop, stop listening, timer, call) and hands it a `Peer` for each
 connection.
 """
 
@@ -12,9 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from disttrain.store.hub import Action
+from disttrain.store.journal import Action
+from disttrain.store.lead import NOBODY
 from disttrain.store.limits import Limits
 from disttrain.store.log import Log
+from disttrain.store.replica import Replica
 
 LONGEST_TIMER_S: Final = 3600.0
 """libuv counts milliseconds in 64 bits, which a client's timeout may pass; a timer that fires early does no harm."""
@@ -23,8 +25,13 @@ LONGEST_TIMER_S: Final = 3600.0
 class AnyHub(Protocol):
     """What a shell asks of a hub: `Hub`, or one behind TLS."""
 
-    limits: Limits
     has_new_deadline: bool
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def is_deposed(self) -> bool: ...
 
     @property
     def num_clients(self) -> int: ...
@@ -39,6 +46,10 @@ class AnyHub(Protocol):
     def disconnected(self, connection: int, now_s: float) -> None: ...
 
     def tick(self, now_s: float) -> list[Action]: ...
+
+    def take_over(self, replica: Replica, now_s: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Peer(Protocol):
@@ -90,6 +101,22 @@ class Shell(ABC):
     def start_timer(self, delay_s: float) -> None:
         """Call `tick` after `delay_s`, instead of when it was asked before."""
 
+    @abstractmethod
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Let the loop call `function`; from any thread."""
+
+    def take_over(self, replica: Replica) -> None:
+        """Serve what a standby knows."""
+        now_s = time.monotonic()
+        self._log.say("disttrain store: the leader is gone; its standby has taken over", now_s)
+        self._hub.take_over(replica, now_s)
+        self._set_timer(now_s)
+
+    def give_up(self, reason: str) -> None:
+        """A standby that cannot take over any more ends: nobody shall wait for it."""
+        self._log.say(f"disttrain store: this standby is of no use any more: {reason}", time.monotonic())
+        self.stop()
+
     def connected(self, peer: Peer) -> int:
         """A peer came; returns its number."""
         self._num_connected += 1
@@ -117,6 +144,7 @@ class Shell(ABC):
         # Whoever comes to this address from now on is looking for the next job's store.
         self.stop_listening()
         self._released()
+        self._hub.close()
         now_s = time.monotonic()
         self._ends_s = now_s + self._linger_s
         self._stop_when_alone()
@@ -140,6 +168,8 @@ class Shell(ABC):
         for connection, data, reason in actions:
             peer = self._peers.get(connection)
             if peer is None:
+                if connection == NOBODY:
+                    self._log.say(f"disttrain store: {reason}", now_s)
                 continue
             num_unread_bytes = peer.write(data) if data else 0
             if reason:
@@ -158,6 +188,9 @@ class Shell(ABC):
 
     def _set_timer(self, now_s: float) -> None:
         self._hub.has_new_deadline = False
+        if self._hub.is_deposed:
+            self._log.say("disttrain store: ends, since its standby has taken over or may do so", now_s)
+            self.stop()
         deadline_s = self._hub.next_deadline_s
         if self._ends_s is not None:
             deadline_s = self._ends_s if deadline_s is None else min(deadline_s, self._ends_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,8 @@ class PyuvShell(Shell):
         self._loop = pyuv.Loop()
         self._server = pyuv.TCP(self._loop)
         self._timer = pyuv.Timer(self._loop)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = pyuv.Async(self._loop, self._call)
 
     def run(self, listener: socket.socket, parent: int) -> None:
         self._server.open(listener.detach())
@@ -89,6 +92,15 @@ class PyuvShell(Shell):
 
     def stop_listening(self) -> None:
         self._server.close()
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self._calls.append(function)
+        self._wake.send()
+
+    def _call(self, _wake: Any) -> None:
+        # libuv makes one call of several wake-ups.
+        while self._calls:
+            self._calls.popleft()()
 
     def start_timer(self, delay_s: float) -> None:
         self._timer.start(lambda _timer: self.tick(), delay_s, 0.0)

@@ -72,6 +72,9 @@ class UvloopShell(Shell):
         assert self._server is not None
         self._server.close()
 
+    def call_soon(self, function: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
     def start_timer(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -42,6 +42,7 @@ class StoreState:
         self._waiting: Table = {}
         self._barriers: Table = {}
         self._queues = Queues(self._arguments, self._charge, self._answer)
+        self._changing: dict[Op, Table] = {Op.BARRIER: self._barriers, **self._queues.tables}
         self._woken: list[Outgoing] = []
         self._handlers: dict[int, tuple[Callable[..., Any], int]] = {
             Op.SET: (self._set, 2),
@@ -112,6 +113,26 @@ class StoreState:
     def give_up(self, connection: int) -> list[Outgoing]:
         """Timeout replies to all that `connection` waits for, whatever its deadlines."""
         return [self._time_out(parked) for parked in self._parking.of(connection)]
+
+    def time_out(self, connection: int, request_id: int) -> list[Outgoing]:
+        """The timeout reply to one request, if `connection` waits for it."""
+        waits = self._parking.of(connection)
+        return [self._time_out(parked) for parked in waits if parked.request_id == request_id]
+
+    # For a copy of this state.
+
+    def copies(self) -> tuple[dict[str, bytes], dict[str, list[bytes]]]:
+        """All keys with their values, and those of the queues."""
+        return dict(self._values), self._queues.copies()
+
+    def parked_changes(self) -> list[Parked]:
+        """Requests that change something once they are answered; under each name in the order in which they came."""
+        return [parked for table in self._changing.values() for row in table.values() for parked in row]
+
+    def park(self, connection: int, request_id: int, op: Op, name: str, argument: Any, timeout_s: float) -> None:
+        """Let one of `parked_changes` wait here too, without a deadline."""
+        parked = Parked(op, self._changing[op], {name}, timeout_s, argument)
+        self._parking.park(parked, connection, request_id, NEVER_S)
 
     def _cancel(self, connection: int, request_id: int, arguments: Message) -> list[Outgoing]:
         """Forget one request that the connection waits for; True when it did."""

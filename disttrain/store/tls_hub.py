@@ -12,9 +12,11 @@ import ssl
 from typing import Final
 
 from disttrain.store.certificates import Certificates
-from disttrain.store.handshake import MAGIC, TLS_ONLY
-from disttrain.store.hub import Action, Hub
+from disttrain.store.handshake import MAGIC, TLS_ONLY, Votes
+from disttrain.store.hub import Hub
+from disttrain.store.journal import Action
 from disttrain.store.limits import Limits
+from disttrain.store.replica import Replica
 from disttrain.store.tls import Tunnel, digest_of, make_context, reason_of
 from disttrain.store.wire import PROTOCOL_VERSION, encode
 
@@ -25,12 +27,17 @@ HANDSHAKE_BYTES: Final = 32 << 10
 class TlsHub:
     """A hub behind TLS: for the shells it is one like `Hub`, with bytes of the wire in place of plain ones."""
 
-    def __init__(self, token: str | None, limits: Limits, certificates: Certificates) -> None:
+    def __init__(
+        self, token: str | None, limits: Limits, certificates: Certificates, *, votes: Votes | None = None
+    ) -> None:
         """Raises SettingError for files that cannot be used."""
         self._context = make_context(certificates, is_server=True)
-        self._hub = Hub(token, limits, digest_of(certificates.cert_file))
+        self._hub = Hub(token, limits, digest_of(certificates.cert_file), votes=votes)
         self._tunnels: dict[int, Tunnel] = {}
-        self.limits = limits
+
+    @property
+    def limits(self) -> Limits:
+        return self._hub.limits
 
     @property
     def num_clients(self) -> int:
@@ -84,6 +91,18 @@ class TlsHub:
         """See `Hub.tick`."""
         return self._sealed(self._hub.tick(now_s))
 
+    def take_over(self, replica: Replica, now_s: float) -> None:
+        """See `Hub.take_over`."""
+        self._hub.take_over(replica, now_s)
+
+    @property
+    def is_deposed(self) -> bool:
+        return self._hub.is_deposed
+
+    def close(self) -> None:
+        """See `Hub.close`."""
+        self._hub.close()
+
     def _counted(self, connection: int, tunnel: Tunnel, num_bytes: int) -> bool:
         """Whether a peer may send so many bytes more; counts no further once it has proved who it is."""
         tunnel.num_bytes += num_bytes
@@ -96,7 +115,10 @@ class TlsHub:
 
     def _on_wire(self, connection: int, data: bytes, reason: str) -> bytes:
         # Who is hung up on needs its tunnel no longer.
-        tunnel = self._tunnels.pop(connection) if reason else self._tunnels[connection]
+        tunnel = self._tunnels.pop(connection, None) if reason else self._tunnels.get(connection)
+        if tunnel is None:
+            # It has gone while its answer waited for the standby, or this is for the log.
+            return b""
         if not reason or tunnel.is_open:
             return tunnel.seal(data)
         # It has never said a word: perhaps a client that waits for ours, which in TLS it would have to begin.

@@ -17,7 +17,7 @@ import msgpack
 
 from disttrain.errors import StoreError
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 HEADER_BYTES: Final = 4
 HANDSHAKE_FRAME_BYTES: Final = 512
 """Largest frame that either side accepts before both have proved that they know the token."""
@@ -25,6 +25,15 @@ HANDSHAKE_FRAME_BYTES: Final = 512
 _LARGE_BYTES: Final = 1 << 20
 _SIZE: Final = struct.Struct(">I").unpack_from
 _SMALL_HEADERS: Final = tuple(size.to_bytes(HEADER_BYTES, "big") for size in range(256))
+
+NOT_A_REQUEST: Final = -1
+"""The request_id of a server's last words to a client that breaks the protocol."""
+
+NEWS: Final = -2
+"""The request_id of what a server says unasked: [NEWS, OK, the standby's [host, port] or None]."""
+
+Address = tuple[str, int]
+"""Host and port."""
 
 Message = list[Any]
 Answer = tuple[int, Any]
@@ -54,6 +63,9 @@ class Op(IntEnum):
     WATCH = 17  # key, seen (None: no value), timeout_s
     CANCEL = 18  # request_id, to be forgotten
     LEAVE = 19  # nothing will be asked again; no reply
+    FOLLOW = 20  # host, port, patience_s: be told all that changes, as the standby at this address
+    ACK = 21  # num_entries, beat: how many entries have been applied; no reply
+    ELECT = 22  # for_leader, for_standby: an elector and its sides; [term, asks], see `succession`
 
 
 READING: Final = frozenset(
@@ -72,6 +84,7 @@ class Status(IntEnum):
     REFUSED = 3
     EMPTY = 4
     GONE = 5
+    STANDBY = 6
 
 
 class WireError(StoreError):

@@ -5,11 +5,12 @@ Names and meanings: torch's documentation of torchrun, "Environment Variables".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain import settings
+from disttrain.store.wire import Address
 from disttrain_launch.job import JobSpec
 from disttrain_launch.messages import Run
 
@@ -23,14 +24,27 @@ class Meeting:
     token_file: Path | None
     torch_addr: str
     """For scripts on plain torch.distributed: rank 0 listens here, with torch's own store."""
+    addresses: Callable[[], tuple[Address, Address | None]] | None = None
+    """Where the store is by now, and its standby; None: it stays where it was."""
     server_fd: int | None = None
     """Readable when the store's server has ended, where workers alone use it: else those who use it notice."""
 
     @property
     def endpoint(self) -> str:
-        """Of the job's store: `host:port`."""
-        host = f"[{self.store_addr}]" if ":" in self.store_addr else self.store_addr
-        return f"{host}:{self.store_port}"
+        """Of the job's store, as it was at first: `host:port`."""
+        return _endpoint(self.store_addr, self.store_port)
+
+    @property
+    def endpoints(self) -> str:
+        """The store's `host:port`, and its standby's after a comma."""
+        address, standby = (self.store_addr, self.store_port), None
+        if self.addresses is not None:
+            address, standby = self.addresses()
+        return ",".join(_endpoint(*place) for place in (address, standby) if place is not None)
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def worker_environment(
@@ -48,14 +62,14 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": spec.num_local_workers,
         "GROUP_WORLD_SIZE": place.num_nodes,
         "ROLE_WORLD_SIZE": place.world_size,
-        "MASTER_ADDR": meeting.torch_addr,
+        "MASTER_ADDR": run.torch_addr or meeting.torch_addr,
         "MASTER_PORT": run.torch_port,
         "TORCHELASTIC_RESTART_COUNT": run.num_restarts,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         "TORCHELASTIC_RUN_ID": spec.run_id,
         # The agent's store speaks disttrain's protocol; torch's own client could not talk to it.
         "TORCHELASTIC_USE_AGENT_STORE": False,
-        settings.STORE.name: meeting.endpoint,
+        settings.STORE.name: meeting.endpoints,
         settings.ROUND.name: place.round,
         settings.AGENT.name: agent,
     }

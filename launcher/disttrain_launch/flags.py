@@ -193,6 +193,12 @@ def _add_logs(parser: Parser) -> None:
 
 def _add_ending(parser: Parser) -> None:
     group = parser.add_argument_group("ending")
+    add_flag(
+        group,
+        "--no-standby",
+        action="store_true",
+        help="with --nnodes 2:4: the job ends with node 0, which has its store",
+    )
     add_flag(group, "--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
     add_flag(
         group,

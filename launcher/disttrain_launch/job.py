@@ -119,6 +119,8 @@ class JobSpec:
     beat_s: float = 1.0
     max_missed_beats: int = 8
     """A node that is silent for so many beats is lost."""
+    has_standby: bool = True
+    """Whether the store of an elastic job has a standby on another node."""
     max_restarts: int = 0
     max_quick_failures: int = 3
     """See `Terms`."""

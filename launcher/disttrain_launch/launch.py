@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -9,30 +10,40 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 
 from disttrain import __version__, settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
-from disttrain.store import HashStore, ServerProcess, Store, TCPStore, read_token, spawn_server, write_token
+from disttrain.store import (
+    HashStore,
+    ServerProcess,
+    Store,
+    TCPStore,
+    read_token,
+    spawn_server,
+    write_token,
+)
+from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.board import Board
 from disttrain_launch.dumps import dump_folder, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
-from disttrain_launch.events import Chronicle, Record, cause_of
+from disttrain_launch.events import Record, cause_of
 from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
+from disttrain_launch.leading import first_leader, has_standby, successor
 from disttrain_launch.link import JobLink
 from disttrain_launch.outcome import Interrupted, Outcome, signal_name
 from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, Say, connect
-from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
 from disttrain_launch.signals import SignalPipe, SignalStop
+from disttrain_launch.standby import Standby
 from disttrain_launch.sweeping import Sweeper
 from disttrain_launch.telling import Connect, Telling
 from disttrain_launch.view import JobState
@@ -44,8 +55,15 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 _LEAVE_S = 2.0
 """How long a node that goes before the end waits for node 0's answer."""
 
+_SUCCESSION_S = 6.0
+"""How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
+
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
+
+
+Leads = Callable[[], Leader | None]
+"""Who leads the job on this node, as far as that is known when it is called."""
 
 
 def run(spec: JobSpec) -> int:
@@ -73,9 +91,8 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                meeting, link, leader, connect = _meet(spec, cleanup, folder, name, host)
-                if leader is not None:
-                    cleanup.callback(leader.join)
+                meeting, link, leads, connect = _meet(spec, cleanup, folder, name, host)
+                cleanup.callback(_join, leads)
                 board = Board(folder, spec.num_local_workers)
                 agent = Agent(
                     spec,
@@ -87,12 +104,12 @@ def run(spec: JobSpec) -> int:
                     warden=warden,
                     link=link,
                     board=board,
-                    has_table=leader is not None,
+                    has_table=leads() is not None,
                 )
-                telling = Telling(connect, name, board, None if leader is None else lambda: leader.job, agent.feed)
+                telling = Telling(connect, name, board, lambda: _job_of(leads()), agent.feed)
                 telling.start()
                 cleanup.callback(telling.stop)
-                return _take_part(spec, agent, link, leader, signals, environ, host, folder)
+                return _take_part(spec, agent, link, leads, signals, environ, host, folder)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -104,14 +121,12 @@ def _take_part(
     spec: JobSpec,
     agent: Agent,
     link: JobLink,
-    leader: Leader | None,
+    leads: Leads,
     signals: SignalPipe,
     environ: Mapping[str, str],
     host: str,
     folder: Path,
 ) -> int:
-    # The others' store goes with this node where it is node 0: they stop their workers first.
-    patience_s = _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
     started_s = time.time()
     try:
         done = take_part(spec, agent, link, signals, _sayer(spec))
@@ -120,13 +135,14 @@ def _take_part(
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
         link.ended(agent.round, interrupted)
         link.stopped(agent.round)
-        _hear_the_end(link, patience_s)
-        _log_end(leader, interrupted.exit_code, cause_of(interrupted))
+        _hear_the_end(link, _patience_s(spec, leads()))
+        _log_end(leads(), interrupted.exit_code, cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
-        _hear_the_end(link, patience_s)
-        _log_end(leader, NOT_STARTED, {"kind": "not started", "reason": str(error)})
+        _hear_the_end(link, _patience_s(spec, leads()))
+        _log_end(leads(), NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
+    leader = leads()
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
@@ -155,6 +171,20 @@ def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str 
     leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 
+def _join(leads: Leads) -> None:
+    if (leader := leads()) is not None:
+        leader.join()
+
+
+def _job_of(leader: Leader | None) -> JobState | None:
+    return None if leader is None else leader.job
+
+
+def _patience_s(spec: JobSpec, leader: Leader | None) -> float:
+    # The others' store goes with this node where it leads: they stop their workers first.
+    return _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
+
+
 def _hear_the_end(link: JobLink, patience_s: float) -> None:
     """This node goes; node 0 has a moment to take note, so that the others don't have to miss it."""
     link.wait_for_end(patience_s)
@@ -163,10 +193,11 @@ def _hear_the_end(link: JobLink, patience_s: float) -> None:
 
 def _meet(
     spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
-) -> tuple[Meeting, JobLink, Leader | None, Connect]:
+) -> tuple[Meeting, JobLink, Leads, Connect]:
     """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it.
 
-    Returns also how to reach the store into which others look.
+    Returns also who leads the job on this node, if anybody does by then, and how to reach the store into which others
+    look.
     """
     say = _sayer(spec)
     token_file, token = _token(spec, folder)
@@ -180,6 +211,10 @@ def _meet(
     # Where nobody else takes part the workers' store need not be asked.
     store = connect(spec, store_addr, store_port, token, say) if spec.num_nodes > 1 else HashStore()
     cleanup.callback(store.close)
+    if isinstance(store, TCPStore) and has_standby(spec):
+        elector = Elector(store)
+        elector.start()
+        cleanup.callback(elector.close)
     node = _node(spec, agent, host)
 
     def reach() -> AbstractContextManager[Store]:
@@ -187,32 +222,33 @@ def _meet(
             return nullcontext(store)
         return closing(TCPStore(store_addr, store_port, is_master=False, token=token))
 
-    leader, server_fd = None, None
+    begun = Sweeper(reach).begun
+    server_fd = None
     if server is not None and spec.num_nodes == 1:
         server_fd = os.pidfd_open(server.pid)
         cleanup.callback(os.close, server_fd)
+    leader = standby = None
     if server is not None:
-        machine = Rendezvous(spec.terms, node, time.monotonic())
         events = EventLog(spec.logs.event_file)
         cleanup.callback(events.close)
-        chronicle = Chronicle(JobState(spec.run_id, time.time(), spec.max_restarts))
-        leader = Leader(
-            store,
-            machine,
-            chronicle,
-            events.write,
-            beat_s=spec.beat_s,
-            close_s=spec.close_s,
-            say=say,
-            begun=Sweeper(reach).begun,
-        )
+        leader = first_leader(spec, store, node, events.write, say, begun)
         leader.log("job_started", **_about(spec, node))
         leader.start()
+    elif isinstance(store, TCPStore) and has_standby(spec):
+        standby = Standby(spec, store, agent, token, successor(spec, store, node, say, begun), say)
+        standby.start()
+        cleanup.callback(standby.close)
+
+    def leads() -> Leader | None:
+        return leader if standby is None else standby.leader
+
     where = f"{spec.master_addr}:{store_port}"
-    link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=spec.max_missed_beats)
-    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, server_fd)
+    max_missed_beats = spec.max_missed_beats + (math.ceil(_SUCCESSION_S / spec.beat_s) if has_standby(spec) else 0)
+    link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=max_missed_beats)
+    addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
+    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, addresses, server_fd)
     leave_note(folder, Address(meeting.endpoint, str(token_file.absolute()) if token_file is not None else ""))
-    return meeting, link, leader, reach
+    return meeting, link, leads, reach
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:

@@ -119,6 +119,9 @@ class JobLink:
             report = self._reports.get()
             while True:
                 try:
+                    if isinstance(report, Came):
+                        # For a successor of node 0.
+                        self._store.set(f"node/{self._agent}", encode(report))
                     self._store.queue_push(REPORTS, encode(report))
                     break
                 except StoreTimeoutError:

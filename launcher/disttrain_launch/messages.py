@@ -63,6 +63,8 @@ class Run:
     num_restarts: int
     torch_port: int = 0
     """On node 0; the shell puts it in."""
+    torch_addr: str = ""
+    """Of node 0, if another has taken its place; the shell puts it in, too."""
 
 
 @dataclass(frozen=True)

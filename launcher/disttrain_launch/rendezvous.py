@@ -1,9 +1,9 @@
 """Node 0's side of the rendezvous: a shell around `rendezvous_state`, over the store.
 
-Keys, under `launch/`: the queue `reports` is what nodes say, in the order in which it came; `word/<agent>` is node 0's
-last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives; `awaited` tells for whom all
-wait, with a number that counts while node 0 lives. So an event costs its node one message, and a round each node a
-handful, however many nodes there are.
+Keys, under `launch/` (others are in `seat`): the queue `reports` is what nodes say, in the order in which it came;
+`word/<agent>` is node 0's last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives;
+`awaited` tells for whom all wait, with a number that counts while node 0 lives. So an event costs its node one message,
+and a round each node a handful, however many nodes there are.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from disttrain_launch.messages import Came, Done, Ended, Happened, Heard, Run, S
 from disttrain_launch.outcome import Lost
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.rounds import Phase
+from disttrain_launch.seat import Seat
 
 ROOM = "launch"
 REPORTS = "reports"
@@ -86,7 +87,8 @@ class Leader:
 
     Args: store  of the job;  machine  with node 0 as its leader;  chronicle  of the job;  write  keeps what happened;
           beat_s  how often nodes beat;  close_s  how long it waits at the end until all have heard that it is over;
-          say  to whoever started this launcher;  begun  is told the number of each round that begins.
+          say  to whoever started this launcher;  begun  is told the number of each round that begins;
+          seat  node 0's, where another may take it;  torch_addr  where rank 0 is, if not where the job was told.
     """
 
     def __init__(
@@ -100,11 +102,15 @@ class Leader:
         close_s: float,
         say: Say,
         begun: Callable[[int], None] = lambda _: None,
+        seat: Seat | None = None,
+        torch_addr: str = "",
     ) -> None:
         self._store = PrefixStore(ROOM, store)
         self._machine = machine
         self._chronicle = chronicle
         self._write = write
+        self._seat = seat
+        self._torch_addr = torch_addr
         self._beat_s = beat_s
         self._close_s = close_s
         self._say = say
@@ -186,6 +192,9 @@ class Leader:
             self._store.set("awaited", f"{self._num_said} {self._machine.awaited}")
         if now_s - self._looked_s >= self._beat_s:
             self._looked_s = now_s
+            if self._seat is not None:
+                self._seat.check()
+                self._seat.choose_standby(self._machine.agents)
             for agent in self._silent(now_s):
                 self._handle(NodeLost(agent), now_s)
 
@@ -204,7 +213,7 @@ class Leader:
                     if not torch_port:
                         torch_port = free_port()
                         self._begun(run.place.round)
-                    words[agent] = replace(run, torch_port=torch_port)
+                    words[agent] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
                     words[agent] = word
                 case Warn(text):
@@ -212,6 +221,8 @@ class Leader:
         self._tell(words)
 
     def _tell(self, words: dict[str, Word]) -> None:
+        if words and self._seat is not None:
+            self._seat.check()
         told = [(f"word/{agent}", encode(word)) for agent, word in words.items()]
         for first in range(0, len(told), WORDS_AT_ONCE):
             keys, values = zip(*told[first : first + WORDS_AT_ONCE], strict=True)

@@ -54,7 +54,7 @@ class TableFeed:
 
 class Telling:
     """Args: connect  gives the store that others look into, once there is something to tell;  agent  of this node;
-    job  how the job stands, on node 0;  feed  takes the table, where there is one.
+    job  how the job stands, where that is known, on node 0;  feed  takes the table, where there is one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Telling:
         connect: Connect,
         agent: str,
         board: Board,
-        job: Callable[[], JobState] | None,
+        job: Callable[[], JobState | None],
         feed: TableFeed | None,
     ) -> None:
         self._connect = connect
@@ -107,7 +107,7 @@ class Telling:
         if (node := self._board.state()) != self._node_told:
             tell_node(store, self._agent, node)
             self._node_told = node
-        if self._job is not None and (job := self._job()) != self._job_told:
+        if (job := self._job()) is not None and job != self._job_told:
             tell_job(store, job, self._known)
             self._job_told = job
 

@@ -23,7 +23,7 @@ from disttrain.store.hub import HANDSHAKE_S, Hub
 from disttrain.store.limits import Limits
 from disttrain.store.sessions import SESSION_S
 from disttrain.store.state import StoreState
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, Op, Status, WireError, encode
+from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, PROTOCOL_VERSION, Decoder, Op, Status, WireError, encode
 
 TOKEN = "0123456789abcdef"
 LIMITS = Limits(key_bytes=24, value_bytes=40, frame_bytes=600, num_keys=8, num_clients=3, total_bytes=200)
@@ -161,7 +161,9 @@ def servers(data: bytes) -> None:
     token = choices.one_of([TOKEN, None])
     client = ClientHandshake(token, "fuzz")
     for step in (client.answer, client.conclude):
-        hello = choices.one_of([None, ["disttrain store", 2, b"n" * 32], ["disttrain store", 2, b""]])
+        hello = choices.one_of(
+            [None, ["disttrain store", PROTOCOL_VERSION, b"n" * 32], ["disttrain store", PROTOCOL_VERSION, b""]]
+        )
         try:
             if step == client.conclude or hello is None:
                 body = choices.piece()
@@ -264,7 +266,7 @@ class Crowd:
         server_nonce, nonce = Decoder(HANDSHAKE_FRAME_BYTES).feed(hello)[0][2], b"n" * 32
         proof = b"" if self._token is None else client_proof(self._token, server_nonce, nonce)
         session = choices.one_of(self._sessions)
-        told = self.hub.received(connection, encode([2, nonce, proof, session]), self.now_s)
+        told = self.hub.received(connection, encode([PROTOCOL_VERSION, nonce, proof, session, 0]), self.now_s)
         verdict = Decoder(HANDSHAKE_FRAME_BYTES).feed(told[-1][1])[0]
         if verdict[0] == Status.OK:
             self._sessions.append(verdict[3])
@@ -327,7 +329,11 @@ def seeds() -> list[bytes]:
     """Bytes that come a little way into each target."""
     frames = [
         encode(message)
-        for message in ([1, int(Op.SET), "a", b"7"], [2, b"n" * 32, b"p" * 32, b""], ["disttrain store", 2, b"n" * 32])
+        for message in (
+            [1, int(Op.SET), "a", b"7"],
+            [PROTOCOL_VERSION, b"n" * 32, b"p" * 32, b"", 0],
+            ["disttrain store", PROTOCOL_VERSION, b"n" * 32],
+        )
     ]
     nested: Any = []
     for _ in range(500):

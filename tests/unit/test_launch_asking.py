@@ -22,6 +22,7 @@ def test_only_the_process_that_made_the_ring(
     is_own_session: bool, later_ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(HashStore(), 0, 1, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+    (tmp_path / "dumps").mkdir()
     recorder = FlightRecorder(num_records=4)
     recorder.attach(world, tmp_path, tmp_path / "dumps")
     signalled: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from disttrain_launch.messages import Came
 from disttrain_launch.rounds import Phase, Terms
-from tests.rendezvous_model import LEADER, Cluster, Player, node
+from tests.rendezvous_model import Cluster, Player, node
 
 ELASTIC = Terms(2, 3, max_restarts=2, join_timeout_s=100.0, last_call_s=5.0)
 
@@ -86,8 +86,13 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def node_dies(self, data: st.DataObject) -> None:
         agent = self.some(data, busy=False)
-        if agent and agent != LEADER:
+        if agent and agent != self.cluster.leader:
             self.cluster.die(agent)
+
+    @precondition(lambda self: self.cluster.terms.is_elastic and self.cluster.heirs)
+    @rule(data=st.data())
+    def leader_dies(self, data: st.DataObject) -> None:
+        self.cluster.inherit(data.draw(st.sampled_from(self.cluster.heirs)))
 
     @rule(data=st.data())
     def node_is_missed(self, data: st.DataObject) -> None:
@@ -123,8 +128,10 @@ def steps(cluster: Cluster, faults: frozenset[str]) -> Iterator[tuple[str, str, 
             yield "", "stop", agent
         if player.running is not None and not player.has_failed:
             yield from ((fault, fault, agent) for fault in ("fail", "succeed", "interrupt") if fault in faults)
-        if agent != LEADER and "die" in faults:
+        if agent != cluster.leader and "die" in faults:
             yield "die", "die", agent
+        if agent in cluster.heirs and "inherit" in faults:
+            yield "inherit", "inherit", agent
     if cluster.machine.deadline_s is not None and "pass_time" in faults:
         yield "pass_time", "pass_time", ""
 
@@ -153,6 +160,8 @@ def state_of(cluster: Cluster) -> str:
         (Terms(1, 2, max_restarts=1), 2, {"fail", "interrupt"}),
         (ELASTIC, 3, {"die", "pass_time"}),
         (ELASTIC, 3, {"fail"}),
+        (ELASTIC, 3, {"inherit", "fail"}),
+        (Terms(1, 2, max_restarts=1), 2, {"inherit", "fail"}),
     ],
 )
 def test_every_order_of_few_nodes_and_faults(terms: Terms, num_nodes: int, faults: set[str]) -> None:

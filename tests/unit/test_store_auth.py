@@ -95,7 +95,7 @@ def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
     client.answer(ServerHandshake(new_token()).hello())
     for proof in (b"", b"\0" * 32, None, 5):
         with pytest.raises(StoreAuthError, match="could not prove"):
-            client.conclude([0, proof, FRAME_BYTES, b"session"])
+            client.conclude([0, proof, FRAME_BYTES, b"session", None])
 
 
 def test_an_answer_cannot_be_replayed() -> None:
@@ -108,7 +108,7 @@ def test_an_answer_cannot_be_reflected() -> None:
     client = ClientHandshake(TOKEN, "here")
     answer = client.answer(ServerHandshake(TOKEN).hello())
     with pytest.raises(StoreAuthError, match="could not prove"):
-        client.conclude([0, answer[2], FRAME_BYTES, b"session"])
+        client.conclude([0, answer[2], FRAME_BYTES, b"session", None])
     nonces = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
     assert client_proof(TOKEN, *nonces) != server_proof(TOKEN, *nonces)
     assert client_proof(TOKEN, *nonces) != client_proof(TOKEN, *reversed(nonces))
@@ -119,9 +119,10 @@ def test_an_answer_cannot_be_reflected() -> None:
     [
         [],
         [PROTOCOL_VERSION],
-        [PROTOCOL_VERSION, b"", b"", b""],
-        [PROTOCOL_VERSION, b"x" * 32, "text", b""],
-        [PROTOCOL_VERSION, b"x" * 32, b"", 7],
+        [PROTOCOL_VERSION, b"", b"", b"", 0],
+        [PROTOCOL_VERSION, b"x" * 32, "text", b"", 0],
+        [PROTOCOL_VERSION, b"x" * 32, b"", 7, 0],
+        [PROTOCOL_VERSION, b"x" * 32, b"", b"", "0"],
         ["2", b"", b"", b""],
         [99, b"", b"", b""],
     ],

@@ -1,0 +1,65 @@
+"""The rendezvous as a successor of node 0 takes it over, knowing the others by the last words to them; pure.
+
+Whoever was told to run, or to stop, may have workers. They are all stopped, as when any other node is lost; what
+follows is decided when none is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from disttrain_launch.messages import Done, Run, Stop, Wait, Word
+from disttrain_launch.outcome import Lost
+from disttrain_launch.rendezvous_state import Command, Event, Rendezvous
+from disttrain_launch.rounds import Node, Phase, Terms
+
+
+class Inherited(Rendezvous):
+    """A job as it goes on under another node.
+
+    Args: leader  that node;  lost  the one before;  told  each agent's node, and the last word to it, if there was one.
+    """
+
+    def __init__(
+        self, terms: Terms, leader: Node, now_s: float, lost: str, told: Mapping[str, tuple[Node, Word | None]]
+    ):
+        super().__init__(terms, leader, now_s)
+        self._gone.add(lost)
+        runs = [word for _, word in told.values() if isinstance(word, Run)]
+        rounds = [run.place.round for run in runs]
+        rounds += [word.round for _, word in told.values() if isinstance(word, Stop)]
+        self._round = max(rounds, default=-1)
+        self._restarts.num_restarts = max((run.num_restarts for run in runs), default=0)
+        for agent, (node, word) in told.items():
+            if agent != lost:
+                self._remember(node, word)
+        last_word = told[lost][1] if lost in told else None
+        if isinstance(last_word, Done):
+            self._end(last_word)
+        elif self._num_busy:
+            self._tell(lost, Done(Lost("this node gave no sign of life, and another has taken its place as node 0.")))
+            self.phase = Phase.RUNNING
+            self._change(f"{told[lost][0] if lost in told else 'node 0'} was lost, and {leader} has taken its place")
+        self._first, self._commands = self._commands, []
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """As before; what the others are to know of the succession comes with the first event."""
+        first, self._first = self._first, []
+        return first + super().handle(event, now_s)
+
+    def _remember(self, node: Node, word: Word | None) -> None:
+        match word:
+            case None:
+                return  # It says again that it has come.
+            case Run() | Stop() | Wait():
+                self._admit(node)
+            case _:
+                self._gone.add(node.agent)
+                return
+        peer = self._peers[node.agent]
+        if isinstance(word, Run):
+            peer.group_rank = word.place.group_rank
+        if (isinstance(word, Run) and word.place.round == self._round) or isinstance(word, Stop):
+            peer.is_busy = True
+            self._members.add(node.agent)
+            self._num_busy += 1

@@ -1,0 +1,86 @@
+"""Makes the leader of a job: on node 0 for a start, and on the node that takes its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from disttrain.errors import LaunchError
+from disttrain.store import PrefixStore, Store, TCPStore
+from disttrain_launch.event_log import EventLog
+from disttrain_launch.events import Chronicle, Record
+from disttrain_launch.inherited import Inherited
+from disttrain_launch.job import JobSpec
+from disttrain_launch.messages import Came
+from disttrain_launch.rendezvous import ROOM, Leader, Say
+from disttrain_launch.rendezvous_state import Rendezvous
+from disttrain_launch.rounds import Node
+from disttrain_launch.seat import Seat, told_by
+from disttrain_launch.view import JobState
+
+Write = Callable[[Iterable[Record]], None]
+Begun = Callable[[int], None]
+
+
+def first_leader(spec: JobSpec, store: Store, node: Node, write: Write, say: Say, begun: Begun) -> Leader:
+    """Of a job that begins; `write` keeps what happens, `begun` is told of each round."""
+    machine = Rendezvous(spec.terms, node, time.monotonic())
+    return _leader(spec, store, machine, _chronicle(spec), node, write, say, begun)
+
+
+def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -> Callable[[str, str], Leader]:
+    """Makes the leader that `node` is when the agent named is lost; the address is that of rank 0 from then on."""
+
+    def lead(lost: str, torch_addr: str) -> Leader:
+        told = told_by(PrefixStore(ROOM, store))
+        machine = Inherited(spec.terms, node, time.monotonic(), lost, told)
+        chronicle = _chronicle(spec)
+        for known, _ in told.values():
+            chronicle.follow(Came(known), ())
+        try:
+            events = EventLog(spec.logs.event_file)
+        except LaunchError as error:
+            say(str(error))  # The job is worth more than its log.
+            events = EventLog(None)
+        leader = _leader(spec, store, machine, chronicle, node, events.write, say, begun, torch_addr)
+        leader.log("node_0_replaced", host=node.host)
+        return leader
+
+    return lead
+
+
+def has_standby(spec: JobSpec) -> bool:
+    """Whether another node keeps a standby of the store, and may take node 0's place."""
+    return spec.has_standby and spec.terms.is_elastic
+
+
+def _chronicle(spec: JobSpec) -> Chronicle:
+    return Chronicle(JobState(spec.run_id, time.time(), spec.max_restarts))
+
+
+def _leader(
+    spec: JobSpec,
+    store: Store,
+    machine: Rendezvous,
+    chronicle: Chronicle,
+    node: Node,
+    write: Write,
+    say: Say,
+    begun: Begun,
+    torch_addr: str = "",
+) -> Leader:
+    seat = None
+    if isinstance(store, TCPStore) and has_standby(spec):
+        seat = Seat(PrefixStore(ROOM, store), node.agent, lambda: store.addresses[0], spec.terms.keep_alive_s)
+    return Leader(
+        store,
+        machine,
+        chronicle,
+        write,
+        beat_s=spec.beat_s,
+        close_s=spec.close_s,
+        say=say,
+        begun=begun,
+        seat=seat,
+        torch_addr=torch_addr,
+    )
