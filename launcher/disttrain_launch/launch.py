@@ -55,7 +55,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 _LEAVE_S = 2.0
 """How long a node that goes before the end waits for node 0's answer."""
 
-_SUCCESSION_S = 6.0
+_SUCCESSION_S = 10.0
 """How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
 
 _LINGER_S = 1.0

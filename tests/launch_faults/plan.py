@@ -112,7 +112,8 @@ def expectation(plan: Plan, *, was_ready: bool) -> Expected:
     if plan.victim == "warden":
         return _expected({0})
     if plan.victim == "store":
-        return _expected({1, 2}, cause=LOST)
+        # With a standby the job goes on, if that has caught up.
+        return _expected({0, 1, 2}) if plan.is_elastic else _expected({1, 2}, cause=LOST)
     return _after_agent(plan, was_ready=was_ready)
 
 
@@ -141,6 +142,8 @@ def _after_agent(plan: Plan, *, was_ready: bool) -> Expected:
     own = {-number} if number == signal.SIGKILL else {128 + number, -number}
     if goes_on:
         return _expected(own, {0})
+    if plan.is_elastic and number == signal.SIGKILL:
+        return _expected(own, {0, 1, 2})  # As above.
     # Who was there already ends with it, at once; who was not is missed, or misses the store.
     told = {1} if number == signal.SIGKILL else {128 + number, 1}
     cause = LOST if number == signal.SIGKILL else rf"stopped by {plan.action}|{LOST}"

@@ -227,7 +227,7 @@ def judge(plan: Plan, result: Result, launchers: list[Launcher], *, was_ready: b
             result.wrong.append(f"node {node} ended with {code}, not one of {sorted(allowed)}")
     for node, text in enumerate(result.stderr):
         ours = [line for line in text.splitlines() if not line.startswith(("[rank ", "    "))]
-        strange = [line for line in ours if not line.startswith("disttrain-launch: ")]
+        strange = [line for line in ours if not line.startswith(("disttrain-launch: ", "disttrain store: "))]
         is_struck = plan.victim == "agent" and node == plan.node
         # Python itself prints one when it is interrupted while it still imports.
         if strange and not (is_struck and strange[-1].startswith("KeyboardInterrupt")):

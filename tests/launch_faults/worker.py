@@ -38,7 +38,7 @@ def main() -> None:
     rank, num_ranks, number = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "DISTTRAIN_ROUND"))
     if task["has_children"]:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+    host, port = os.environ["DISTTRAIN_STORE"].partition(",")[0].rsplit(":", 1)
     store = PrefixStore(f"round-{number}", TCPStore(host, int(port), timeout=START_S))
     for step in range(task["num_steps"]):
         if (rank, step, number) == (task["rank"], task["step"], 0):

@@ -25,7 +25,7 @@ LIMIT_S = 100.0
 MEETING = """
     import os, time
     from disttrain.store import PrefixStore, TCPStore
-    host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+    host, port = os.environ["DISTTRAIN_STORE"].partition(",")[0].rsplit(":", 1)
     store = PrefixStore(os.environ["DISTTRAIN_ROUND"], TCPStore(host, int(port), timeout=60))
     store.barrier("all here", int(os.environ["WORLD_SIZE"]))
     print("in", os.environ["DISTTRAIN_ROUND"], os.environ["WORLD_SIZE"], flush=True)
@@ -100,7 +100,7 @@ def test_a_host_that_is_cut_off_stops_while_the_others_go_on(launches: Launches,
     cut_s = time.monotonic()
     assert [met(launches, node) for node in (nodes[0], nodes[2])] == [{(1, 4)}] * 2
     ended = launches.end(nodes[1])
-    assert time.monotonic() - cut_s < 20.0
+    assert time.monotonic() - cut_s < 30.0
     assert ended.exit_code == 1
     assert LOST in ended.stderr
     hosts.switch.mend(host)
