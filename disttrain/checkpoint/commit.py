@@ -140,7 +140,7 @@ def retire_old(storage: Storage, directory: Path, step: int, keep: int | None) -
     others = [(other, folder) for other, folder in steps(storage, directory).items() if other != step]
     num_kept = len(others) if keep is None else keep - 1
     dying = []
-    for old, folder in others[: len(others) - num_kept]:
+    for old, folder in others[: max(0, len(others) - num_kept)]:
         try:
             dying.append(set_aside(storage, folder))
         except OSError as error:

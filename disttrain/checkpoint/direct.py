@@ -9,6 +9,7 @@ Sources: open(2), on O_DIRECT; fallocate(2). A file system that has none of it i
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,9 @@ _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 8
 _RESERVED_BYTES = 1 << 30
 """How much room is taken at once; what is left of it is given back at the end."""
+
+_FREE_SHARE = 64
+"""Of the free space this part is taken at once at most: others that write beside must not lack what is given back."""
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> None:
@@ -53,6 +57,7 @@ class _Writer:
         self._reserved_bytes = 0
         self._buffers = threading.local()
         self._is_given_up = threading.Event()
+        self._refuses = False
 
     def __enter__(self) -> Self:
         return self
@@ -94,8 +99,10 @@ class _Writer:
             self._collect()
         is_full = self._num_bytes - offset == _PIECE_BYTES
         if self._direct is not None and is_full and self._num_bytes > self._reserved_bytes:
-            self._reserved_bytes = offset + _RESERVED_BYTES
-            _reserve(self._direct, self._reserved_bytes)
+            room = min(_RESERVED_BYTES, _free_bytes(self._direct) // _FREE_SHARE)
+            if room >= _PIECE_BYTES:
+                self._reserved_bytes = offset + room
+                _reserve(self._direct, self._reserved_bytes)
         piece, self._piece = self._piece, []
         self._running.add(self._pool.submit(self._write, offset, piece))
 
@@ -113,10 +120,21 @@ class _Writer:
         while done < len(data) and not self._is_given_up.is_set():  # a write may be short
             left, place = data[done:], offset + done
             aligned = len(left) // PAGE_BYTES * PAGE_BYTES if done % PAGE_BYTES == 0 else 0
-            if self._direct is not None and aligned:
-                done += os.pwrite(self._direct, left[:aligned], place)
+            if self._direct is not None and aligned and not self._refuses:
+                done += self._write_past_cache(self._direct, left[:aligned], place)
             else:
                 done += os.pwrite(self._cached, left, place)
+
+    def _write_past_cache(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Returns: how much was written; nothing where that is refused."""
+        try:
+            return os.pwrite(descriptor, data, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Some file systems open files so, and then refuse to write them.
+            self._refuses = True
+            return 0
 
     def _together(self, piece: Sequence[memoryview]) -> memoryview:
         """The piece in memory of this thread's own, which begins with a page."""
@@ -128,6 +146,14 @@ class _Writer:
             np.copyto(memory[at : at + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
         return memoryview(memory)[:at]
+
+
+def _free_bytes(descriptor: int) -> int:
+    try:
+        file_system = os.fstatvfs(descriptor)
+    except OSError:  # nobody can know
+        return 0
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:

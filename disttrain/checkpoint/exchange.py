@@ -88,9 +88,13 @@ class FileServer:
                 if self._closing.wait(_AGAIN_S):
                     return
                 continue
-            if self._unproved.acquire(blocking=False):
+            if not self._unproved.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            else:
+            except RuntimeError:  # out of threads, which passes as well
+                self._unproved.release()
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -174,7 +178,12 @@ class RemoteFile:
     def read_at(self, offset: int, buffer: memoryview) -> int:
         """Fill `buffer` from `offset` on; returns how many bytes there were, or the file's size for an empty one."""
         with self._mutex:  # question and answer go together
-            return self._read_at(offset, buffer)
+            try:
+                return self._read_at(offset, buffer)
+            except BaseException:
+                # The rest of this answer may still come, and would be taken for the next one.
+                self._connection.close()
+                raise
 
     def _read_at(self, offset: int, buffer: memoryview) -> int:
         _send_frame(self._connection, [READ, *self._name, offset, len(buffer)])

@@ -22,7 +22,8 @@ class _OpenFiles:
     """This process's open files of locks."""
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
+        # A finalizer or the handler of a signal may close a lock while its thread is in here.
+        self._mutex = threading.RLock()
         self._descriptors: set[int] = set()
         os.register_at_fork(
             before=self._mutex.acquire, after_in_parent=self._mutex.release, after_in_child=self._let_go
@@ -61,8 +62,10 @@ def lock(path: Path) -> Iterator[None]:
         yield
     finally:
         if os.getpid() == pid:  # a fork that ends holds nothing
-            path.unlink(missing_ok=True)
-            _OPEN.close(descriptor)
+            try:
+                path.unlink(missing_ok=True)
+            finally:
+                _OPEN.close(descriptor)
 
 
 def is_locked(path: Path) -> bool | None:

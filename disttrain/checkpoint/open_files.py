@@ -43,7 +43,7 @@ class OpenFiles:
             self._entries[name].uses_left += 1
         self._mutex = threading.Lock()
         self._idle: dict[str, None] = {}
-        self._failed = ""
+        self._errors: dict[str, Exception] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -52,7 +52,8 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The file that could not be used hears why, as in a `with` of its own; no other thread is at work any more.
-        failed = self._entries.pop(self._failed, None)
+        name = next((name for name, own in self._errors.items() if own is error), "")
+        failed = self._entries.pop(name, None)
         with ExitStack() as others:
             for entry in self._entries.values():
                 others.callback(entry.close)
@@ -72,8 +73,8 @@ class OpenFiles:
             entry.num_users += 1
         try:
             yield file
-        except Exception:
-            self._failed = name
+        except Exception as error:
+            self._errors[name] = error
             raise
         with entry.mutex:
             entry.num_users -= 1
@@ -92,5 +93,5 @@ class OpenFiles:
                 return
             del self._idle[oldest]
         with self._entries[oldest].mutex:
-            if not self._entries[oldest].num_users and oldest != self._failed:
+            if not self._entries[oldest].num_users and oldest not in self._errors:
                 self._entries[oldest].close()

@@ -68,11 +68,12 @@ def _slices_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes. From a GPU slice by slice, so that one is written while the next one is copied."""
     if not tensor.numel():
         return
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if not tensor.is_cuda:
-        yield from slices(_bytes_of(tensor.cpu().contiguous()).numpy().data)
+    tensor = tensor.detach()
+    # What must be changed first is changed on the host: a GPU may have no room for that.
+    if not tensor.is_cuda or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        yield from slices(_bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()).numpy().data)
         return
-    for part in _bytes_of(tensor.contiguous()).split(SLICE_BYTES):
+    for part in _bytes_of(tensor).split(SLICE_BYTES):
         # Pinned memory goes back to torch, to be used again, when the slice has been written.
         yield torch.empty(part.shape, dtype=torch.uint8, pin_memory=True).copy_(part).numpy().data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_room_that_was_not_needed_is_given_back(
     direct.write_file(tmp_path / "file", [data])
     assert reserved == [2 * PIECE_BYTES, 4 * PIECE_BYTES, 6 * PIECE_BYTES]
     assert (tmp_path / "file").read_bytes() == bytes(data)
-    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 4096
+    # A page for the 77 bytes; another one lists the parts of a file that lies in many.
+    assert (tmp_path / "file").stat().st_blocks * 512 <= 5 * PIECE_BYTES + 2 * 4096
     direct.write_file(tmp_path / "small", [data[:100]])
     assert len(reserved) == 3
 
@@ -71,6 +73,43 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", refuse)
     data = memoryview(SOURCE)[5:200_000]
     direct.write_file(tmp_path / "file", [data[:10], data[10:]])
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+
+
+def test_a_file_system_that_refuses_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has opened the file for them all the same."""
+    real, num_refused = os.pwrite, 0
+
+    def refuse(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal num_refused
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            num_refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    data = memoryview(SOURCE)[: 5 * PIECE_BYTES + 77]
+    direct.write_file(tmp_path / "file", [data])
+    assert (tmp_path / "file").read_bytes() == bytes(data)
+    assert num_refused
+
+
+@pytest.mark.parametrize(
+    ("num_free", "reserved"), [(63, []), (64, [1, 2, 3]), (2 * 64, [2, 4]), (3 * 64, [3]), (99 * 64, [5])]
+)
+def test_no_more_room_is_taken_than_others_can_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_free: int, reserved: list[int]
+) -> None:
+    """In pieces: of 1 GiB taken in advance by each of several ranks the last ones would find nothing left."""
+    rooms: list[int] = []
+    monkeypatch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(direct, "_RESERVED_BYTES", 5 * PIECE_BYTES)
+    monkeypatch.setattr(direct, "_free_bytes", lambda _: num_free * PIECE_BYTES)
+    monkeypatch.setattr(direct, "_reserve", lambda _, num_bytes: rooms.append(num_bytes // PIECE_BYTES))
+    data = memoryview(SOURCE)[: 3 * PIECE_BYTES + 77]
+    direct.write_file(tmp_path / "file", [data])
+    assert rooms == reserved
     assert (tmp_path / "file").read_bytes() == bytes(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -71,6 +72,37 @@ def test_a_lock_that_was_removed_before_it_was_held_is_taken_again(
         assert storage.is_held(target)
         assert not storage.remove_unless_held(target)
         assert os.listdir(tmp_path) == [f"{target.name}.lock"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_whose_name_cannot_be_removed_is_not_held_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    path = tmp_path / "x.lock"
+    with pytest.raises(OSError, match="Read-only"), lock(path):
+        monkeypatch.setattr(Path, "unlink", refuse)
+    assert is_locked(path) is False
+
+
+def test_a_finalizer_may_let_go_of_a_lock_while_another_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a claim, which the garbage collector calls wherever it is."""
+    first = lock(tmp_path / "first.lock")
+    first.__enter__()
+    real = os.open
+
+    def collect(path: Path, flags: int, mode: int) -> int:
+        monkeypatch.setattr(os, "open", real)
+        first.__exit__(None, None, None)
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", collect)
+    with lock(tmp_path / "second.lock"):
+        assert os.listdir(tmp_path) == ["second.lock"]
     assert os.listdir(tmp_path) == []
 
 

@@ -82,6 +82,33 @@ def test_a_file_hears_of_its_own_errors_and_no_other_does() -> None:
     assert heard == ["close a", "b"]
 
 
+def test_of_several_that_fail_the_one_that_is_told_of_hears() -> None:
+    heard = []
+
+    @contextmanager
+    def opened(name: str) -> Iterator[NoBytes]:
+        try:
+            yield NoBytes()
+        except OSError as error:
+            heard.append((name, str(error)))
+            raise
+
+    def use_both() -> None:
+        errors = []
+        with OpenFiles(opened, "ab") as files:
+            for name in "ab":
+                try:
+                    with files.use(name):
+                        raise OSError(f"{name} is damaged")
+                except OSError as error:
+                    errors.append(error)
+            raise errors[0]
+
+    with pytest.raises(OSError, match="a is damaged"):
+        use_both()
+    assert heard == [("a", "a is damaged")]
+
+
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 3 << 20), (5, 2 << 20), (4096, 1 << 20), (100, 50), (2 << 20, 9 << 20)]
 )

@@ -7,12 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from disttrain.checkpoint import Checkpointer, PeerMemory, exchange
-from disttrain.checkpoint.exchange import Address, FileServer, put_file, remote_file
+from disttrain.checkpoint.exchange import Address, FileServer, RemoteFile, put_file, remote_file
 from disttrain.checkpoint.keepers import KeptName
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.errors import CheckpointError
@@ -94,6 +96,20 @@ def test_a_file_goes_to_another_node_and_back(memory: NodeMemory, server: FileSe
         assert file.num_bytes == 0
 
 
+def test_a_server_that_was_out_of_threads_goes_on(
+    memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(OSError, match="ended"):
+        put_file(server.address, A, "x", memoryview(b"abc"))
+    put_file(server.address, A, "x", memoryview(b"abc"))
+    assert memory.holdings()[0].has == {"x": 3}
+
+
 def test_a_reader_may_rest_between_requests(
     memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +120,23 @@ def test_a_reader_may_rest_between_requests(
         buffer = bytearray(3)
         assert file.read_at(0, memoryview(buffer)) == 3
         assert buffer == b"abc"
+
+
+def test_what_comes_too_late_answers_no_other_request() -> None:
+    ours, theirs = socket.socketpair()
+    answers = [msgpack.packb(answer) for answer in (["", 8, 0], ["", 8, 8], ["", 8, 8])]
+    frames = [len(answer).to_bytes(4, "little") + answer for answer in answers]
+    with ours, theirs:
+        ours.settimeout(0.05)
+        theirs.sendall(frames[0])
+        file = RemoteFile(ours, A, "x")
+        theirs.sendall(frames[1])
+        with pytest.raises(TimeoutError):
+            file.read_at(0, memoryview(bytearray(8)))
+        with suppress(BrokenPipeError):
+            theirs.sendall(frames[2] + b"12345678")
+        with pytest.raises(OSError, match="descriptor"):
+            file.read_at(0, memoryview(bytearray(8)))
 
 
 def test_where_the_store_has_no_server_others_reach_us_on_the_way_out(

@@ -64,6 +64,15 @@ def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     assert state == {"step": 15}
 
 
+@pytest.mark.parametrize("keep", range(1, 8))
+def test_as_many_saves_are_kept_as_asked(tmp_path: Path, keep: int) -> None:
+    """Also while there are fewer of them."""
+    for step in range(1, 9):
+        with Checkpointer(tmp_path, keep) as checkpointer:
+            checkpointer.save(step, {"step": step})
+        assert names_in(tmp_path) == [f"step-{kept:08d}" for kept in range(max(1, step - keep + 1), step + 1)]
+
+
 def test_a_save_of_an_older_step_stays(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=1)
     for step in (20, 10):
