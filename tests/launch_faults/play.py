@@ -88,7 +88,7 @@ class Launcher:
 
     def said(self, word: str) -> int:
         """How many workers said it."""
-        return sum(line.rstrip().endswith(f" {word}") for line in self.lines["stdout"])
+        return sum(f" {word} " in line for line in self.lines["stdout"])
 
     def _pump(self, name: str) -> None:
         for line in getattr(self.process, name):
@@ -226,7 +226,7 @@ def judge(plan: Plan, result: Result, launchers: list[Launcher], *, was_ready: b
         if code not in allowed and not (is_done and code == 0):
             result.wrong.append(f"node {node} ended with {code}, not one of {sorted(allowed)}")
     for node, text in enumerate(result.stderr):
-        ours = [line for line in text.splitlines() if not line.startswith(("[rank ", "    "))]
+        ours = [line for line in text.splitlines() if not line.startswith(("[rank", "    "))]
         strange = [line for line in ours if not line.startswith(("disttrain-launch: ", "disttrain store: "))]
         is_struck = plan.victim == "agent" and node == plan.node
         # Python itself prints one when it is interrupted while it still imports.

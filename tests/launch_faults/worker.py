@@ -45,9 +45,9 @@ def main() -> None:
             fail(task["action"])
         store.barrier("step", num_ranks, STEP_S if step else START_S)
         if step == 0:
-            print("ready", flush=True)
+            print("ready", rank, flush=True)
         time.sleep(PAUSE_S)
-    print("done", flush=True)
+    print("done", rank, flush=True)
 
 
 if __name__ == "__main__":
