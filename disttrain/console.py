@@ -49,7 +49,7 @@ def short(number: float) -> str:
             size = abs(number)
             return f"{number:.{0 if size >= 99.95 or not unit else 1 if size >= 9.995 else 2}f}{unit}"
         number /= 1000
-    return f"{number:.0f}T"
+    return f"{number:.0f}T" if abs(number) < 1e6 else f"{number * 1e12:.3g}"
 
 
 def clock(duration_s: float) -> str:

@@ -1,9 +1,9 @@
 """compile_blocks: a model's repeated blocks, compiled in place, with one graph for each kind.
 
-What is compiled is a block's `forward`; its hooks stay outside. So `fully_shard` gathers and frees around a graph,
-whether it is called before or after, and tensor parallel lays out a block's inputs there. Each kind has a copy of its
-`forward`'s code: to Dynamo, which keeps graphs by code, other kinds' graphs are no candidates then, and no kind comes
-nearer to its limit of recompilations because of another.
+What is compiled is a block's `forward`, its own where it has one; its hooks stay outside. So `fully_shard` gathers and
+frees around a graph, whether it is called before or after, and tensor parallel lays out a block's inputs there. Each
+kind has a copy of its `forward`'s code: to Dynamo, which keeps graphs by code, other kinds' graphs are no candidates
+then, and no kind comes nearer to its limit of recompilations because of another.
 """
 
 from __future__ import annotations
@@ -60,20 +60,38 @@ def compile_blocks(
         compiled: dict[Forward, Forward] = {}
         for path in kind.paths:
             block = found[path]
-            own = type(block).forward
-            if own not in compiled:
-                compiled[own] = _guarded(torch.compile(_copy(own), fullgraph=fullgraph, **options), kind.name)
-            block.forward = MethodType(compiled[own], block)
+            function, owner = _forward_of(block)
+            # Blocks of a kind have the same one, but for what torch.fx writes anew for each.
+            key = function if owner is None else type(block).forward
+            if key not in compiled:
+                graph = torch.compile(_copy(function), fullgraph=fullgraph, **options)
+                compiled[key] = _guarded(graph, kind.name, is_bound=owner is None)
+            block.forward = MethodType(compiled[key], block if owner is None else owner)
     return CompiledBlocks(kinds)
 
 
-def _guarded(compiled: Forward, name: str) -> Forward:
-    """`compiled`, but with an error where something done since would be silently wrong, or hard to understand."""
+def _forward_of(block: nn.Module) -> tuple[Forward, Any]:
+    """What a call of the block runs, and what that is given as `self`; None where it takes none.
+
+    A block may have a forward of its own: a function, or a method, also of another module (a torch.fx.GraphModule).
+    """
+    own = vars(block).get("forward")
+    if own is None:
+        return type(block).forward, block
+    return (own.__func__, own.__self__) if isinstance(own, MethodType) else (own, None)
+
+
+def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
+    """`compiled`, but with an error where something done since would be silently wrong, or hard to understand.
+
+    Args: is_bound  it is not given the block, as it has it already.
+    """
     seen: WeakSet[nn.Module] = WeakSet()
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = args if is_bound else (block, *args)
         if torch.compiler.is_compiling():
-            return compiled(block, *args, **kwargs)
+            return compiled(*given, **kwargs)
         if block not in seen:
             _check_parts(name, block)
             seen.add(block)
@@ -84,7 +102,7 @@ def _guarded(compiled: Forward, name: str) -> Forward:
                 " recomputed whatever the policy says.",
                 "Wrap the blocks first, and call compile_blocks then.",
             )
-        return compiled(block, *args, **kwargs)
+        return compiled(*given, **kwargs)
 
     forward._is_compiled_block = True  # type: ignore[attr-defined]
     return forward

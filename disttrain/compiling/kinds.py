@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +73,24 @@ def unwrapped(block: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else block
 
 
+def meaning_of(forward: Any) -> Hashable:
+    """Equal for forwards, which modules may have of their own, that one graph can serve.
+
+    A function's code and what it names: torch.fx writes the same one anew for each module.
+    """
+    function = getattr(forward, "__func__", forward)
+    if (
+        not isinstance(function, FunctionType)
+        or function.__closure__
+        or function.__defaults__
+        or function.__kwdefaults__
+    ):
+        return id(function)
+    code, known = function.__code__, function.__globals__
+    named = tuple(id(known[name]) for name in code.co_names if name in known)
+    return code.co_code, repr(code.co_consts), code.co_names, code.co_varnames, named, forward is function
+
+
 def _repeated(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     classes = [type(unwrapped(child)) for _, child in children]
@@ -112,7 +131,9 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _structure(block: nn.Module) -> Hashable:
-    modules = tuple((path, type(module)) for path, module in block.named_modules())
+    modules = tuple(
+        (path, type(module), meaning_of(vars(module).get("forward"))) for path, module in block.named_modules()
+    )
     tensors = chain(block.named_parameters(), block.named_buffers())
     return modules, tuple((name, *_form(tensor)) for name, tensor in tensors)
 

@@ -5,7 +5,6 @@ docs/flight_dump_format.md has the format; `dump_reader.py` reads it. Torch-free
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Final
 import msgpack
 
 from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
+from disttrain.flight_recorder.private_file import replace_file
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
@@ -88,15 +88,7 @@ def dump_name(dump: Dump) -> str:
 
 def write_dump(file: Path, dump: Dump) -> None:
     """Write `file` in one step: readers see the old one or the new one. Only the owner can read it."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(encode(dump))
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(file, encode(dump))
 
 
 def encode(dump: Dump) -> bytes:

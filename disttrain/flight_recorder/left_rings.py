@@ -8,12 +8,12 @@ are left.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Final
 
 from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.private_file import replace_file
 from disttrain.flight_recorder.process_state import state_of
 from disttrain.flight_recorder.ring_reader import Owner, ring_owner
 
@@ -44,23 +44,23 @@ def collect(rings: Path, folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def collect_linked(rings: Path, folder: Path) -> None:
+    """Copy what is left in `rings` to where links to it are: in `folder`, or one folder further down."""
+    for link in [*folder.glob(f"*{layout.SUFFIX}"), *folder.glob(f"*/*{layout.SUFFIX}")]:
+        if link.is_symlink() and (ring := link.readlink()).parent == rings:
+            for suffix in (layout.SUFFIX, layout.STACKS_SUFFIX):
+                _copy(ring.with_suffix(suffix), link.with_suffix(suffix))
+
+
 def _is_silent(owner: Owner, silent_s: float) -> bool:
     # Without a watchdog nobody says that the process is alive.
     return owner.alive_ns > 0 and time.monotonic_ns() - owner.alive_ns > silent_s * 1e9
 
 
 def _copy(source: Path, target: Path, more: bytes = b"") -> None:
-    """In one step: a reader sees all of it, or what was there before. Nothing where `source` has just gone."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    """Nothing where `source` has just gone."""
     try:
         data = source.read_bytes()
     except FileNotFoundError:
         return
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data + more)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(target, data + more)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from disttrain.errors import FlightDumpError
+
+
+def replace_file(file: Path, data: bytes) -> None:
+    """Let `file` hold `data`, in one step: a reader sees all of it, or what was there before. Raises OSError.
+
+    Several threads may do so at once: the last one's is kept.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}-{threading.get_native_id()}")
+    # What is there is of a process that was killed; whatever it is, nothing is written through it.
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

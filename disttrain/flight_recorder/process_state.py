@@ -20,6 +20,16 @@ def start_of(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 and fields[19].isdigit() else 0
 
 
+def has_handler(pid: int, signal_number: int) -> bool:
+    """Whether process `pid` handles this signal, which may end it otherwise; True where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return True
+    _, found, mask = status.partition("\nSigCgt:")
+    return not found or bool(int(mask.split(maxsplit=1)[0], 16) >> (signal_number - 1) & 1)
+
+
 def state_of(pid: int, start: int, ring: Path) -> str:
     """`gone`, `stopped`, or empty: it runs, or nobody knows.
 

@@ -130,7 +130,8 @@ class Ring:
 
 def _locked(file: Path) -> int:
     """A descriptor of `file`, locked until this process is gone: who gets the lock later knows that it is nobody's."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # What it is emptied for is its own: a link, which others may have put there, is not followed.
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -261,7 +261,7 @@ def _is_inside() -> bool:
 
 
 def _private_file(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "w+b", buffering=0)
 
 

@@ -33,8 +33,11 @@ def loss_from_head(head: nn.Module, target: torch.Tensor, **options: Any) -> Ite
         return linear_cross_entropy(hidden, head.weight, target, head.bias, **options)
 
     # On the module itself, where it comes before its class's; a hook could not keep that from running.
+    before = vars(head).get("forward")
     vars(head)["forward"] = forward
     try:
         yield
     finally:
         del vars(head)["forward"]
+        if before is not None:
+            vars(head)["forward"] = before

@@ -51,7 +51,7 @@ def linear_cross_entropy(
 
     Three forms. Of plain tensors:
         hidden  (..., D);  weight  (classes, D);  bias  (classes,), all of one dtype;  target  (...), int64 or int32.
-        Within autocast they are cast to its dtype.
+        Within autocast they are cast to its dtype, but for fp64.
     Of this rank's part of the classes, with a group:
         weight, bias  this rank's piece of `vocab_size` classes as torch.chunk cuts. All else is alike on all ranks.
         group         a process group or a mesh of one axis.
@@ -89,7 +89,14 @@ def linear_cross_entropy(
     losses, total_weight = loss_and_weight(
         hidden, weight, target, bias, class_weight, vocab_size, options, own_group, sums_hidden=True
     )
-    return losses / total_weight if reduction == "mean" else losses
+    return mean_of(losses, total_weight) if reduction == "mean" else losses
+
+
+def mean_of(losses: torch.Tensor, total_weight: torch.Tensor) -> torch.Tensor:
+    """Of no tokens it is NaN, and its gradients are zeros, as torch's."""
+    is_none = total_weight == 0
+    mean = losses / total_weight.masked_fill(is_none, 1.0)
+    return torch.where(is_none, (losses / total_weight).detach(), mean)
 
 
 def loss_and_weight(
@@ -108,7 +115,7 @@ def loss_and_weight(
     Args: sums_hidden  hidden's gradient is the sum of all ranks' terms, else this rank's.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     num_classes, num_own, first_class = weight.shape[0], weight.shape[0], 0

@@ -11,7 +11,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.transfers import all_reduce
 from disttrain.errors import LayoutError
-from disttrain.kernels.linear_cross_entropy import LinearLossOptions, loss_and_weight
+from disttrain.kernels.linear_cross_entropy import LinearLossOptions, loss_and_weight, mean_of
 from disttrain.kernels.linear_loss_graph import NAME
 
 
@@ -55,7 +55,7 @@ def loss_of_dtensors(
     if options.reduction == "mean":
         if batch_axes:
             total_weight = all_reduce(total_weight, "sum", mesh.group_along(batch_axes))
-        losses = losses / total_weight
+        losses = mean_of(losses, total_weight)
     return DTensor.from_local(
         losses, mesh, [Partial() if other in batch_axes else Replicate() for other in range(mesh.ndim)]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.norms import layer_norm, rms_norm
 
 Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -39,8 +40,8 @@ def fits(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | 
 
 
 def add_then_norm(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(x + residual), and the sum; what has become of the module meanwhile takes the sum."""
-    if type(norm) in (KernelRMSNorm, KernelLayerNorm):
+    """norm(x + residual), and the sum; hooks, and what has become of the module meanwhile, take the sum alone."""
+    if type(norm) in (KernelRMSNorm, KernelLayerNorm) and not has_hooks(norm):
         normed: tuple[torch.Tensor, torch.Tensor] = norm(x, residual=residual)
         return normed
     return _apart(norm, x, residual)

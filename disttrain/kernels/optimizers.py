@@ -18,9 +18,12 @@ from disttrain.errors import ShapeError
 from disttrain.kernels import optimizer_twin
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizer_rules import Piece, Rule
+from disttrain.kernels.total_norm import total_norm
 
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _STATE_DTYPES: Final = (None, torch.float32, torch.float64, torch.bfloat16)
+
+_UNKNOWN_OPTIONS: Final = ("amsgrad", "maximize", "dampening")
 
 
 class FusedOptimizer(Optimizer):
@@ -65,6 +68,7 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         scale = self._scale(grad_scale)
         for group in self.param_groups:
+            self._check_options(group)
             by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -78,6 +82,13 @@ class FusedOptimizer(Optimizer):
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
         return loss
 
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """A loaded state may bring options of torch's optimizers that there are not here."""
+        for name in _UNKNOWN_OPTIONS:
+            if group.get(name):
+                problem = f"a group has {name}={group[name]}, from the state that was loaded."
+                raise ShapeError(type(self).__name__, problem, "Go on with torch's optimizer, or take it out.")
+
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.state_names
 
@@ -88,24 +99,32 @@ class FusedOptimizer(Optimizer):
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_norm is None or not grads:
             return None if given is None else given.float()
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = total_norm(grads)
         if given is not None:
             norm = norm * given.abs()
         clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return (clipped if given is None else clipped * given).float()
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """With what it lacks: all at first, later what another optimizer's state has not, or new options ask for."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
-            dtype = group["state_dtype"] or wide_dtype(parameter.dtype)
+        if "step" not in state:
             # On the CPU, where it can be read without waiting for the device.
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in self._names(group):
+        for name in self._names(group):
+            if state.get(name) is None:
+                dtype = group["state_dtype"] or wide_dtype(parameter.dtype)
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-            if group["keep_master"] and parameter.dtype in _HALVES:
-                state["master"] = parameter.detach().float()
+        if group["keep_master"] and parameter.dtype in _HALVES and "master" not in state:
+            state["master"] = parameter.detach().float()
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what comes of another optimizer, whose groups have other options."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which brings all states to the parameters' dtypes; here they keep those they were saved in."""
@@ -114,7 +133,9 @@ class FusedOptimizer(Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(saved_keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
+                if name == "step":
+                    self.state[parameter][name] = torch.as_tensor(value, dtype=torch.float32).to("cpu", copy=True)
+                elif isinstance(value, torch.Tensor):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
@@ -218,6 +239,8 @@ def _update(operation: str, pieces: Sequence[Piece], rule: Rule, scale: torch.Te
     obstacle = ""
     if not all(tensor.is_contiguous() for piece in pieces for tensor in (piece.parameter, *piece.states)):
         obstacle = "a parameter is not contiguous."
+    if any(dtype is torch.float64 for dtype in first.kind):
+        obstacle = "its kernels don't take torch.float64."
     choose(operation, first.parameter, obstacle, optimizer_twin, _load).update(pieces, rule, scale)
 
 

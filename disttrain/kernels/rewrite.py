@@ -1,25 +1,26 @@
 """Finds in a module's forward what the kernels compute in one, and puts them in its place.
 
 The forward is traced with stand-ins (torch.fx), its submodules being called as before, with their hooks. What was found
-is decided again at each call, by what then comes: shapes and dtypes that don't fit go the old way. A forward is left
-alone where a trace may not tell all: if it depends on values or on `training`, or has arguments with defaults.
+is decided again at each call, by what then comes: shapes and dtypes that don't fit go the old way, as do submodules
+that have become others or have hooks. A forward is left alone where a trace may not tell all (`tracing.py`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.glu import GELUS, geglu, swiglu
 from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
 from disttrain.kernels.norm_modules import KernelLayerNorm, KernelRMSNorm, add_then_norm
 from disttrain.kernels.rotary import rotate
+from disttrain.kernels.tracing import Trace, trace
 
 SWIGLU, GEGLU, ADD_NORM, LOSS, ROTATION = (
     "SwiGLU",
@@ -30,45 +31,18 @@ SWIGLU, GEGLU, ADD_NORM, LOSS, ROTATION = (
 )
 
 
-class _Tracer(fx.Tracer):
-    """Its modules are called, not read."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def rewritten(module: nn.Module) -> tuple[fx.Graph, list[str]] | None:
+def rewritten(module: nn.Module) -> tuple[Trace, list[str]] | None:
     """The module's forward with kernels, and what they replace; None where there is nothing to replace, or no trace."""
-    if any(
-        parameter.default is not Parameter.empty or parameter.kind is not Parameter.POSITIONAL_OR_KEYWORD
-        for parameter in signature(module.forward).parameters.values()
-    ):
-        return None
-    graph = _traced(module)
-    if graph is None:
+    traced = trace(module)
+    if traced is None:
         return None
     found = [
-        *_gated_products(module, graph),
-        *_rotations(graph),
-        *_losses(module, graph),
-        *_residual_norms(module, graph),
+        *_gated_products(module, traced.graph),
+        *_rotations(traced.graph),
+        *_losses(module, traced.graph),
+        *_residual_norms(module, traced.graph),
     ]
-    return (graph, found) if found else None
-
-
-def _traced(module: nn.Module) -> fx.Graph | None:
-    """None where the trace depends on `training`, or cannot be made."""
-    was_training, graphs = module.training, []
-    try:
-        for mode in (True, False):
-            module.training = mode
-            graphs.append(_Tracer().trace(module))
-    except Exception:  # noqa: BLE001  (a trace runs the user's code with stand-ins; whatever that raises, there is none)
-        return None
-    finally:
-        module.training = was_training
-    codes = [graph.python_code("self").src for graph in graphs]
-    return graphs[0] if codes[0] == codes[1] else None
+    return (traced, found) if found else None
 
 
 def _gated_products(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
@@ -77,7 +51,11 @@ def _gated_products(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
             activation = _activation(module, gate)
             if activation is None or not isinstance(gate, fx.Node) or not isinstance(up, fx.Node) or node.kwargs:
                 continue
-            _replace(graph, node, [gate], gated_product, (gate.args[0], up, activation))
+            by: Any = activation
+            if gate.op == "call_module":
+                with graph.inserting_before(node):
+                    by = graph.get_attr(str(gate.target))
+            _replace(graph, node, [gate], gated_product, (gate.args[0], up, by))
             yield SWIGLU if activation == "silu" else GEGLU
             break
 
@@ -88,10 +66,7 @@ def _activation(module: nn.Module, node: Any) -> Any:
         return None
     options = dict(node.kwargs)
     if node.op == "call_module":
-        own = module.get_submodule(str(node.target))
-        if type(own) is nn.SiLU and not options:
-            return "silu"
-        return own.approximate if type(own) is nn.GELU and not options else None
+        return None if options else _name_of(module.get_submodule(str(node.target)))
     options.pop("inplace", None)
     if node.target is F.silu and not options:
         return "silu"
@@ -99,6 +74,14 @@ def _activation(module: nn.Module, node: Any) -> Any:
         approximate = options.get("approximate", "none")
         return approximate if approximate in GELUS else None
     return None
+
+
+def _name_of(activation: nn.Module) -> str | None:
+    if has_hooks(activation):
+        return None
+    if type(activation) is nn.SiLU:
+        return "silu"
+    return activation.approximate if type(activation) is nn.GELU else None
 
 
 def _residual_norms(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
@@ -235,10 +218,14 @@ def rotated_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_rou
     return turned.type_as(x) if is_rounded else turned
 
 
-def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up, by a kernel where both are alike."""
-    if gate.shape == up.shape and gate.dtype == up.dtype:
-        return swiglu(gate, up) if activation == "silu" else geglu(gate, up, activation)
+def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: str | nn.Module) -> torch.Tensor:
+    """activation(gate) * up, by a kernel where both are alike, and a module is still what it was."""
+    name = activation if isinstance(activation, str) else _name_of(activation)
+    if name is not None and gate.shape == up.shape and gate.dtype == up.dtype:
+        return swiglu(gate, up) if name == "silu" else geglu(gate, up, name)
+    if not isinstance(activation, str):
+        activated: torch.Tensor = activation(gate)
+        return activated * up
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=activation)) * up
 
 
@@ -253,9 +240,11 @@ def loss_of_linear(
 ) -> torch.Tensor:
     """F.cross_entropy of the head's output, perhaps as rows or in fp32; without it where the head is a plain layer."""
     is_of_classes = not target.is_floating_point() and target.numel() * hidden.shape[-1] == hidden.numel()
-    if type(head) is nn.Linear and is_of_classes and (has_rows or hidden.dim() == 2):
+    is_plain = type(head) is nn.Linear and not has_hooks(head)
+    if isinstance(head, nn.Linear) and is_plain and is_of_classes and (has_rows or hidden.dim() == 2):
         rows = hidden.reshape(-1, hidden.shape[-1])
-        return linear_cross_entropy(rows, head.weight, target.flatten(), head.bias, class_weight=weight, **options)
+        loss = linear_cross_entropy(rows, head.weight, target.flatten(), head.bias, class_weight=weight, **options)
+        return loss if is_wide or torch.is_autocast_enabled(hidden.device.type) else loss.to(hidden.dtype)
     logits = head(hidden)
     logits = logits.reshape(-1, logits.shape[-1]) if has_rows else logits
     return F.cross_entropy(logits.float() if is_wide else logits, target, weight, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -11,6 +12,7 @@ from torch import fx, nn
 from disttrain.console import write
 from disttrain.kernels.norm_modules import KERNEL_OF
 from disttrain.kernels.rewrite import rewritten
+from disttrain.kernels.tracing import Trace, is_as_traced
 
 
 class Replaced(NamedTuple):
@@ -25,9 +27,9 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
 
     Replaced are nn.RMSNorm and nn.LayerNorm over one dim; and within the forward of any module, products of SiLU or
     GELU with another tensor, rotations of halves, a sum that goes into such a norm, and F.cross_entropy of an
-    nn.Linear's output. A forward that torch.fx cannot trace, that differs between training and evaluation, or that has
-    arguments with defaults, keeps all but its norms; one that reads Python's state while it runs keeps what it read
-    now.
+    nn.Linear's output. A forward of which torch.fx cannot tell all (`tracing.py`), that differs between training and
+    evaluation, or that has arguments with defaults, keeps all but its norms. Plain attributes that it reads are
+    compared at each call; globals and the number of its modules are taken to stay.
 
     Call it before `fully_shard`, after `parallelize_module`. Modules that a tensor-parallel plan has made stay as they
     are. What a module computes later in an unforeseen dtype or shape goes the old way.
@@ -41,17 +43,18 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
         if kernel is not None and len(module.normalized_shape) == 1:
             module.__class__ = kernel
             found.append(Replaced(name, type(module).__mro__[1].__name__))
-    classes: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+    classes: dict[tuple[object, ...], type[nn.Module]] = {}
     for name, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn.") or type(module) in KERNEL_OF.values():
+        own = type(module)
+        if own.__module__.startswith("torch.nn.") or own in KERNEL_OF.values() or hasattr(own.forward, "_has_kernels"):
             continue
         result = rewritten(module)
         if result is None:
             continue
-        graph, kinds = result
-        key = (type(module), graph.python_code("self").src)
+        traced, kinds = result
+        key = (own, traced.graph.python_code("self").src, traced.assumed)
         if key not in classes:
-            classes[key] = _class_with(module, graph)
+            classes[key] = _class_with(module, traced)
         module.__class__ = classes[key]
         found += [Replaced(name, kind) for kind in kinds]
     counts = Counter(one.what for one in found)
@@ -60,8 +63,22 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
     return tuple(found)
 
 
-def _class_with(module: nn.Module, graph: fx.Graph) -> type[nn.Module]:
-    """A subclass of the module's class whose forward is the graph; submodules and parameters are read from `self`."""
-    forward: Any = type(fx.GraphModule(module, graph)).forward
-    own = type(module)
+def _class_with(module: nn.Module, traced: Trace) -> type[nn.Module]:
+    """A subclass of the module's class whose forward is the graph, or the class's where that is no more what it does.
+
+    Submodules and parameters are read from `self`.
+    """
+    with_kernels: Any = type(fx.GraphModule(module, traced.graph)).forward
+    own, assumed = type(module), traced.assumed
+    as_ever: Any = own.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_as_traced(self, assumed, (*args, *kwargs.values())):
+            return with_kernels(self, *args, **kwargs)
+        return as_ever(self, *args, **kwargs)
+
+    # To Dynamo, which counts graphs by code, other classes' are none of this one's.
+    forward.__code__ = forward.__code__.replace()
+    forward._has_kernels = True  # type: ignore[attr-defined]
+    forward = wraps(as_ever)(forward)
     return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__})

@@ -24,11 +24,7 @@ class Board:
         self._round = -1
         self._workers: dict[int, WorkerState] = {}
         self._pages = [folder / f"report-{local_rank}" for local_rank in range(num_local_workers)]
-        try:
-            for page in self._pages:
-                make_page(page)
-        except OSError:
-            self._pages = []  # Nothing of it is needed for training.
+        self._wipe()
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Environment variables for a worker."""
@@ -39,8 +35,7 @@ class Board:
         with self._lock:
             self._round = round
             self._workers = {}
-            for page in self._pages:
-                make_page(page)
+            self._wipe()
 
     def started(self, worker: Worker) -> None:
         with self._lock:
@@ -55,6 +50,19 @@ class Board:
         with self._lock:
             for local_rank, worker in self._workers.items():
                 # Nothing is found while a report is being written: then the one before is still good.
-                if self._pages and (told := read(self._pages[local_rank].read_bytes())) is not None:
+                if self._pages and (told := self._told(local_rank)) is not None:
                     self._workers[local_rank] = replace(worker, told_s=told[0], numbers=told[1])
             return NodeState(self._round, tuple(worker for _, worker in sorted(self._workers.items())))
+
+    def _wipe(self) -> None:
+        try:
+            for page in self._pages:
+                make_page(page)
+        except OSError:
+            self._pages = []  # Nothing of it is needed for training.
+
+    def _told(self, local_rank: int) -> tuple[float, dict[str, int | float | None]] | None:
+        try:
+            return read(self._pages[local_rank].read_bytes())
+        except OSError:
+            return None  # Somebody has tidied up among temporary files.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.left_rings import collect, keep_silent
-from disttrain.flight_recorder.process_state import start_of
+from disttrain.flight_recorder.process_state import has_handler, start_of
 from disttrain.flight_recorder.ring_layout import SUFFIX
 from disttrain.flight_recorder.ring_reader import ring_owner
 from disttrain_launch.job import OPERATION
@@ -34,8 +34,9 @@ class Dumping:
     """Has the processes of `sessions` that record dump into `folder`.
 
     `fd` becomes readable whenever a dump is there; None where the kernel does not tell. Others would die of the signal:
-    who records is known by its ring, and by when it was started, since numbers of processes are used again. Of those
-    that are gone or stopped already the rings are kept in `folder` as they are.
+    who records is known by its ring, and by when it was started, since numbers of processes are used again; one whose
+    recorder cannot dump, or not yet, does not handle it. Of those that are gone or stopped already the rings are kept
+    in `folder` as they are.
     """
 
     def __init__(self, rings: Path, folder: Path, sessions: set[int]) -> None:
@@ -46,7 +47,9 @@ class Dumping:
         for ring in rings.glob(f"*{SUFFIX}"):
             owner = ring_owner(ring)
             try:
-                if owner is not None and os.getsid(owner.pid) in sessions and start_of(owner.pid) == owner.start:
+                if owner is None or os.getsid(owner.pid) not in sessions or start_of(owner.pid) != owner.start:
+                    continue
+                if has_handler(owner.pid, signal.SIGUSR2):
                     os.kill(owner.pid, signal.SIGUSR2)
                     self._awaited.add(ring.with_suffix(DUMP_SUFFIX).name)
             except (ProcessLookupError, PermissionError):

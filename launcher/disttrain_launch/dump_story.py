@@ -5,6 +5,8 @@ Only such a job loads this, and the analyzer with it: it would be a third of wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from disttrain.errors import FlightDumpError
@@ -19,20 +21,29 @@ from disttrain_launch.job import OPERATION, JobSpec
 from disttrain_launch.outcome import Failed, Outcome
 
 
-def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+@dataclass(frozen=True)
+class Story:
+    """What dumps say: a text for the screen, and facts for the event log, without the words of workers' exceptions."""
+
+    text: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> Story:
     """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
 
     Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
     """
-    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else ""
+    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else Story()
     is_own = own_folder in folder.parents
-    if not found and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
-        found = "there are dumps from while the job ran."
-    if not found:
-        return ""
+    if not found.text and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        found = Story("there are dumps from while the job ran.")
+    if not found.text:
+        return found
     if is_own:
         folder = _kept(own_folder) / folder.relative_to(own_folder / FOLDER)
-    return f"{OPERATION}: flight recorder: {found}\n    more: disttrain-flight {folder}\n"
+    text = f"{OPERATION}: flight recorder: {found.text}\n    more: disttrain-flight {folder}\n"
+    return Story(text, {**found.facts, "dumps": str(folder)})
 
 
 def _kept(own_folder: Path) -> Path:
@@ -42,21 +53,21 @@ def _kept(own_folder: Path) -> Path:
     return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
 
 
-def _verdict(folder: Path, spec: JobSpec, started_s: float) -> str:
+def _verdict(folder: Path, spec: JobSpec, started_s: float) -> Story:
     try:
         analysis = analyze(folder)
     except FlightDumpError:
-        return ""
+        return Story()
     verdict, dumps = analysis.verdicts[0], analysis.dumps
     if not any(dump.started_s >= started_s for dump in dumps) or verdict.kind is Kind.NOTHING_WRONG:
-        return ""
+        return Story()
     if spec.num_nodes > 1 and len(dumps) < dumps[0].world_size:
         if all(dump.reason == EXIT for dump in dumps):
-            return ""  # Of this node all ranks have ended as they should.
+            return Story()  # Of this node all ranks have ended as they should.
         # Whoever lies elsewhere would be blamed for having left nothing.
         ranks = ranks_text(dump.rank for dump in dumps)
-        return f"of {ranks} only; put the dumps of all nodes into one folder."
-    return verdict.summary
+        return Story(f"of {ranks} only; put the dumps of all nodes into one folder.")
+    return Story(verdict.summary, {"kind": verdict.kind, "ranks": verdict.ranks, "cause": verdict.cause})
 
 
 def _is_of_the_run(dump: Path) -> bool:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 from disttrain import __version__, settings
@@ -29,7 +30,7 @@ from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import dump_folder, with_dump_folder
+from disttrain_launch.dumps import dump_folder, ring_folder, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
 from disttrain_launch.events import Record, cause_of
@@ -42,6 +43,7 @@ from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.report import ending
 from disttrain_launch.rounds import Node
+from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
 from disttrain_launch.sweeping import Sweeper
@@ -57,6 +59,8 @@ _LEAVE_S = 2.0
 
 _SUCCESSION_S = 10.0
 """How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
+
+_SAY_MS = 1000
 
 _LINGER_S = 1.0
 """How long the store serves peers after this node has left: they may still be reading that it is over."""
@@ -79,12 +83,12 @@ def run(spec: JobSpec) -> int:
         # For what shall outlive workers in memory, such as copies of saves.
         memory = _SHARED_MEMORY / f"{folder.name}-memory"  # TMPDIR may lie there, too
         folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
-        warden = Warden(name, folders, spec.stop_grace_s)
+        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
+        warden = Warden(name, folders, spec.stop_grace_s, partial(_keep_rings, environ))
         cleanup.callback(warden.close)
         for made in folders:
             made.mkdir(mode=0o700)
             cleanup.callback(shutil.rmtree, made, ignore_errors=True)
-        environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
         if memory in folders:
             environ[settings.MEMORY_DIR.name] = str(memory)
         signals = cleanup.enter_context(SignalPipe())
@@ -146,28 +150,40 @@ def _take_part(
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
-    why = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ""
-    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.strip())
+    why, facts = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ("", {})
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
     agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
-    agent.output.flush()
+    # Who told us to stop does not wait for a reader.
+    agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
     return done.outcome.exit_code
 
 
-def _story(dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> str:
+def _story(
+    dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float
+) -> tuple[str, Mapping[str, object]]:
     if not dumps.is_dir():
-        return ""
+        return "", {}
     from disttrain_launch.dump_story import story  # see there: a start does not wait for it
 
-    return story(dumps, own_folder, outcome, spec, started_s)
+    told = story(dumps, own_folder, outcome, spec, started_s)
+    return told.text, told.facts
 
 
-def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: str = "") -> None:
+def _keep_rings(environ: Mapping[str, str]) -> None:
+    """What workers have left of their rings, where the agent was killed, and nobody knows the round."""
+    if (rings := ring_folder(environ)).is_dir():
+        from disttrain.flight_recorder.left_rings import collect_linked  # only the warden of a killed agent needs it
+
+        collect_linked(rings, dump_folder(environ, 0))
+
+
+def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: Mapping[str, object] | None = None) -> None:
     """The last records of the event log; `leader` None: another node writes it."""
     if leader is None:
         return
     if verdict:
-        leader.log("verdict", text=verdict)
+        leader.log("verdict", **verdict)
     leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 
@@ -326,4 +342,8 @@ def _sayer(spec: JobSpec) -> Say:
 
 
 def _say(text: str) -> None:
-    print(f"{OPERATION}: {text}", file=sys.stderr, flush=True)
+    sys.stderr.flush()
+    with closing(Outlet(2)) as outlet:
+        outlet.put(f"{OPERATION}: {text}\n".encode("utf-8", "replace"))
+        # A terminal that nobody reads must keep nobody, least of all who was told to stop.
+        outlet.flush(_SAY_MS)

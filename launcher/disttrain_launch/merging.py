@@ -14,7 +14,7 @@ from disttrain_launch.screen import Screen, prefixed
 
 @dataclass(frozen=True)
 class _Unfinished:
-    rank: int
+    voice: MergedVoice
     text: bytes
     is_bar: bool
     since_s: float
@@ -34,8 +34,10 @@ class Merger:
         self._voices: Counter[int] = Counter()
         self._waiting: _Unfinished | None = None
         """What is not shown yet."""
-        self._bar_rank: int | None = None
-        """Whose bar is on the screen."""
+        self._bar: _Unfinished | None = None
+        """What is on the screen."""
+        self._is_whole = False
+        """Its line has been finished since."""
 
     def voice(self, rank: int) -> MergedVoice:
         """For one more stream of this rank."""
@@ -49,17 +51,19 @@ class Merger:
             del self._voices[rank]
         self.release()
 
-    def hear(self, rank: int, lines: bytes) -> None:
+    def hear(self, voice: MergedVoice, lines: bytes) -> None:
         """Whole lines, each with its newline."""
-        if self._waiting is not None and self._waiting.rank == rank:
+        # A question on one stream is asked, whatever its rank says on the other.
+        if self._waiting is not None and self._waiting.voice is voice:
             self._waiting = None
-        self._lines.put(rank, lines[:-1].split(b"\n"), self._clock())
+        self._is_whole |= self._bar is not None and self._bar.voice is voice
+        self._lines.put(voice.rank, lines[:-1].split(b"\n"), self._clock())
         self.release()
 
-    def hear_bar(self, rank: int, text: bytes, *, is_bar: bool) -> None:
+    def hear_bar(self, voice: MergedVoice, text: bytes, *, is_bar: bool) -> None:
         """A line that is not whole yet: a bar, a question, or the beginning of a line that is written in parts."""
         since_s = self._clock() if self._waiting is None else self._waiting.since_s
-        self._waiting = _Unfinished(rank, text, is_bar, since_s)
+        self._waiting = _Unfinished(voice, text, is_bar, since_s)
         self.release()
 
     @property
@@ -76,12 +80,12 @@ class Merger:
         if (deadline_s := self._repetitions.deadline_s) is not None and now_s >= deadline_s:
             self._put(self._repetitions.tell())
         waiting = self._waiting
-        if waiting is None or self._lines.holds_of(waiting.rank):
+        if waiting is None or self._lines.holds_of(waiting.voice.rank):
             return
         # Whoever prints in parts would make the screen flicker: only what stays unfinished is a question.
         if waiting.is_bar or now_s >= waiting.since_s + HOLD_S:
-            self._waiting, self._bar_rank = None, waiting.rank
-            prefix = self._prefix(frozenset((waiting.rank,)))
+            self._waiting, self._bar, self._is_whole = None, waiting, False
+            prefix = self._prefix(frozenset((waiting.voice.rank,)))
             self._screen.show_bar(prefix, waiting.text, now_s, is_bar=waiting.is_bar)
 
     def flush(self) -> None:
@@ -96,15 +100,18 @@ class Merger:
     def _put(self, shown: list[Said]) -> None:
         if not shown:
             return
-        ends_bar = any(self._bar_rank in ranks for ranks, _ in shown)
+        bar = self._bar
+        ends_bar = bar is not None and any(bar.voice.rank in ranks for ranks, _ in shown)
+        if ends_bar and not self._is_whole:
+            self._screen.leave_question()
         groups = [(ranks, [text for _, text in said]) for ranks, said in groupby(shown, key=lambda said: said[0])]
         lines = [prefixed(self._prefix(ranks), b"\n".join(texts) + b"\n") for ranks, texts in groups]
         self._screen.show_lines(b"".join(lines), ends_bar=ends_bar)
         if ends_bar:
-            self._bar_rank = None
+            self._bar = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MergedVoice:
     """One stream's way to the screen, through a merger."""
 
@@ -112,10 +119,10 @@ class MergedVoice:
     rank: int
 
     def show_lines(self, lines: bytes) -> None:
-        self.merger.hear(self.rank, lines)
+        self.merger.hear(self, lines)
 
     def show_bar(self, text: bytes, *, is_bar: bool) -> None:
-        self.merger.hear_bar(self.rank, text, is_bar=is_bar)
+        self.merger.hear_bar(self, text, is_bar=is_bar)
 
     def close(self) -> None:
         self.merger.end(self.rank)

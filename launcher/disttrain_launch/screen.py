@@ -7,7 +7,6 @@ that a worker died. What cannot be written now waits in memory, and `is_congeste
 from __future__ import annotations
 
 import os
-import re
 import select
 import shutil
 import stat
@@ -16,29 +15,32 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from disttrain import settings
+from disttrain_launch.terminal_text import cut, harmless, width
 
 ATOMIC_BYTES = 4096
 """POSIX's PIPE_BUF on Linux: a write of that size to a pipe that polls writable neither blocks nor is torn."""
 CONGESTED_BYTES = 1 << 18
+_RETRY_S = 0.01
 BAR_INTERVAL_S = 10.0
 """How often a moving progress bar is written where there is no terminal to overwrite it on."""
 _PREFIX_COLUMNS = len("[rank 0] ") + 1
 ERASE_LINE = b"\x1b[2K"
 _CLEAR_LINE = b"\r" + ERASE_LINE
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
-_ESCAPES = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z])")
+_NO_COLOUR = b"\x1b[0m"
 _BOLD = 1
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 
 class Outlet:
-    """A file descriptor that is written to without ever blocking."""
+    """A file descriptor that is written to without ever blocking; `fd`: what is written to in its place."""
 
     def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.fd = _never_blocking(fd)
+        self._is_own = self.fd != fd
         self._waiting = bytearray()
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self._poll.register(self.fd, select.POLLOUT)
         self._is_broken = False
         # A file on disk can always be written, and epoll does not take it.
         self.can_poll = not stat.S_ISREG(os.fstat(fd).st_mode)
@@ -63,7 +65,10 @@ class Outlet:
             try:
                 num_written = os.write(self.fd, self._piece())
             except BlockingIOError:
-                return
+                if wait_ms is not None:
+                    return
+                time.sleep(_RETRY_S)  # Somebody else was faster, or there is not room enough.
+                continue
             except OSError:
                 # Nobody reads any more. Training goes on; its files are still written.
                 self._is_broken = True
@@ -72,12 +77,30 @@ class Outlet:
         if self._is_broken:
             self._waiting.clear()
 
+    def close(self) -> None:
+        """Let go of what is written to in place of the descriptor given."""
+        if self._is_own:
+            os.close(self.fd)
+
     def _piece(self) -> bytes:
         if not self.can_poll:
             return bytes(self._waiting)
         # Up to a line's end, where there is one: others may write to the same pipe.
         end = self._waiting.rfind(b"\n", 0, ATOMIC_BYTES) + 1
         return bytes(self._waiting[: end or ATOMIC_BYTES])
+
+
+def _never_blocking(fd: int) -> int:
+    """A terminal with little room left polls writable, and a write of more than that blocks: a way of our own to it.
+
+    Who started us shares `fd`, and must not find it changed.
+    """
+    if not os.isatty(fd):
+        return fd
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return fd  # such as another user's terminal, after su
 
 
 class Screen:
@@ -97,6 +120,8 @@ class Screen:
     def show_lines(self, lines: bytes, *, ends_bar: bool = False) -> None:
         """Show whole lines, each with its newline, above table and bar. `ends_bar`: they are what it came to."""
         self._watch_cursor(lines)
+        if self.is_terminal:
+            lines = harmless(lines)
         if ends_bar:
             self._bar = b""
         self._draw(lines)
@@ -105,7 +130,8 @@ class Screen:
         """Show an unfinished line: below all others on a terminal, elsewhere now and then as a line of its own."""
         self._watch_cursor(text)
         if self.is_terminal:
-            self._bar = prefix + _cut(text, shutil.get_terminal_size().columns - _PREFIX_COLUMNS)
+            # A bar that wraps could not be overwritten.
+            self._bar = prefix + cut(harmless(text), max(self._columns - _PREFIX_COLUMNS, 8))
             self._is_question = not is_bar
             self._draw()
         elif is_bar and now_s - self._bar_shown_s >= BAR_INTERVAL_S:
@@ -118,6 +144,12 @@ class Screen:
         # Who reads slowly gets no more than he takes.
         if not self._asks and not self.outlet.is_waiting:
             self._draw()
+
+    def leave_question(self) -> None:
+        """Lines come that don't answer it: it stays where it is, and they come below. A bar is no question."""
+        if self._asks:
+            self.outlet.put(b"\n")
+            self._bar, self._drawn = b"", []
 
     def restore(self) -> None:
         """Leave the terminal as it was: a worker that was killed can't show the cursor that it hid."""
@@ -134,21 +166,30 @@ class Screen:
     def _asks(self) -> bool:
         return bool(self._bar) and self._is_question
 
+    @property
+    def _columns(self) -> int:
+        try:
+            columns = os.get_terminal_size(self.outlet.fd).columns
+        except OSError:
+            columns = 0
+        return columns or shutil.get_terminal_size().columns
+
     def _draw(self, lines: bytes = b"") -> None:
         """Write `lines` over table and bar, and these anew below them."""
         erasure = self._erasure()
         # Whoever answers a question ends its line, unseen by us: only that one line may stand there then.
         table = () if self._asks else self._table
         self._drawn = [*table, self._bar] if self._bar else [*table]
-        if text := erasure + lines + b"\n".join(self._drawn):
+        # Colours that a worker has not ended are its own.
+        end = _NO_COLOUR if b"\x1b[" in lines and self._drawn else b""
+        if text := erasure + lines + end + b"\n".join(self._drawn):
             self.outlet.put(text)
 
     def _erasure(self) -> bytes:
         if not self._drawn:
             return b""
         # A terminal that was made narrower has wrapped them.
-        columns = max(shutil.get_terminal_size().columns, 1)
-        num_rows = sum(max(-(-_width(line) // columns), 1) for line in self._drawn)
+        num_rows = sum(max(-(-width(line) // self._columns), 1) for line in self._drawn)
         return _CLEAR_LINE if num_rows == 1 else b"\r\x1b[%dA\x1b[J" % (num_rows - 1)
 
 
@@ -176,21 +217,6 @@ class PlainVoice:
 def prefixed(prefix: bytes, lines: bytes) -> bytes:
     """`prefix` before each of some whole lines."""
     return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
-
-
-def _width(line: bytes) -> int:
-    return len(_ESCAPES.sub("", line.decode("utf-8", "replace")))
-
-
-def _cut(text: bytes, width: int) -> bytes:
-    # A bar that wraps could not be overwritten; escape sequences take no room, and colours must end.
-    left = max(width, 8)
-    kept = []
-    for part in _ESCAPES.split(text.decode("utf-8", "replace")):
-        shown = part if part.startswith("\x1b") else part[:left]
-        left -= 0 if shown.startswith("\x1b") else len(shown)
-        kept.append(shown)
-    return "".join(kept).encode()
 
 
 def make_screens() -> dict[int, Screen]:

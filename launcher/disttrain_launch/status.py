@@ -17,7 +17,7 @@ from pathlib import Path
 
 from disttrain import settings
 from disttrain.console import write
-from disttrain.errors import LaunchError, StoreConnectionError, StoreTimeoutError
+from disttrain.errors import LaunchError, StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore, TCPStore, read_token
 from disttrain_launch.job import OPERATION
 from disttrain_launch.rendezvous import ROOM
@@ -69,14 +69,28 @@ def _looks(options: argparse.Namespace) -> Iterator[list[Sight]]:
     stores: dict[Address, PrefixStore] = {}
     try:
         while True:
-            addresses = [_given(options)] if options.endpoint else addresses_here()
-            yield [sight for address in addresses if (sight := _look(stores, address)) is not None]
+            given = _look(stores, _given(options)) if options.endpoint else None
+            yield ([] if given is None else [given]) if options.endpoint else _all_here(stores)
             if not options.watch:
                 return
             time.sleep(1.0)
     finally:
         for store in stores.values():
             store.close()
+
+
+def _all_here(stores: dict[Address, PrefixStore]) -> list[Sight]:
+    found: dict[str, Sight] = {}
+    for address in addresses_here():
+        if address.endpoint in found:
+            continue
+        try:
+            sight = _look(stores, address)
+        except StoreError:
+            continue  # What is there is not the job of this note.
+        if sight is not None:
+            found[address.endpoint] = sight
+    return [*found.values()]
 
 
 def _given(options: argparse.Namespace) -> Address:

@@ -72,13 +72,14 @@ class Streams:
             pump.close()
         self._pumps.clear()
         self._is_paused = False
+        self.show_held()
         for screen in self.screens.values():
             screen.restore()
 
-    def flush(self) -> None:
-        """Wait until the screen has taken everything."""
+    def flush(self, wait_ms: int | None = None) -> None:
+        """Wait until the screen has taken everything, or nothing for `wait_ms`."""
         for outlet in self._outlets:
-            outlet.flush(None)
+            outlet.flush(wait_ms)
 
     def _pause(self) -> None:
         if self._is_paused:

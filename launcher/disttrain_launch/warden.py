@@ -2,7 +2,8 @@
 
 The agent may be killed with SIGKILL, and then can do nothing any more. The warden is forked from it before anything
 else is started, in a session of its own, and blocks on a pipe whose other end only the agent holds: when the pipe ends
-without a farewell, the warden stops the workers and all their children and removes the agent's folders.
+without a farewell, the warden stops the workers and all their children, keeps what tells why they ended, and removes
+the agent's folders.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from disttrain_launch.leftovers import stop_leftovers
@@ -23,16 +25,17 @@ _NONE = b"none\n"
 class Warden:
     """Made once per agent, before any thread runs.
 
-    Args: agent  its name;  folders  of its temporary files;  grace_s  from SIGTERM to SIGKILL.
+    Args: agent  its name;  folders  of its temporary files;  grace_s  from SIGTERM to SIGKILL;  keep  saves what is to
+          be kept of them, and may fail.
     """
 
-    def __init__(self, agent: str, folders: Sequence[Path], grace_s: float) -> None:
+    def __init__(self, agent: str, folders: Sequence[Path], grace_s: float, keep: Callable[[], None]) -> None:
         assert threading.active_count() == 1, "a process with threads must not fork"
         read_fd, self._write_fd = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._write_fd)
-            _watch(read_fd, agent, folders, grace_s)
+            _watch(read_fd, agent, folders, grace_s, keep)
         os.close(read_fd)
 
     def ended(self) -> None:
@@ -56,7 +59,7 @@ class Warden:
             pass  # Somebody killed the warden; the agent still cleans up unless it is killed as well.
 
 
-def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float) -> None:
+def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float, keep: Callable[[], None]) -> None:
     """The warden's whole life; never returns."""
     try:
         os.setsid()
@@ -71,6 +74,8 @@ def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float) ->
             told += data
         if not told.endswith(_FAREWELL):
             stop_leftovers(agent, {int(pid) for pid in told.rpartition(_NONE)[2].split()}, grace_s)
+            with suppress(Exception):
+                keep()
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -30,14 +30,14 @@ def leave_note(folder: Path, address: Address) -> None:
 
 
 def addresses_here() -> list[Address]:
-    """Of this user's jobs on this machine, each once."""
-    found: dict[str, Address] = {}
+    """Of this user's jobs on this machine. Of one that was killed with all its processes the note is still there, and
+    another job may have its port."""
+    found: dict[Address, None] = {}
     for note in sorted(Path(tempfile.gettempdir()).glob(f"disttrain-*/{_NOTE}")):
         try:
             # What somebody else has put there is none of ours.
             if note.lstat().st_uid == os.getuid() == note.parent.lstat().st_uid:
-                address = Address(**json.loads(note.read_text(encoding="utf-8")))
-                found.setdefault(address.endpoint, address)
+                found[Address(**json.loads(note.read_text(encoding="utf-8")))] = None
         except (OSError, ValueError, TypeError):
             continue  # Its job ends just now, or begins.
-    return [*found.values()]
+    return [*found]

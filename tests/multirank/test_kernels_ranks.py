@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disttrain
+from disttrain.compiling import compile_blocks
 from disttrain.dtensor import CommDebugMode
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import BackendError, ShapeError
@@ -97,11 +98,15 @@ class Model(nn.Module):
 
 
 @on_ranks(1, 3)
-def test_a_sharded_model_with_kernels_trains_as_a_whole_one_without() -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_sharded_model_with_kernels_trains_as_a_whole_one_without(is_compiled: bool) -> None:
+    torch._dynamo.reset()
     torch.manual_seed(0)
     whole = Model()
     model = copy.deepcopy(whole)
     assert len(use_kernels(model, report=lambda _: None)) == 9
+    if is_compiled:
+        assert len(compile_blocks(model, backend="aot_eager").kinds) == 1
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

@@ -78,7 +78,7 @@ def test_a_lock_that_was_removed_before_it_was_held_is_taken_again(
 def test_a_lock_whose_name_cannot_be_removed_is_not_held_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     path = tmp_path / "x.lock"

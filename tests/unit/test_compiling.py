@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -276,3 +277,43 @@ def test_what_cannot_be_compiled(change: Callable[[Llama], nn.Module], text: str
 def test_blocks_that_are_not_there() -> None:
     with pytest.raises(CompileError, match=r"none is meant by blocks='layers\.\*' in this Llama\."):
         compile_blocks(llama(), "layers.*")
+
+
+def with_own_forwards(kind: str) -> nn.Module:
+    model = nn.Sequential(*(Block(4) for _ in range(3)))
+    for block in model:
+        traced = torch.fx.symbolic_trace(block)
+        if kind == "method":
+            block.forward = MethodType(twice, block)
+        elif kind == "method of a graph":
+            block.forward = MethodType(type(traced).forward, block)
+        elif kind == "a graph's":
+            block.forward = traced.forward
+        else:
+            block.forward = functools.partial(twice, block)
+    return model
+
+
+def twice(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = type(block).forward(block, x) * 2
+    return result
+
+
+@pytest.mark.parametrize("kind", ["method", "method of a graph", "a graph's", "function"])
+def test_a_block_s_own_forward_is_what_is_compiled(kind: str) -> None:
+    model = with_own_forwards(kind)
+    x = torch.ones(2, 4, requires_grad=True)
+    wished = model(x)
+    found = compile_blocks(model, backend="aot_eager")
+    torch.testing.assert_close(model(x), wished)
+    assert len(found.kinds) == (3 if kind == "function" else 1)
+    if kind.startswith("method"):
+        assert num_graphs() == 1
+
+
+def test_one_block_with_a_forward_of_its_own_is_of_another_kind() -> None:
+    model = nn.Sequential(*(Block(4) for _ in range(3)))
+    model[1].forward = MethodType(twice, model[1])
+    wished = model(torch.ones(2, 4))
+    assert [kind.paths for kind in compile_blocks(model, backend="aot_eager").kinds] == [("0", "2"), ("1",)]
+    torch.testing.assert_close(model(torch.ones(2, 4)), wished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, dump_name, enco
 from disttrain.flight_recorder.dump_reader import decode, read_dump
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Failure, Frame, State
+from disttrain.flight_recorder.record import Failure, Frame, GroupProgress, State
 from disttrain.flight_recorder.report import as_json, as_text
 from tests.unit.flight_ranks import NOW_S, Rank, line
 
@@ -54,6 +55,27 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_dump(tmp_path / "taken", _dump())
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_several_threads_may_write_a_dump(tmp_path: Path) -> None:
+    dump = replace(_dump(), groups=tuple(GroupProgress(f"group {number}", (0, 1), 0, "") for number in range(1000)))
+    problems: list[OSError] = []
+
+    def write() -> None:
+        for _ in range(20):
+            try:
+                write_dump(tmp_path / "a.flight", dump)
+            except OSError as problem:
+                problems.append(problem)
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    write_dump(tmp_path / "a.flight", dump)
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert read_dump(tmp_path / "a.flight") == dump
+    assert not problems
+    assert [path.name for path in tmp_path.iterdir()] == ["a.flight"]
 
 
 def test_a_loop_costs_a_record_each_and_its_site_once() -> None:

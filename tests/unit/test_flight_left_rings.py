@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 from disttrain.flight_recorder import FlightRecorder, analyze
-from disttrain.flight_recorder.left_rings import collect, keep_silent
+from disttrain.flight_recorder.left_rings import collect, collect_linked, keep_silent
+from disttrain.flight_recorder.private_file import replace_file
 from disttrain.flight_recorder.process_state import GONE, STOPPED, start_of
+from disttrain.flight_recorder.ring import Ring
 from disttrain.flight_recorder.ring_reader import read_ring
 from disttrain.process_group import World
 from disttrain.store import HashStore
@@ -95,3 +99,33 @@ def test_a_number_of_a_process_is_not_a_process() -> None:
     assert start_of(os.getpid()) == start_of(os.getpid()) > 0
     assert start_of(os.getppid()) <= start_of(os.getpid())
     assert start_of(1 << 30) == 0
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("of value")
+    for name in ("a.ring", f".a.flight.{os.getpid()}-{threading.get_native_id()}"):
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        Ring(4, tmp_path / "a.ring")
+    replace_file(tmp_path / "a.flight", b"dump")
+    assert target.read_text() == "of value"
+    assert (tmp_path / "a.flight").read_bytes() == b"dump"
+
+
+def test_where_only_links_tell_of_rings_they_are_found_by_these(tmp_path: Path) -> None:
+    rings, dumps = tmp_path / "rings", tmp_path / "dumps"
+    for folder in (rings, dumps / "round-1"):
+        folder.mkdir(parents=True)
+    others = tmp_path / "others.ring"
+    for link, name in ((dumps, "a"), (dumps / "round-1", "b")):
+        (rings / f"{name}.ring").write_bytes(name.encode())
+        (link / f"{name}.ring").symlink_to(rings / f"{name}.ring")
+    (rings / "b.stacks").write_bytes(b"stacks")
+    (dumps / "others.ring").symlink_to(others)
+    collect_linked(rings, dumps)
+    shutil.rmtree(rings)
+    assert (dumps / "a.ring").read_bytes() == b"a"
+    assert (dumps / "round-1" / "b.ring").read_bytes() == b"b"
+    assert (dumps / "round-1" / "b.stacks").read_bytes() == b"stacks"
+    assert (dumps / "others.ring").readlink() == others

@@ -259,6 +259,27 @@ def test_backward_may_come_twice_but_not_of_itself() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_of_no_tokens_a_mean_is_nan_and_its_gradients_are_zeros(num_rows: int) -> None:
+    target = torch.full((num_rows,), -100)
+    for run in (
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, target, block_bytes=200),
+        lambda hidden, weight: F.cross_entropy(F.linear(hidden, weight), target),
+    ):
+        leaves = [HIDDEN[:num_rows].clone().requires_grad_(), WEIGHT.clone().requires_grad_()]
+        loss = run(*leaves)
+        loss.backward()
+        assert loss.isnan()
+        for leaf in leaves:
+            assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(HIDDEN, WEIGHT, TARGET)
+        torch.testing.assert_close(loss, F.cross_entropy(F.linear(HIDDEN, WEIGHT), TARGET))
+
+
 def test_refusals() -> None:
     with pytest.raises(ShapeError, match=r"weight \(11, 4\)\. Give a weight \(4, 5\)|Give a weight \(11, 5\)"):
         linear_cross_entropy(HIDDEN, WEIGHT[:, :4], TARGET)

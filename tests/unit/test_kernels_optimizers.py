@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from disttrain.dtensor import DTensor, Replicate, Shard
 from disttrain.errors import ShapeError
 from disttrain.kernels import SGD, AdamW, Lion
+from disttrain.kernels.total_norm import total_norm
 from disttrain.testing import run_threads
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
 from tests.sharding_cases import laid_out, mesh_of
@@ -127,6 +129,96 @@ def test_state_is_saved_and_loaded() -> None:
     assert state["exp_avg"].dtype is torch.bfloat16
     assert state["master"].dtype is torch.float32
     assert torch.equal(state["master"], optimizer.state[own[0]]["master"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [(AdamW, torch.optim.AdamW, {}), (SGD, torch.optim.SGD, {}), (SGD, torch.optim.SGD, {"momentum": 0.9})],
+)
+def test_torch_s_state_is_taken(ours: Any, theirs: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Its groups have other options, and its states no step or no master."""
+    own = parameters(dtype)
+    before = theirs(own, lr=0.01, **options)
+    give_gradients(own, 0)
+    own[1].grad = None  # has no state yet
+    before.step()
+    others = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+    after, wished = ours(own, lr=0.5, **options), theirs(others, lr=0.5, **options)
+    for optimizer in (after, wished):
+        optimizer.load_state_dict(before.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.01
+    give_gradients(own, 1)
+    give_gradients(others, 1)
+    after.step()
+    wished.step()
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
+    torch.testing.assert_close(own, others, **tolerance)
+    assert after.state[own[0]].keys() >= wished.state[others[0]].keys() - {"momentum_buffer"}
+
+
+def test_options_that_only_torch_s_have_are_refused() -> None:
+    own = parameters()
+    theirs = torch.optim.AdamW(own, amsgrad=True)
+    optimizer = AdamW(own)
+    optimizer.load_state_dict(theirs.state_dict())
+    give_gradients(own, 0)
+    with pytest.raises(ShapeError, match="AdamW: a group has amsgrad=True"):
+        optimizer.step()
+
+
+def test_momentum_may_come_later() -> None:
+    own, other = parameters(), parameters()
+    optimizer, wished = SGD(own, lr=0.1), torch.optim.SGD(other, lr=0.1)
+    for step in range(3):
+        give_gradients(own, step)
+        give_gradients(other, step)
+        optimizer.step()
+        wished.step()
+        for one in (optimizer, wished):
+            one.param_groups[0]["momentum"] = 0.9
+    torch.testing.assert_close(own, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_of_halves_is_no_half(dtype: torch.dtype) -> None:
+    """In fp16 it would be infinite, and nothing would move; in bf16 it has eight bits."""
+    own = nn.Parameter(torch.zeros(1000, dtype=dtype))
+    optimizer = SGD([own], lr=1.0, max_norm=1.0)
+    own.grad = torch.full((1000,), 6e4, dtype=dtype)
+    optimizer.step(grad_scale=torch.tensor(2.0**-16))
+    torch.testing.assert_close(optimizer.state[own]["master"].norm(), torch.tensor(1.0), rtol=1e-5, atol=0.0)
+
+
+def test_states_in_fp64_are_left_to_torch_s_operators() -> None:
+    own, other = parameters(), parameters()
+    optimizer, wished = AdamW(own, lr=0.1, state_dtype=torch.float64), AdamW(other, lr=0.1)
+    for step in range(2):
+        give_gradients(own, step)
+        give_gradients(other, step)
+        with patch.dict("os.environ", {"DISTTRAIN_KERNELS": "auto"}):
+            optimizer.step()
+        wished.step()
+    torch.testing.assert_close(own, other)
+
+
+def test_the_norm_of_gradients_that_lie_in_several_ways() -> None:
+    """As torch's of the whole ones."""
+    wholes = [drawn(5, 6, seed=seed, dtype=torch.float32) for seed in range(5)]
+    wished = torch.nn.utils.get_total_norm(wholes)
+
+    def body() -> None:
+        mesh, other = mesh_of((2, 2)), mesh_of((4,))
+        placements: list[tuple[Any, list[Any]]] = [
+            (mesh, [Shard(0), Shard(1)]),
+            (mesh, [Shard(0), Replicate()]),
+            (mesh, [Shard(0), Shard(0)]),
+            (other, [Shard(1)]),
+        ]
+        lying = [laid_out(whole, where, how) for whole, (where, how) in zip(wholes, placements, strict=False)]
+        torch.testing.assert_close(total_norm([*lying, wholes[-1]]), wished)
+
+    run_threads(4, body)
 
 
 def test_dtensors_are_updated_part_by_part(implementation: str) -> None:

@@ -143,3 +143,18 @@ def test_when_one_stream_is_left_its_lines_come_at_once() -> None:
     assert terminal.shown() == ["[rank 0] mine"]
     merger.flush()
     assert terminal.shown() == ["[rank 0] mine", "[rank 0] (repeated 3 times)"]
+
+
+def test_a_question_is_seen_whatever_its_rank_says_on_the_other_stream() -> None:
+    terminal, clock = Terminal(columns=60, num_rows=10), Clock()
+    merger = Merger(terminal.screen(), lambda ranks: ranks_prefix(ranks, {}, is_terminal=False), clock)
+    stdout, stderr = merger.voice(0), merger.voice(0)
+    stdout.show_bar(b"more? ", is_bar=False)
+    stderr.show_lines(b"warning 1\n")
+    clock.now_s = HOLD_S
+    merger.release()
+    assert terminal.shown() == ["[rank 0] warning 1", "[rank 0] more?"]
+    stderr.show_lines(b"warning 2\n")
+    assert terminal.shown() == ["[rank 0] warning 1", "[rank 0] more?", "[rank 0] warning 2"]
+    stdout.show_lines(b"more? yes\n")
+    assert terminal.shown()[3:] == ["[rank 0] more? yes"]

@@ -251,6 +251,11 @@ def test_only_notes_of_this_user_are_believed(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "disttrain-d").mkdir()
     (tmp_path / "disttrain-d" / "job.json").write_text("{half")
     assert (tmp_path / "disttrain-a" / "job.json").stat().st_mode & 0o777 == 0o600
-    assert addresses_here() == [Address("host:1", "disttrain-a/token"), Address("host:2", "disttrain-b/token")]
+    assert addresses_here() == [
+        Address("host:1", "disttrain-a/token"),
+        Address("host:2", "disttrain-b/token"),
+        # One of the two was killed, and the other has its port.
+        Address("host:1", "disttrain-c/token"),
+    ]
     monkeypatch.setattr("os.getuid", lambda: 12345)
     assert addresses_here() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import disttrain
 from disttrain import reports, settings
 from disttrain.reports import PAGE_BYTES, make_page, open_page, read, write
 from disttrain_launch.board import Board
+from disttrain_launch.view import WorkerState
+from disttrain_launch.worker import Worker
 
 
 @pytest.fixture
@@ -113,3 +116,20 @@ def test_a_board_without_a_place_for_pages_has_none(tmp_path: Path) -> None:
     board = Board(tmp_path / "missing", 2)
     board.begin(0)
     assert (board.variables(1), board.state().workers) == ({}, ())
+
+
+def test_pages_that_somebody_removes_are_not_needed(tmp_path: Path) -> None:
+    board = Board(tmp_path / "pages", 1)
+    assert board.variables(0) == {}
+    (tmp_path / "pages").mkdir()
+    board = Board(tmp_path / "pages", 1)
+    board.begin(0)
+    worker = Worker(("true",), {}, rank=3, local_rank=0)
+    worker.kill()
+    board.started(worker)
+    shutil.rmtree(tmp_path / "pages")
+    assert board.state().workers == (WorkerState(3, worker.pid),)
+    board.begin(1)
+    assert (board.state().round, board.variables(0)) == (1, {})
+    for fd in (worker.stdout_fd, worker.stderr_fd):
+        os.close(fd)

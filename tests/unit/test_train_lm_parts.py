@@ -169,7 +169,15 @@ def test_no_control_sequence_reaches_the_screen() -> None:
 
 @pytest.mark.parametrize(
     ("number", "shown"),
-    [(0, "0"), (950, "950"), (9994, "9.99k"), (9996, "10.0k"), (539_210, "539k"), (11.58e6, "11.6M")],
+    [
+        (0, "0"),
+        (950, "950"),
+        (9994, "9.99k"),
+        (9996, "10.0k"),
+        (539_210, "539k"),
+        (11.58e6, "11.6M"),
+        (1e300, "1e+300"),
+    ],
 )
 def test_numbers_have_three_digits(number: float, shown: str) -> None:
     assert short(number) == shown

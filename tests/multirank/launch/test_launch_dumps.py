@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -52,6 +53,57 @@ def test_the_verdict_is_printed_and_the_dumps_are_kept(launches: Launches) -> No
     assert "disttrain-launch: flight recorder: Rank 2 did not come to all_reduce #2 of group " in ended.stderr
     assert f"it is in Python at {launches.folder / 'script.py'}:{_line_of('here')} in <module>" in ended.stderr
     assert f"more: disttrain-flight {folder}" in ended.stderr
+
+
+def test_when_the_launcher_is_killed_the_rings_are_kept(launches: Launches) -> None:
+    script = launches.script("""
+        import disttrain, time, torch
+        disttrain.init_process_group(timeout=100)
+        disttrain.all_reduce(torch.ones(4))
+        print("ready", flush=True)
+        time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", "--log-dir", "logs", script)
+    launches.ready(process, 2)
+    process.kill()
+    launches.end(process)
+    folder = launches.folder / "logs" / "flight"
+    launches.wait_gone(10.0)
+    assert [ring.is_symlink() for ring in folder.glob("*.ring")] == [False, False]
+    assert [len(dump.records) for dump in analyze(folder).dumps] == [1, 1]
+
+
+def test_what_an_exception_says_is_on_the_screen_and_not_in_the_event_log(launches: Launches) -> None:
+    script = launches.script("""
+        import disttrain, torch
+        disttrain.init_process_group(timeout=100)
+        if disttrain.get_rank():
+            raise ValueError("password")
+        disttrain.all_reduce(torch.ones(4))
+    """)
+    ended = launches.run("--nproc-per-node", "2", "--log-dir", "logs", script)
+    assert "it ended with ValueError (password)" in ended.stderr
+    text = (launches.folder / "logs" / "events.jsonl").read_text()
+    assert "password" not in text
+    (verdict,) = [one for one in map(json.loads, text.splitlines()) if one["event"] == "verdict"]
+    assert (verdict["kind"], verdict["ranks"], verdict["cause"]) == ("rank_absent", [1], "raised")
+    assert verdict["dumps"] == str(launches.folder / "logs" / "flight")
+
+
+def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(launches: Launches) -> None:
+    (launches.folder / "file").touch()
+    script = launches.script("""
+        import disttrain, signal, sys, time
+        disttrain.init_process_group(timeout=100)
+        if disttrain.get_rank():
+            sys.exit(3)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
+        time.sleep(100)
+    """)
+    dumps = str(launches.folder / "file" / "dumps")
+    ended = launches.run("--nproc-per-node", "2", script, DISTTRAIN_FLIGHT_DIR=dumps)
+    assert ended.exit_code == 3
+    assert "[rank 0] saved" in ended.stderr
 
 
 def _line_of(comment: str) -> int:

@@ -6,10 +6,13 @@ import fcntl
 import json
 import os
 import pty
+import shutil
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +66,58 @@ def test_what_all_ranks_say_is_said_once(launches: Launches) -> None:
     assert sorted(plain.lines) == sorted(
         [f"[rank {rank}] all are here" for rank in range(3)] + 5 * ["[rank 1] again"] + ["[rank 1] enough"]
     )
+
+
+def test_what_is_said_again_at_the_end_is_told(launches: Launches) -> None:
+    script = launches.script("""
+        for text in ["begin", *["same"] * 5]:
+            print(text)
+    """)
+    ended = launches.run("--nproc-per-node", "1", script, **FOLDS)
+    assert ended.lines == ["[rank 0] begin", "[rank 0] same", "[rank 0] (repeated 4 times)"]
+
+
+@pytest.mark.parametrize("num_lines", [1500, 5000])
+def test_a_terminal_that_nobody_reads_keeps_no_launcher_that_is_told_to_stop(
+    launches: Launches, num_lines: int
+) -> None:
+    script = launches.script("""
+        import sys
+        for number in range(int(sys.argv[1])):
+            print(number, "x" * 100)
+    """)
+    reading, writing = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "disttrain_launch",
+        "--nproc-per-node",
+        "1",
+        "--log-dir",
+        "logs",
+        script,
+        str(num_lines),
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=launches.folder,
+        env=launches.environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=writing,
+        stderr=writing,
+        start_new_session=True,
+    )
+    launches.started.append(process)
+    log = launches.folder / "logs" / "rank-0" / "stdout.log"
+    while not log.exists() or log.stat().st_size < 150_000:
+        time.sleep(0.05)
+    # What was printed waits for who reads it.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20.0) == 128 + signal.SIGTERM
+    os.close(reading)
+    os.close(writing)
 
 
 def test_the_event_log_tells_the_whole_story(launches: Launches) -> None:
@@ -119,6 +174,16 @@ def test_status_finds_the_jobs_of_this_machine(launches: Launches, is_json: bool
         assert [each["numbers"] for each in job["nodes"][0]["workers"]] == [
             {"step": 7, "loss": 1.5 + rank, "tokens_per_s": 1000} for rank in range(2)
         ]
+    # A launcher that was killed with its warden: another has its port now, or nobody has.
+    (note,) = launches.folder.glob("disttrain-*/job.json")
+    found = json.loads(note.read_text())
+    for name, endpoint in (("disttrain-0", found["endpoint"]), ("disttrain-1", "127.0.0.1:1")):
+        (launches.folder / name).mkdir()
+        stale = {"endpoint": endpoint, "token_file": str(launches.folder / "gone")}
+        (launches.folder / name / "job.json").write_text(json.dumps(stale))
+    assert launches.run("status").lines[0].startswith("job job-7: running")
+    for name in ("disttrain-0", "disttrain-1"):
+        shutil.rmtree(launches.folder / name)
     (launches.folder / "over").touch()
     assert launches.end(process).exit_code == 0
     none = launches.run("status")
