@@ -3,6 +3,7 @@
     disttrain-launch --nproc-per-node 2 examples/train_lm.py
     disttrain-launch --nproc-per-node 8 examples/train_lm.py --data DIR --preset base --batch 64 --seq 1024
     disttrain-launch --nproc-per-node 2 examples/train_lm.py --resume --compile
+    disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... examples/train_lm.py --out DIR
 
 `train` is the whole story; what it tells is above it, and in `lm/`: the network, the text, the screen.
 """

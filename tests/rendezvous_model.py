@@ -157,6 +157,8 @@ class Cluster:
                 assert command.word.num_restarts <= self.terms.max_restarts
             player = self.players[command.agent]
             player.word, player.has_heard = command.word, False
+            if isinstance(command.word, Done) and self.machine.phase is not Phase.OVER:
+                self.given_up.add(command.agent)
         if begun:
             self.check_round(begun)
 

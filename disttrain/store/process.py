@@ -183,7 +183,10 @@ def spawn_server(
         os.close(server_stdin)
         os.close(server_stdout)
     try:
-        os.write(to_server, encode(config.to_message()))
+        try:
+            os.write(to_server, encode(config.to_message()))
+        except BrokenPipeError:
+            pass  # It is dead already; that it gives no answer says so.
         answer = _read_answer(from_server, f"{host or '*'}:{port}")
     except BaseException:
         process.kill()

@@ -39,13 +39,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
-    """The flags, with `out` resolved to a folder; a run that is resumed has its own flags back. Raises SettingError."""
+    """The flags, with `out` resolved to a folder; a run that is resumed has its own flags back. Raises SettingError.
+
+    When the launcher has started the job's workers again, the run in --out is resumed without being asked for.
+    """
     parser = _parser()
     flags = parser.parse_args(arguments)
+    if settings.ROUND.read() and flags.out is not None:
+        flags.resume |= _has_run(flags.out)
     out = _choose_folder(flags.out, is_resumed=flags.resume)
     if flags.resume:
         saved = json.loads((out / MEMO).read_text(encoding="utf-8"))
-        parser.set_defaults(**saved)
+        parser.set_defaults(**saved, resume=True)
         flags = parser.parse_args(arguments)
         for name in FIXED:
             if getattr(flags, name) != saved[name]:

@@ -9,8 +9,8 @@ The parts, from the command line inwards:
     handed_token        the job's token from standard input
     devices             how many GPUs and cores this node has
     rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
-    rendezvous_state    nodes that come, go and fail in, rounds out; with refusals and restarts; pure
-    rendezvous          node 0's shell around it, over disttrain.store
+    rendezvous_state    nodes that come, go and fail in, rounds out; with peers, held, refusals and restarts; pure
+    rendezvous          node 0's shell around it, over disttrain.store; sweeping removes what old rounds left there
     seat, standby       who leads, who keeps the store's standby and takes node 0's place
     inherited           the rendezvous as a successor of node 0 goes on with it; pure
     link                a node's side: its reports, node 0's words
@@ -28,6 +28,8 @@ The parts, from the command line inwards:
     status, whereabouts the same from elsewhere; where jobs are
     events, event_log   what happened as records, pure; their file
     outcome, report     how a job ended as a value, and as text
+    dumps, dump_asking, dump_story
+                        the flight recorders' dumps: where they go; of a job that fails, asked for and told
 
 Nothing here imports torch.
 """

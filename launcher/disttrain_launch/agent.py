@@ -10,16 +10,16 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disttrain import settings
 from disttrain_launch.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import ask_for_dumps, collect_rings, dump_folder
+from disttrain_launch.dumps import dump_folder, ring_folder
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.events import Record, exit_fields, happened
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.leftovers import stop_leftovers
+from disttrain_launch.leftovers import state_of, stop_leftovers
 from disttrain_launch.link import JobLink
 from disttrain_launch.logs import StreamPump
 from disttrain_launch.messages import Done, Run, Stop
@@ -29,12 +29,15 @@ from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe
 from disttrain_launch.supervision import (
     PASSED_SIGNALS,
+    PATIENCE_S,
     STOP_SIGNALS,
     AskForDumps,
     DeadlinePassed,
     End,
     Event,
+    LeaveBehind,
     RoundEnds,
+    SayAwaited,
     Send,
     SetDeadline,
     SignalCame,
@@ -45,6 +48,9 @@ from disttrain_launch.supervision import (
 from disttrain_launch.telling import TableFeed
 from disttrain_launch.warden import Warden
 from disttrain_launch.worker import Worker
+
+if TYPE_CHECKING:
+    from disttrain_launch.dump_asking import Dumping
 
 
 class Agent:
@@ -100,6 +106,7 @@ class Agent:
         self._deadline_s: float | None = None
         self._outcome: Outcome | None = None
         self._dump_folder = dump_folder(self._environ, self.round)
+        self._dumping: Dumping | None = None
         self._supervision = Supervision(
             range(self._spec.num_local_workers),
             node_rank=self._group_rank,
@@ -120,14 +127,19 @@ class Agent:
             return self._loop()
         finally:
             self._signals.interrupts = False
-            for fd in (self._signals.fd, self._link.fd, *([] if self.feed is None else [self.feed.fd])):
-                if fd in self._selector.get_map():
+            self._end_dumping()
+            feed_fd = None if self.feed is None else self.feed.fd
+            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd, feed_fd):
+                if fd is not None and fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
-                worker.kill()
-            sessions = {worker.pid for worker in self._workers.values()}
-            stop_leftovers(self._name, sessions, self._spec.stop_grace_s)
-            collect_rings(self._environ, self._dump_folder)
+                worker.send(signal.SIGKILL, with_children=True)
+            self._say_left(
+                stop_leftovers(self._name, {worker.pid for worker in self._workers.values()}, self._spec.stop_grace_s)
+            )
+            for worker in self._workers.values():
+                worker.poll()
+            self._collect_rings()
             self._warden.ended()
             self.output.end_all()
 
@@ -149,6 +161,8 @@ class Agent:
         self._signals.interrupts = False
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
         self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
+        if self._meeting.server_fd is not None:
+            self._selector.register(self._meeting.server_fd, selectors.EVENT_READ, self._meeting)
         if self.feed is not None:
             self._selector.register(self.feed.fd, selectors.EVENT_READ, self.feed)
         while self._outcome is None:
@@ -161,10 +175,16 @@ class Agent:
                         self._read_signals()
                     case JobLink():
                         self._hear_word()
+                    case Meeting():
+                        self._selector.unregister(key.fd)
+                        self._link.lose("its process ended.")
+                    case _ if self._dumping is not None and self._dumping.is_over:
+                        self._deadline_s = time.monotonic()
                     case TableFeed():
                         self.output.show_table(key.data.take())
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._deadline_s = None
+                self._end_dumping()
                 self._handle(DeadlinePassed())
         return self._outcome
 
@@ -244,17 +264,63 @@ class Agent:
                     for local_rank in self._running:
                         self._workers[local_rank].send(number, with_children=with_children)
                 case AskForDumps():
-                    sessions = {self._workers[local_rank].pid for local_rank in self._running}
-                    self._deadline_s = time.monotonic() + ask_for_dumps(self._environ, self._dump_folder, sessions)
+                    self._ask_for_dumps()
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
                 case Tell(outcome):
                     self._link.ended(self.round, outcome)
+                case SayAwaited(local_ranks):
+                    self._say_awaited(local_ranks)
+                case LeaveBehind():
+                    self._running.clear()
                 case End(outcome):
                     self._outcome = outcome
+
+    def _ask_for_dumps(self) -> None:
+        self._deadline_s = time.monotonic()
+        rings = ring_folder(self._environ)
+        if not rings.is_dir():
+            return
+        from disttrain_launch.dump_asking import DUMP_S, Dumping  # see there: a start does not wait for it
+
+        sessions = {self._workers[local_rank].pid for local_rank in self._running}
+        self._dumping = Dumping(rings, self._dump_folder, sessions)
+        if self._dumping.is_over:
+            return
+        self._deadline_s += DUMP_S
+        if self._dumping.fd is not None:
+            self._selector.register(self._dumping.fd, selectors.EVENT_READ, self._dumping)
+
+    def _end_dumping(self) -> None:
+        if self._dumping is not None:
+            if self._dumping.fd is not None and self._dumping.fd in self._selector.get_map():
+                self._selector.unregister(self._dumping.fd)
+            self._dumping.close()
+            self._dumping = None
+
+    def _collect_rings(self) -> None:
+        rings = ring_folder(self._environ)
+        if rings.is_dir():
+            from disttrain_launch.dump_asking import collect_rings  # as above
+
+            collect_rings(rings, self._dump_folder)
 
     def _say_sent(self, number: int) -> None:
         count = len(self._running)
         again = "; again to kill them now" if number == signal.SIGINT else ""
         workers = f"{count} worker{'s' if count > 1 else ''} of this node"
         self.output.mention(f"{OPERATION}: {signal_name(number)} to {workers}{again}\n")
+
+    def _say_awaited(self, local_ranks: frozenset[int]) -> None:
+        ranks = ", ".join(str(self._workers[local_rank].rank) for local_rank in sorted(local_ranks))
+        ended = f"a worker of this node ended {PATIENCE_S:g} s ago with exit code 0"
+        self.output.say(f"{OPERATION}: {ended}; still waiting for rank{'s' if len(local_ranks) > 1 else ''} {ranks}\n")
+
+    def _say_left(self, pids: list[int]) -> None:
+        rank_of = {worker.pid: worker.rank for worker in self._workers.values()}
+        for pid in pids:
+            who = f"rank {rank_of[pid]} (pid {pid})" if pid in rank_of else f"pid {pid}"
+            self.output.say(
+                f"{OPERATION}: {who} is left behind: SIGKILL did not end it, its state is {state_of(pid)}. It goes "
+                "when the kernel lets go of it; see what it waits for (a file system, a driver).\n"
+            )

@@ -26,6 +26,8 @@ class Meeting:
     """For scripts on plain torch.distributed: rank 0 listens here, with torch's own store."""
     addresses: Callable[[], tuple[Address, Address | None]] | None = None
     """Where the store is by now, and its standby; None: it stays where it was."""
+    server_fd: int | None = None
+    """Readable when the store's server has ended, where workers alone use it: else those who use it notice."""
 
     @property
     def endpoint(self) -> str:

@@ -167,6 +167,12 @@ def _add_script(parser: Parser) -> None:
     add_flag(group, "-m", "--module", action="store_true", help="script is a module, as in python -m")
     add_flag(group, "--no-python", action="store_true", help="script is a program of its own")
     add_flag(group, "--role", default="default", metavar="NAME", help="ROLE_NAME of the workers")
+    add_flag(
+        group,
+        "--allow-different-commands",
+        action="store_true",
+        help="nodes may run different scripts or arguments; give it on all of them",
+    )
 
 
 def _add_logs(parser: Parser) -> None:

@@ -12,6 +12,8 @@ from disttrain_launch.rounds import Terms
 OPERATION = "disttrain-launch"
 """How every message of the launcher begins."""
 
+STOP_SLACK_S = 20.0
+"""What stopping workers takes beyond their own time: dumps, the kernel, and the word about it."""
 UNNAMED = "none"
 """Name of a job of several nodes that was given none."""
 
@@ -122,6 +124,8 @@ class JobSpec:
     max_restarts: int = 0
     max_quick_failures: int = 3
     """See `Terms`."""
+    may_differ: bool = False
+    """Whether nodes may run different scripts, or with different arguments."""
 
     @property
     def terms(self) -> Terms:
@@ -136,6 +140,13 @@ class JobSpec:
         )
 
     @property
+    def stop_s(self) -> float:
+        """The longest that stopping the workers may take, with their dumps and children."""
+        return max(self.stop_grace_s, self.shutdown_timeout_s) + self.stop_grace_s + STOP_SLACK_S
+
+    @property
     def digest(self) -> str:
         """Equal on nodes that were asked to run the same; the interpreter's path may differ between hosts."""
+        if self.may_differ:
+            return ""
         return hashlib.sha256("\0".join(self.command[1:]).encode("utf-8", "surrogateescape")).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from disttrain.store.elector import Elector
 from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
 from disttrain_launch.agent import Agent
 from disttrain_launch.board import Board
-from disttrain_launch.dumps import Story, collect_linked_rings, dump_folder, story, with_dump_folder
+from disttrain_launch.dumps import dump_folder, ring_folder, with_dump_folder
 from disttrain_launch.environment import Meeting
 from disttrain_launch.event_log import EventLog
 from disttrain_launch.events import Record, cause_of
@@ -37,7 +38,7 @@ from disttrain_launch.handed_token import STDIN, read_handed_token
 from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
 from disttrain_launch.leading import first_leader, has_standby, successor
 from disttrain_launch.link import JobLink
-from disttrain_launch.outcome import Interrupted, signal_name
+from disttrain_launch.outcome import Interrupted, Outcome, signal_name
 from disttrain_launch.part import take_part
 from disttrain_launch.rendezvous import Leader, Say, connect
 from disttrain_launch.report import ending
@@ -45,6 +46,7 @@ from disttrain_launch.rounds import Node
 from disttrain_launch.screen import Outlet
 from disttrain_launch.signals import SignalPipe, SignalStop
 from disttrain_launch.standby import Standby
+from disttrain_launch.sweeping import Sweeper
 from disttrain_launch.telling import Connect, Telling
 from disttrain_launch.view import JobState
 from disttrain_launch.warden import Warden
@@ -54,6 +56,9 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 
 _LEAVE_S = 2.0
 """How long a node that goes before the end waits for node 0's answer."""
+
+_SUCCESSION_S = 10.0
+"""How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
 
 _SAY_MS = 1000
 
@@ -76,10 +81,10 @@ def run(spec: JobSpec) -> int:
         # The warden knows the folders before they are made, so that no moment is left in which one could stay behind.
         folder = Path(_temporary_directory(), f"disttrain-{secrets.token_hex(8)}")
         # For what shall outlive workers in memory, such as copies of saves.
-        memory = _SHARED_MEMORY / folder.name
+        memory = _SHARED_MEMORY / f"{folder.name}-memory"  # TMPDIR may lie there, too
         folders = [folder, memory] if os.access(_SHARED_MEMORY, os.W_OK) else [folder]
         environ = with_dump_folder(environ, spec, folder, memory if memory in folders else folder)
-        warden = Warden(name, folders, spec.stop_grace_s, partial(collect_linked_rings, environ))
+        warden = Warden(name, folders, spec.stop_grace_s, partial(_keep_rings, environ))
         cleanup.callback(warden.close)
         for made in folders:
             made.mkdir(mode=0o700)
@@ -145,13 +150,32 @@ def _take_part(
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
-    why = story(dumps, folder, done.outcome, spec, started_s) if has_story else Story()
-    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=why.facts)
-    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why.text)
+    why, facts = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ("", {})
+    _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
+    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
     agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
     return done.outcome.exit_code
+
+
+def _story(
+    dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float
+) -> tuple[str, Mapping[str, object]]:
+    if not dumps.is_dir():
+        return "", {}
+    from disttrain_launch.dump_story import story  # see there: a start does not wait for it
+
+    told = story(dumps, own_folder, outcome, spec, started_s)
+    return told.text, told.facts
+
+
+def _keep_rings(environ: Mapping[str, str]) -> None:
+    """What workers have left of their rings, where the agent was killed, and nobody knows the round."""
+    if (rings := ring_folder(environ)).is_dir():
+        from disttrain.flight_recorder.left_rings import collect_linked  # only the warden of a killed agent needs it
+
+        collect_linked(rings, dump_folder(environ, 0))
 
 
 def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: Mapping[str, object] | None = None) -> None:
@@ -208,28 +232,39 @@ def _meet(
         elector.start()
         cleanup.callback(elector.close)
     node = _node(spec, agent, host)
+
+    def reach() -> AbstractContextManager[Store]:
+        if spec.num_nodes > 1:
+            return nullcontext(store)
+        return closing(TCPStore(store_addr, store_port, is_master=False, token=token))
+
+    begun = Sweeper(reach).begun
+    server_fd = None
+    if server is not None and spec.num_nodes == 1:
+        server_fd = os.pidfd_open(server.pid)
+        cleanup.callback(os.close, server_fd)
     leader = standby = None
     if server is not None:
         events = EventLog(spec.logs.event_file)
         cleanup.callback(events.close)
-        leader = first_leader(spec, store, node, events.write, say)
+        leader = first_leader(spec, store, node, events.write, say, begun)
         leader.log("job_started", **_about(spec, node))
         leader.start()
     elif isinstance(store, TCPStore) and has_standby(spec):
-        standby = Standby(spec, store, agent, token, successor(spec, store, node, say), say)
+        standby = Standby(spec, store, agent, token, successor(spec, store, node, say, begun), say)
         standby.start()
         cleanup.callback(standby.close)
 
     def leads() -> Leader | None:
         return leader if standby is None else standby.leader
 
-    link = JobLink(store, f"{spec.master_addr}:{store_port}", node, beat_s=spec.beat_s)
+    where = f"{spec.master_addr}:{store_port}"
+    max_missed_beats = spec.max_missed_beats + (math.ceil(_SUCCESSION_S / spec.beat_s) if has_standby(spec) else 0)
+    link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=max_missed_beats)
     addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
-    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, addresses)
+    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, addresses, server_fd)
     leave_note(folder, Address(meeting.endpoint, str(token_file.absolute()) if token_file is not None else ""))
-    if spec.num_nodes > 1:
-        return meeting, link, leads, lambda: nullcontext(store)
-    return meeting, link, leads, lambda: closing(TCPStore(store_addr, store_port, is_master=False, token=token))
+    return meeting, link, leads, reach
 
 
 def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
@@ -270,6 +305,8 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
         run_id=spec.run_id,
         digest=spec.digest,
         host=host,
+        keep_alive=f"{spec.beat_s:g} s and {spec.max_missed_beats}",
+        stop_s=spec.stop_s,
     )
 
 

@@ -19,14 +19,16 @@ from disttrain_launch.seat import Seat, told_by
 from disttrain_launch.view import JobState
 
 Write = Callable[[Iterable[Record]], None]
+Begun = Callable[[int], None]
 
 
-def first_leader(spec: JobSpec, store: Store, node: Node, write: Write, say: Say) -> Leader:
-    """Of a job that begins; `write` keeps what happens."""
-    return _leader(spec, store, Rendezvous(spec.terms, node, time.monotonic()), _chronicle(spec), node, write, say)
+def first_leader(spec: JobSpec, store: Store, node: Node, write: Write, say: Say, begun: Begun) -> Leader:
+    """Of a job that begins; `write` keeps what happens, `begun` is told of each round."""
+    machine = Rendezvous(spec.terms, node, time.monotonic())
+    return _leader(spec, store, machine, _chronicle(spec), node, write, say, begun)
 
 
-def successor(spec: JobSpec, store: Store, node: Node, say: Say) -> Callable[[str, str], Leader]:
+def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -> Callable[[str, str], Leader]:
     """Makes the leader that `node` is when the agent named is lost; the address is that of rank 0 from then on."""
 
     def lead(lost: str, torch_addr: str) -> Leader:
@@ -40,7 +42,7 @@ def successor(spec: JobSpec, store: Store, node: Node, say: Say) -> Callable[[st
         except LaunchError as error:
             say(str(error))  # The job is worth more than its log.
             events = EventLog(None)
-        leader = _leader(spec, store, machine, chronicle, node, events.write, say, torch_addr)
+        leader = _leader(spec, store, machine, chronicle, node, events.write, say, begun, torch_addr)
         leader.log("node_0_replaced", host=node.host)
         return leader
 
@@ -64,6 +66,7 @@ def _leader(
     node: Node,
     write: Write,
     say: Say,
+    begun: Begun,
     torch_addr: str = "",
 ) -> Leader:
     seat = None
@@ -77,6 +80,7 @@ def _leader(
         beat_s=spec.beat_s,
         close_s=spec.close_s,
         say=say,
+        begun=begun,
         seat=seat,
         torch_addr=torch_addr,
     )

@@ -19,31 +19,39 @@ MAX_ROUNDS = 20
 KILL_WAIT_S = 3.0
 
 
-def stop_leftovers(agent: str, sessions: Collection[int], grace_s: float) -> int:
-    """Stop what is left of `agent`: SIGTERM, and SIGKILL after `grace_s`. Returns how many processes were found."""
-    found = _find(agent, sessions)
-    num_found = len(found)
-    _signal_and_wait(found, signal.SIGTERM, grace_s)
+def stop_leftovers(agent: str, sessions: Collection[int], grace_s: float) -> list[int]:
+    """Stop what is left of `agent`: SIGTERM, and SIGKILL after `grace_s`. Returns whom even that did not end."""
+    _signal_and_wait(_find(agent, sessions), signal.SIGTERM, grace_s)
+    held: set[int] = set()
     for _ in range(MAX_ROUNDS):  # Whoever forks while it is being looked for is found in the next round.
-        found = _find(agent, sessions)
+        found = _find(agent, sessions, held)
         if not found:
             break
-        _signal_and_wait(found, signal.SIGKILL, KILL_WAIT_S)
-    return num_found
+        held |= _signal_and_wait(found, signal.SIGKILL, KILL_WAIT_S)
+    return sorted(held)
 
 
-def _find(agent: str, sessions: Collection[int]) -> list[int]:
-    """pidfds of live processes of this agent, itself and zombies left out."""
-    found = []
+def state_of(pid: int) -> str:
+    """What the kernel says that this process does, as `D (disk sleep)`; empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("State:")), "")
+    except OSError:
+        return ""
+
+
+def _find(agent: str, sessions: Collection[int], but: Collection[int] = ()) -> dict[int, int]:
+    """pidfds, by pid, of live processes of this agent; itself, zombies and `but` left out."""
+    found = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if not name.isdigit() or int(name) == os.getpid():
+        if not name.isdigit() or int(name) == os.getpid() or int(name) in but:
             continue
         try:
             pidfd = os.pidfd_open(int(name))
         except OSError:
             continue
         if _belongs(int(name), agent, sessions):
-            found.append(pidfd)
+            found[int(name)] = pidfd
         else:
             os.close(pidfd)
     return found
@@ -67,20 +75,22 @@ def _belongs(pid: int, agent: str, sessions: Collection[int]) -> bool:
     return any(variable == marker or variable.startswith(marker + b"/") for variable in variables)
 
 
-def _signal_and_wait(pidfds: list[int], number: signal.Signals, wait_s: float) -> None:
-    """Signal all, wait until they are gone or time is up, close the pidfds."""
+def _signal_and_wait(found: dict[int, int], number: signal.Signals, wait_s: float) -> set[int]:
+    """Signal all, wait until they are gone or time is up, close the pidfds. Returns who is left."""
     gone = select.poll()
-    for pidfd in pidfds:
+    pid_of = {pidfd: pid for pid, pidfd in found.items()}
+    for pidfd in pid_of:
         try:
             signal.pidfd_send_signal(pidfd, number)
         except OSError:
             pass  # It went by itself.
         gone.register(pidfd, select.POLLIN)
     deadline_s = time.monotonic() + wait_s
-    waiting = set(pidfds)
+    waiting = set(pid_of)
     while waiting and (left_s := deadline_s - time.monotonic()) > 0:
         for pidfd, _ in gone.poll(left_s * 1000):
             gone.unregister(pidfd)
             waiting.discard(pidfd)
-    for pidfd in pidfds:
+    for pidfd in pid_of:
         os.close(pidfd)
+    return {pid_of[pidfd] for pidfd in waiting}

@@ -1,7 +1,9 @@
 """A node's side of the rendezvous: it reports to node 0, and hears its words.
 
 Reports that node 0 has not answered are repeated now and then, since a word may get lost when a connection breaks; node
-0 knows a repeated one. Meanwhile each node lets node 0 know that it is alive.
+0 knows a repeated one. Meanwhile each node lets node 0 know that it is alive. A node whose beats are not answered for
+as long as node 0 bears with silent nodes stops: whether node 0 is gone or this node is cut off, the job is not here any
+more, and workers that went on would only be in the way of those that have taken their place.
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ class JobLink:
     """`fd` becomes readable whenever there is another `word`. Its threads end with the process.
 
     Args: store  of the job, closed by the caller;  where  its address, for messages;  node  this one;  beat_s  how
-          often it beats.
+          often it beats;  max_missed_beats  how many beats without an answer it bears.
     """
 
-    def __init__(self, store: Store, where: str, node: Node, *, beat_s: float) -> None:
+    def __init__(self, store: Store, where: str, node: Node, *, beat_s: float, max_missed_beats: int) -> None:
         self._store = PrefixStore(ROOM, store)
         self._where = where
         self._agent = node.agent
         self._beat_s = beat_s
+        self._max_missed_beats = max_missed_beats
+        self._num_answers = 0
+        self._is_lost = False
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._unanswered: list[Report] = []
         self._changed = threading.Condition()
@@ -43,7 +48,7 @@ class JobLink:
         self.fd, self._write_fd = os.pipe()
         os.set_blocking(self.fd, False)
         self._beat()
-        for target in (self._watch, self._send):
+        for target in (self._watch, self._send, self._guard):
             threading.Thread(target=target, name=f"job-link{target.__name__}", daemon=True).start()
         self._report(Came(node))
 
@@ -89,8 +94,16 @@ class JobLink:
             return 0, ""  # The watching thread meets the same and says so.
         return int(number), text
 
+    def lose(self, problem: str) -> None:
+        """The store is gone, as this node knows from elsewhere: that is its last word."""
+        if not isinstance(self._word, Done | Refused):
+            self._is_lost = True
+            self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))
+
     def leave(self) -> None:
         """Let node 0 know that this node has heard how it ended."""
+        if self._is_lost:
+            return
         try:
             self._store.queue_push(REPORTS, encode(Heard(self._agent)))
         except StoreError:
@@ -129,16 +142,26 @@ class JobLink:
                     repeated_s = time.monotonic()
                     self._repeat()
             except (StoreError, ValueError) as error:
-                self._lose(error)
+                self.lose(_problem(error))
             self._beat()
 
     def _beat(self) -> None:
         try:
             self._store.add(f"beat/{self._agent}", 1)
+            self._num_answers += 1
         except StoreTimeoutError:
             pass  # A store that is slow to answer is not gone yet.
         except StoreError as error:
-            self._lose(error)
+            self.lose(_problem(error))
+
+    def _guard(self) -> None:
+        """Give up when beats have no answer. They are counted: a launcher that was stopped itself blames nobody."""
+        num_seen = num_missed = 0
+        while num_missed < self._max_missed_beats:
+            time.sleep(self._beat_s)
+            num_missed = num_missed + 1 if self._num_answers == num_seen else 0
+            num_seen = self._num_answers
+        self.lose(f"it did not answer for {self._beat_s * self._max_missed_beats:g} s.")
 
     def _repeat(self) -> None:
         with self._changed:
@@ -154,7 +177,6 @@ class JobLink:
             self._changed.notify_all()
         os.write(self._write_fd, b"!")
 
-    def _lose(self, error: StoreError | ValueError) -> None:
-        if not isinstance(self._word, Done):
-            problem = error.problem if isinstance(error, StoreError) else str(error)
-            self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))
+
+def _problem(error: StoreError | ValueError) -> str:
+    return error.problem if isinstance(error, StoreError) else str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from disttrain_launch.messages import Refused
+from disttrain_launch.outcome import Lost
 from disttrain_launch.rounds import Node, Terms, name_nodes
 
 # Fields in which nodes must agree, what sets each, and the remedy.
@@ -19,6 +20,12 @@ def misfit(node: Node, leader: Node, terms: Terms) -> Refused | None:
         theirs, ours = getattr(node, name), getattr(leader, name)
         if theirs != ours:
             return Refused(f"{node} has {shown} {theirs}, {leader} has {ours}; all nodes need the same.", remedy)
+    if node.keep_alive != leader.keep_alive:
+        problem = f"{node} has a keep_alive_interval and keep_alive_max_attempt of {node.keep_alive}, {leader} of "
+        return Refused(f"{problem}{leader.keep_alive}; all nodes need the same.", "Give all the same --rdzv-conf.")
+    if node.digest != leader.digest:
+        problem = f"{node} runs another script or other arguments than {leader}."
+        return Refused(problem, "Start all nodes alike; where they shall differ, all with --allow-different-commands.")
     most = terms.max_nodes - 1
     if node.node_rank is None or 0 <= node.node_rank <= most or (terms.is_elastic and node.node_rank > most):
         return None
@@ -38,6 +45,18 @@ def too_late(node: Node) -> Refused:
         f"the job began without this node{which}.",
         "Is it running twice? Each node needs a rank of its own, and jobs that share a host a port of their own.",
     )
+
+
+def uneven(node: Node, leader: Node) -> str:
+    """They may have different numbers of workers, as with torchrun; where that was not meant, it should be seen."""
+    numbers = f"{node} has --nproc-per-node {node.num_local_workers}, {leader} has {leader.num_local_workers}"
+    return f"{numbers}; the job counts each node's own."
+
+
+def given_up(terms: Terms) -> Lost:
+    """What a node learns that lives, behind a network that failed."""
+    silent = f"gave no sign of life for {terms.keep_alive_s:g} s"
+    return Lost(f"this node {silent}, and the job went on without it.")
 
 
 def too_few(node_ranks: set[int], num_here: int, terms: Terms) -> Refused:

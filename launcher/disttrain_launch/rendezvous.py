@@ -87,8 +87,8 @@ class Leader:
 
     Args: store  of the job;  machine  with node 0 as its leader;  chronicle  of the job;  write  keeps what happened;
           beat_s  how often nodes beat;  close_s  how long it waits at the end until all have heard that it is over;
-          say  to whoever started this launcher;  seat  node 0's, where another may take it;
-          torch_addr  where rank 0 is, if not where the job was told.
+          say  to whoever started this launcher;  begun  is told the number of each round that begins;
+          seat  node 0's, where another may take it;  torch_addr  where rank 0 is, if not where the job was told.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Leader:
         beat_s: float,
         close_s: float,
         say: Say,
+        begun: Callable[[int], None] = lambda _: None,
         seat: Seat | None = None,
         torch_addr: str = "",
     ) -> None:
@@ -113,6 +114,7 @@ class Leader:
         self._beat_s = beat_s
         self._close_s = close_s
         self._say = say
+        self._begun = begun
         self._num_said = 0
         self.job = chronicle.state(machine.phase, machine.awaited)
         """How the job stands, for any thread."""
@@ -208,7 +210,9 @@ class Leader:
             match command:
                 case Tell(agent, Run() as run):
                     # Each round gets another: what is left of the last one may still hold the old.
-                    torch_port = torch_port or free_port()
+                    if not torch_port:
+                        torch_port = free_port()
+                        self._begun(run.place.round)
                     words[agent] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
                     words[agent] = word

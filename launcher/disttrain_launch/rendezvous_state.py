@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disttrain_launch.held import Held
 from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
-from disttrain_launch.refusals import misfit, taken_twice, too_few, too_late
+from disttrain_launch.peers import Peer, choose
+from disttrain_launch.refusals import given_up, misfit, taken_twice, too_few, too_late, uneven
 from disttrain_launch.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rounds import Node, Phase, Terms, choose_group_ranks, name_nodes, place_nodes
+from disttrain_launch.rounds import Node, Phase, Terms, name_nodes, place_nodes
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,6 @@ Command = Tell | Warn
 MAX_NAMED = 8
 
 
-@dataclass
-class _Peer:
-    node: Node
-    group_rank: int | None = None
-    """In the round that runs, or in the last one that it took part in."""
-    is_busy: bool = False
-    """It may have workers."""
-    leaves: Interrupted | None = None
-
-
 class Rendezvous:
     """A job as node 0 sees it; its own coming, its workers' end and so on are events too.
 
@@ -77,10 +69,9 @@ class Rendezvous:
         self._leader = leader
         self.phase = Phase.GATHERING
         self._round = -1
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._by_node_rank: dict[int, str] = {}
-        self._held: dict[str, tuple[Node, float]] = {}
-        """Nodes that want the rank of one that may be lost, and until when they wait for it."""
+        self._held = Held()
         self._gone: set[str] = set()
         """Agents that left or are lost: a report of theirs that was repeated must not bring them back."""
         self._members: set[str] = set()
@@ -110,12 +101,14 @@ class Rendezvous:
     @property
     def agents(self) -> list[str]:
         """Those whose beats are to be watched."""
-        return [agent for agent in self._peers if agent != self._leader.agent]
+        return [agent for agent in self.everyone if agent != self._leader.agent]
 
     @property
     def deadline_s(self) -> float | None:
         """When `TimePassed` is next of interest."""
-        times_s = [until_s for _, until_s in self._held.values()]
+        times_s = self._held.deadlines_s
+        if self.phase is Phase.STOPPING:
+            times_s.append(self._until_s)
         if self.phase is Phase.GATHERING:
             times_s += [self._until_s, self._not_before_s]
         if self._last_call_s is not None and self.phase in (Phase.GATHERING, Phase.RUNNING):
@@ -149,7 +142,7 @@ class Rendezvous:
             case Came(node):
                 self._came(node, now_s)
             case Ended(agent, _, Interrupted() as outcome) if agent in self._held:
-                del self._held[agent]
+                self._held.release(agent)
                 self._tell(agent, Done(outcome))
             case Ended(agent, round, outcome) if agent in self._peers:
                 self._ended(self._peers[agent], round, outcome)
@@ -157,10 +150,12 @@ class Rendezvous:
                 self._stopped(self._peers[agent], round)
             case NodeLost(agent) if agent in self._peers:
                 self._lost(self._peers[agent])
-        for node, until_s in list(self._held.values()):
-            if now_s >= until_s:
-                del self._held[node.agent]
-                self._tell(node.agent, too_late(node))
+            case NodeLost(agent) if agent in self._held:
+                self._held.release(agent)
+                self._gone.add(agent)
+                self._tell(agent, Done(given_up(self.terms)))
+        for node in self._held.expired(now_s):
+            self._tell(node.agent, too_late(node))
         self._advance(now_s)
         return self._commands
 
@@ -188,7 +183,7 @@ class Rendezvous:
             self._tell(node.agent, too_late(node))
         elif node.node_rank is not None and node.node_rank in self._by_node_rank:
             # Perhaps the launcher there was killed and started again; that will show.
-            self._held[node.agent] = node, now_s + 2 * self.terms.keep_alive_s
+            self._held.hold(node, now_s + 2 * self.terms.keep_alive_s)
             self._tell(node.agent, Wait(f"to see whether {self._holder(node)} is lost"))
         else:
             self._admit(node)
@@ -196,14 +191,11 @@ class Rendezvous:
                 self._tell(node.agent, Wait("for the next round; one is running"))
 
     def _admit(self, node: Node) -> None:
-        self._peers[node.agent] = _Peer(node)
+        self._peers[node.agent] = Peer(node)
         if node.node_rank is not None:
             self._by_node_rank[node.node_rank] = node.agent
-        if node.digest != self._leader.digest:
-            differs = f"{node} runs another script or other arguments than {self._leader}."
-            self._commands.append(
-                Warn(f"{differs} Where that is not meant, start the job again, with the same on all.")
-            )
+        if node.num_local_workers != self._leader.num_local_workers:
+            self._commands.append(Warn(uneven(node, self._leader)))
 
     def _misfit(self, node: Node) -> Refused | None:
         """Why this node takes no part, whatever the others do."""
@@ -217,7 +209,7 @@ class Rendezvous:
         assert node.node_rank is not None, "only a rank can be taken"
         return self._peers[self._by_node_rank[node.node_rank]].node
 
-    def _ended(self, peer: _Peer, round: int, outcome: Outcome) -> None:
+    def _ended(self, peer: Peer, round: int, outcome: Outcome) -> None:
         if isinstance(outcome, Interrupted):
             self._interrupted(peer, outcome)
         elif round != self._round or not peer.is_busy:
@@ -233,7 +225,7 @@ class Rendezvous:
         elif self.phase is Phase.RUNNING:
             self._stop(outcome)
 
-    def _interrupted(self, peer: _Peer, outcome: Interrupted) -> None:
+    def _interrupted(self, peer: Peer, outcome: Interrupted) -> None:
         """A signal to a launcher ends the job, but where nodes may leave only that node's part in it."""
         if not self.terms.is_elastic or peer.node.agent == self._leader.agent:
             if self.phase is Phase.GATHERING:
@@ -248,19 +240,19 @@ class Rendezvous:
         else:
             self._remove(peer, Done(outcome))
 
-    def _stopped(self, peer: _Peer, round: int) -> None:
+    def _stopped(self, peer: Peer, round: int) -> None:
         if round != self._round or not peer.is_busy or self.phase is not Phase.STOPPING:
             return
         self._rest(peer)
         if peer.leaves is not None:
             self._remove(peer, Done(peer.leaves))
 
-    def _lost(self, peer: _Peer) -> None:
+    def _lost(self, peer: Peer) -> None:
         silent = f"gave no sign of life for {self.terms.keep_alive_s:g} s"
         was_busy = peer.is_busy
         self._rest(peer)
         # It may live, behind a network that failed: then it learns here that it is given up.
-        self._remove(peer, Done(Lost(f"this node {silent}, and the job went on without it.")))
+        self._remove(peer, Done(given_up(self.terms)))
         if was_busy and self.terms.survives_losses:
             self._change(f"{peer.node} {silent}")
         elif was_busy and self.phase is Phase.RUNNING:
@@ -271,11 +263,11 @@ class Rendezvous:
             self._stop(Changed(what))
         self._is_change = not isinstance(self._cause, Interrupted | Lost)
 
-    def _rest(self, peer: _Peer) -> None:
+    def _rest(self, peer: Peer) -> None:
         self._num_busy -= peer.is_busy
         peer.is_busy = False
 
-    def _remove(self, peer: _Peer, word: Word) -> None:
+    def _remove(self, peer: Peer, word: Word) -> None:
         agent, node_rank = peer.node.agent, peer.node.node_rank
         del self._peers[agent]
         self._members.discard(agent)
@@ -284,9 +276,7 @@ class Rendezvous:
         if node_rank is None:
             return
         self._by_node_rank.pop(node_rank)
-        heir = next((node for node, _ in self._held.values() if node.node_rank == node_rank), None)
-        if heir is not None:
-            del self._held[heir.agent]
+        if (heir := self._held.heir(node_rank)) is not None:
             self._admit(heir)
 
     # What follows from where things stand.
@@ -297,6 +287,8 @@ class Rendezvous:
         return self._leader.agent not in self._peers or len(self._peers) < self.terms.min_nodes
 
     def _advance(self, now_s: float) -> None:
+        if self.phase is Phase.STOPPING and now_s >= self._until_s:
+            self._stop_waiting()
         if self.phase is Phase.STOPPING and self._num_busy == 0:
             self._decide(now_s)
         if self.phase is Phase.RUNNING:
@@ -328,38 +320,36 @@ class Rendezvous:
         self._round += 1
         self.phase, self._last_call_s = Phase.RUNNING, None
         self._cause, self._is_change, self._has_success = None, False, False
-        # Who was in the last round stays; then those who came first, by node rank where they have one.
-        order = sorted(
-            self._peers.values(),
-            key=lambda peer: (
-                peer.node.agent != self._leader.agent,
-                peer.group_rank is None,
-                peer.group_rank if peer.group_rank is not None else 0,
-            ),
-        )
-        members, spares = order[: self.terms.max_nodes], order[self.terms.max_nodes :]
-        new = [peer for peer in members[1:] if peer.group_rank is None]
-        new.sort(key=lambda peer: (peer.node.node_rank is None, peer.node.node_rank or 0))
-        old = [(peer.node.agent, peer.group_rank) for peer in members[1:] if peer.group_rank is not None]
-        wishes = [(self._leader.agent, 0), *old, *((peer.node.agent, peer.node.node_rank) for peer in new)]
-        group_ranks = choose_group_ranks(wishes)
-        workers = {peer.node.agent: peer.node.num_local_workers for peer in members}
-        places = place_nodes(self._round, group_ranks, workers)
+        choice = choose(self._peers.values(), self._leader, self.terms.max_nodes)
+        workers = {peer.node.agent: peer.node.num_local_workers for peer in choice.members}
+        places = place_nodes(self._round, choice.group_ranks, workers)
         self._members = set(places)
-        self._num_busy = len(members)
-        for peer in members:
+        self._num_busy = len(choice.members)
+        for peer in choice.members:
             agent = peer.node.agent
-            peer.group_rank, peer.is_busy = group_ranks[agent], True
+            peer.group_rank, peer.is_busy = choice.group_ranks[agent], True
             self._tell(agent, Run(places[agent], self._restarts.num_restarts))
-        for peer in spares:
+        for peer in choice.spares:
             peer.group_rank = None
             self._tell(peer.node.agent, Wait(f"as a spare: the job has its {self.terms.max_nodes} nodes"))
 
     def _stop(self, cause: Outcome) -> None:
         self.phase, self._cause = Phase.STOPPING, cause
-        for peer in self._peers.values():
-            if peer.is_busy:
-                self._tell(peer.node.agent, Stop(self._round, cause))
+        busy = [peer.node for peer in self._peers.values() if peer.is_busy]
+        self._until_s = self._now_s + max((node.stop_s for node in busy), default=0.0)
+        for node in busy:
+            self._tell(node.agent, Stop(self._round, cause))
+
+    def _stop_waiting(self) -> None:
+        """Some nodes live and did not stop their workers: whatever holds them shall not hold the others."""
+        for peer in [peer for peer in self._peers.values() if peer.is_busy]:
+            left = Lost(f"{peer.node} did not stop its workers within {peer.node.stop_s:g} s, and was given up.")
+            self._commands.append(Warn(left.problem))
+            if peer.node.agent == self._leader.agent:
+                self._end(Done(left))
+                return
+            self._rest(peer)
+            self._remove(peer, Done(left))
 
     def _decide(self, now_s: float) -> None:
         assert self._cause is not None, "nothing is stopped without a cause"

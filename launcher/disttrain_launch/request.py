@@ -24,6 +24,8 @@ from disttrain_launch.handed_token import STDIN
 from disttrain_launch.job import OPERATION, UNNAMED, JobSpec, LogPlan, StreamChoice, parse_stream_choice
 
 DEFAULT_PORT = 29500
+MIN_MISSED_BEATS = 3
+"""With fewer, a node that is merely busy for a moment would be lost."""
 
 
 def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
@@ -64,6 +66,7 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         has_standby=not args.no_standby,
         max_restarts=_count("--max-restarts", args.max_restarts),
         max_quick_failures=_count("--max-quick-failures", args.max_quick_failures),
+        may_differ=args.allow_different_commands,
         **_waits(args),
     )
 
@@ -304,9 +307,13 @@ def _waits(args: argparse.Namespace) -> dict[str, Any]:
         fields[_WAITS[name]] = _seconds(f"--rdzv-conf {name}", value)
     if args.join_timeout is not None:
         fields["join_timeout_s"] = _seconds("--join-timeout", args.join_timeout)
-    for name, field in (("keep_alive_interval", "beat_s"), ("keep_alive_max_attempt", "max_missed_beats")):
-        if fields.get(field, 1) <= 0:
-            raise LaunchError(OPERATION, f"--rdzv-conf {name} must be more than 0.")
+    if fields.get("beat_s", 1) <= 0:
+        raise LaunchError(OPERATION, "--rdzv-conf keep_alive_interval must be more than 0.")
+    if (num_beats := fields.get("max_missed_beats")) is not None:
+        if num_beats < MIN_MISSED_BEATS or num_beats != int(num_beats):
+            problem = f"--rdzv-conf keep_alive_max_attempt={num_beats:g} is not a number of beats that may be missed."
+            raise LaunchError(OPERATION, problem, f"Give a whole number, {MIN_MISSED_BEATS} or more.")
+        fields["max_missed_beats"] = int(num_beats)
     return fields
 
 

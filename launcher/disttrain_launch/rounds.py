@@ -30,8 +30,12 @@ class Node:
     version: str = ""
     run_id: str = ""
     digest: str = ""
-    """Of script and arguments."""
+    """Of script and arguments; empty where nodes may differ in them."""
     host: str = ""
+    keep_alive: str = ""
+    """How often it beats, and how many beats may be missed."""
+    stop_s: float = 60.0
+    """The longest that it takes to stop its workers, as it was told."""
 
     def __str__(self) -> str:
         return f"the node on {self.host}" if self.node_rank is None else f"node {self.node_rank} ({self.host})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -69,8 +68,3 @@ class Worker:
             os.killpg(self.pid, number)  # Not reaped yet, so the group's number is still its own.
         else:
             os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill its process group and wait for it."""
-        self.send(signal.SIGKILL, with_children=True)
-        self._process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,12 +20,13 @@ from disttrain_launch.rendezvous import Leader, Pulse
 from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.sweeping import Sweeper
 from disttrain_launch.view import JobState
 from tests.rendezvous_model import failed
 
 
 def node(rank: int, nodes: int = 3, **changes: object) -> Node:
-    same = Node(f"agent-{rank}", rank, str(nodes), 2, "1.0", "run", "digest", f"host-{rank}")
+    same = Node(f"agent-{rank}", rank, str(nodes), 2, "1.0", "run", "digest", f"host-{rank}", "1 s and 8")
     return replace(same, **changes)  # type: ignore[arg-type]
 
 
@@ -67,6 +69,14 @@ def test_group_ranks_are_a_permutation_with_the_first_wishes_granted(wishes: lis
             "node 1 (host-1) has disttrain version 1.1, node 0 (host-0) has 1.0; all nodes need the same.",
         ),
         ({"run_id": "b"}, "node 1 (host-1) has --rdzv-id b, node 0 (host-0) has run; all nodes need the same."),
+        (
+            {"keep_alive": "9 s and 3"},
+            (
+                "node 1 (host-1) has a keep_alive_interval and keep_alive_max_attempt of 9 s and 3, node 0 (host-0) "
+                "of 1 s and 8; all nodes need the same."
+            ),
+        ),
+        ({"digest": "other"}, "node 1 (host-1) runs another script or other arguments than node 0 (host-0)."),
         ({"node_rank": 3}, "node 3 (host-1) is outside --nnodes 3."),
         ({"node_rank": 0}, "--node-rank 0 was given twice: host-0 and host-1."),
     ],
@@ -93,11 +103,70 @@ def test_the_absent_are_named_when_time_is_up() -> None:
     ] * 2
 
 
-def test_other_arguments_are_only_worth_a_warning() -> None:
-    machine, (warning, *_) = machine_of(2, node(1, 2, digest="other"))
-    assert isinstance(warning, Warn)
-    assert warning.text.startswith("node 1 (host-1) runs another script or other arguments than node 0 (host-0).")
+def test_other_numbers_of_workers_are_said_and_counted() -> None:
+    machine, (warning, *told) = machine_of(2, node(1, 2, num_local_workers=3))
+    said = "node 1 (host-1) has --nproc-per-node 3, node 0 (host-0) has 2; the job counts each node's own."
+    assert warning == Warn(said)
+    assert [command.word.place.world_size for command in told] == [5, 5]  # type: ignore[union-attr]
     assert machine.phase is Phase.RUNNING
+
+
+def test_a_newcomer_that_differs_disturbs_no_job_that_runs() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=1)
+    (told,) = machine.handle(Came(node(1, 2, agent="again", digest="other")), 1.0)
+    assert isinstance(told, Tell)
+    assert isinstance(told.word, Refused)
+    assert (told.agent, machine.phase) == ("again", Phase.RUNNING)
+
+
+def test_a_node_that_does_not_stop_its_workers_is_given_up() -> None:
+    machine, _ = machine_of(3, node(1, stop_s=90.0), node(2))
+    machine.handle(Ended("agent-2", 0, failed(2)), 10.0)
+    assert machine.deadline_s == 100.0
+    machine.handle(Stopped("agent-0", 0), 11.0)
+    machine.handle(Stopped("agent-2", 0), 11.0)
+    assert machine.awaited == "node 1 (host-1) to stop its workers"
+    warning, given_up, *ends = machine.handle(TimePassed(), 100.0)
+    left = "node 1 (host-1) did not stop its workers within 90 s, and was given up."
+    assert (warning, given_up) == (Warn(left), Tell("agent-1", Done(Lost(left))))
+    assert {command.agent: command.word for command in ends} == {  # type: ignore[union-attr]
+        agent: Done(failed(2)) for agent in ("agent-0", "agent-2")
+    }
+
+
+def test_a_job_whose_node_0_does_not_stop_ends() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=1)
+    machine.handle(Ended("agent-1", 0, failed(1)), 0.0)
+    machine.handle(Stopped("agent-1", 0), 0.0)
+    told = machine.handle(TimePassed(), 60.0)
+    left = "node 0 (host-0) did not stop its workers within 60 s, and was given up."
+    assert {command.word for command in told if isinstance(command, Tell)} == {Done(Lost(left))}
+    assert machine.phase is Phase.OVER
+
+
+def test_a_newcomer_that_is_held_is_watched_and_may_be_lost_as_well() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=1)
+    machine.handle(Came(node(1, 2, agent="again")), 1.0)
+    assert machine.agents == ["agent-1", "again"]
+    told = machine.handle(NodeLost("again"), 9.0)
+    silent = "this node gave no sign of life for 8 s, and the job went on without it."
+    assert told == [Tell("again", Done(Lost(silent)))]
+    assert (machine.agents, machine.deadline_s) == (["agent-1"], None)
+    assert machine.handle(Came(node(1, 2, agent="again")), 10.0) == []
+
+
+def test_what_old_rounds_left_in_the_store_goes() -> None:
+    store = HashStore()
+    kept = {"round-1/job/1/a", "round-2/job/1/a", "round-10/job/1/a", "mine"}
+    for key in {"round-0/job/1/a", "round-0/job/2/b", *kept}:
+        store.set(key, "")
+    sweeper = Sweeper(lambda: nullcontext(store))
+    for number in range(3):
+        sweeper.begun(number)
+    until_s = time.monotonic() + 10.0
+    while set(store.list_keys()) != kept and time.monotonic() < until_s:
+        time.sleep(0.001)  # a sweep tells nobody
+    assert set(store.list_keys()) == kept
 
 
 def test_a_failure_since_a_node_is_gone_counts_as_its_loss() -> None:
@@ -219,7 +288,7 @@ def test_a_slow_store_delays_the_end_and_no_more(ends: tuple[Outcome, Outcome]) 
     machine = Rendezvous(Terms(2, 2), nodes[0], time.monotonic())
     leader = Leader(store, machine, chronicle, records.extend, beat_s=0.05, close_s=3.0, say=print)
     leader.start()
-    links = [JobLink(store, "host-0:1", one, beat_s=0.05) for one in nodes]
+    links = [JobLink(store, "host-0:1", one, beat_s=0.05, max_missed_beats=160) for one in nodes]
     for link in links:
         num_heard, word = link.wait(0, 10.0)
         assert isinstance(word, Run)

@@ -66,6 +66,13 @@ def test_a_range_of_nodes_and_what_torchrun_sets_by_rdzv_conf(script: str) -> No
     assert spec_of("--node-rank=9", *argv).node_rank == 9
 
 
+def test_nodes_run_the_same_unless_all_are_told_otherwise(script: str) -> None:
+    plain = [spec_of(script, "--lr", lr).digest for lr in ("1", "2", "1")]
+    assert plain[0] == plain[2] != plain[1]
+    told = [spec_of("--allow-different-commands", script, "--lr", lr).digest for lr in ("1", "2")]
+    assert told[0] == told[1] != plain[0]
+
+
 def test_modules_and_programs(script: str) -> None:
     assert spec_of("-m", "train", "a").command == (sys.executable, "-u", "-m", "train", "a")
     assert spec_of("-m", "json.tool").command == (sys.executable, "-u", "-m", "json.tool")
@@ -90,6 +97,11 @@ def test_modules_and_programs(script: str) -> None:
         ("--rdzv-conf last_call=3 train.py", "--rdzv-conf last_call=3 is not known. It knows join_timeout"),
         ("--rdzv-conf last_call_timeout=x train.py", "--rdzv-conf last_call_timeout nan is not a time"),
         ("--rdzv-conf keep_alive_interval=0 train.py", "keep_alive_interval must be more than 0"),
+        (
+            "--rdzv-conf keep_alive_max_attempt=2 train.py",
+            "=2 is not a number of beats that may be missed. Give a whole",
+        ),
+        ("--rdzv-conf keep_alive_max_attempt=3.5 train.py", "=3.5 is not a number of beats that may be missed."),
         ("--nnodes 2 train.py", "--nnodes 2 needs --node-rank"),
         ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 does not fit --nnodes 2"),
         ("--nnodes 2 --node-rank 0 --master-addr 192.0.2.1 train.py", "the job has no token"),

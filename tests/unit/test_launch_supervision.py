@@ -10,14 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 from disttrain_launch.supervision import (
+    KILL_S,
     PASSED_SIGNALS,
+    PATIENCE_S,
     STOP_SIGNALS,
     AskForDumps,
     Command,
     DeadlinePassed,
     End,
     Event,
+    LeaveBehind,
     RoundEnds,
+    SayAwaited,
     Send,
     SetDeadline,
     SignalCame,
@@ -27,6 +31,7 @@ from disttrain_launch.supervision import (
 )
 
 NUM_WORKERS = 4
+KILLED = [Send(signal.SIGKILL, with_children=True), SetDeadline(KILL_S)]
 
 
 def failed(rank: int, returncode: int = 1) -> Failed:
@@ -54,7 +59,14 @@ def commands_of(*events: Event, asks_for_dumps: bool = False) -> list[Command]:
 
 
 def test_all_succeed() -> None:
-    assert commands_of(exited(0, 3), exited(1), exited(2)) == [Tell(Succeeded()), End(Succeeded())]
+    patience = SetDeadline(PATIENCE_S)
+    assert commands_of(exited(0, 3), exited(1), exited(2)) == [patience, Tell(Succeeded()), End(Succeeded())]
+
+
+def test_who_is_awaited_after_others_have_ended_is_said_once() -> None:
+    commands = commands_of(exited(0, 3), DeadlinePassed(), exited(1), exited(2))
+    assert commands[:2] == [SetDeadline(PATIENCE_S), SayAwaited(frozenset({1, 2}))]
+    assert commands[2:] == [Tell(Succeeded()), End(Succeeded())]
 
 
 def test_a_failure_stops_the_rest() -> None:
@@ -62,7 +74,8 @@ def test_a_failure_stops_the_rest() -> None:
     commands = commands_of(
         exited(0), exited(2, failures=(first,)), exited(1, 3, failures=(failed(1, -15), failed(3, 1)))
     )
-    assert commands == [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0), Tell(first), End(first)]
+    stopped = [Send(signal.SIGTERM, with_children=True), SetDeadline(2.0)]
+    assert commands == [SetDeadline(PATIENCE_S), *stopped, Tell(first), End(first)]
 
 
 def test_of_several_at_once_the_killed_one_is_named() -> None:
@@ -73,7 +86,12 @@ def test_of_several_at_once_the_killed_one_is_named() -> None:
 
 def test_who_does_not_stop_in_time_is_killed() -> None:
     commands = commands_of(exited(1, failures=(failed(1),)), DeadlinePassed(), exited(0, 2, 3))
-    assert commands[3:] == [Send(signal.SIGKILL, with_children=True), End(failed(1))]
+    assert commands[3:] == [*KILLED, End(failed(1))]
+
+
+def test_whom_nothing_ends_is_left_behind() -> None:
+    commands = commands_of(exited(1, failures=(failed(1),)), *[DeadlinePassed()] * 4)
+    assert commands[3:] == [*KILLED, LeaveBehind(), End(failed(1))]
 
 
 def test_the_rest_dumps_before_it_is_stopped() -> None:
@@ -85,7 +103,7 @@ def test_the_rest_dumps_before_it_is_stopped() -> None:
         Tell(failed(1)),
         Send(signal.SIGTERM, with_children=True),
         SetDeadline(2.0),
-        Send(signal.SIGKILL, with_children=True),
+        *KILLED,
         End(failed(1)),
     ]
 
@@ -114,7 +132,7 @@ def test_a_signal_while_a_round_is_stopping_is_told_once() -> None:
 
 def test_a_second_interrupt_kills() -> None:
     commands = commands_of(SignalCame(signal.SIGINT), SignalCame(signal.SIGINT))
-    assert commands[-1] == Send(signal.SIGKILL, with_children=True)
+    assert commands[-2:] == KILLED
 
 
 def test_user_signals_reach_the_workers_alone_and_stop_nothing() -> None:
@@ -157,6 +175,9 @@ class AnyOrder(RuleBasedStateMachine):
                     self.ends.append(outcome)
                 case Tell(outcome):
                     self.tells.append(outcome)
+                case LeaveBehind():
+                    assert self.is_stopped
+                    self.alive.clear()
                 case Send(number, with_children):
                     assert self.alive
                     self.is_stopped |= with_children and number not in PASSED_SIGNALS

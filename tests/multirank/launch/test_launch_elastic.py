@@ -181,16 +181,18 @@ def _holds(launcher: subprocess.Popen[str], port: int) -> bool:
     return any(connection.laddr.port == port for server in servers for connection in server.net_connections())
 
 
-def test_another_script_on_another_node_is_told(launches: Launches, port: int) -> None:
+def test_another_script_on_another_node_is_refused_unless_it_is_meant(launches: Launches, port: int) -> None:
     launches.script("", "one.py")
     launches.script("", "two.py")
-    nodes = [
-        start(launches, port, "2", "--node-rank", str(rank), f"{name}.py") for rank, name in ((0, "one"), (1, "two"))
-    ]
-    ended = [launches.end(node) for node in nodes]
-    assert [node.exit_code for node in ended] == [0, 0]
-    assert "disttrain-launch: node 1 (" in ended[0].stderr
-    assert "runs another script or other arguments than node 0 (" in ended[0].stderr
+    for flags, exit_code in (((), 2), (("--allow-different-commands",), 0)):
+        nodes = [
+            start(launches, port, "2", "--node-rank", str(rank), *flags, f"{name}.py")
+            for rank, name in ((0, "one"), (1, "two"))
+        ]
+        ended = [launches.end(node) for node in nodes]
+        assert [node.exit_code for node in ended] == [exit_code] * 2
+        refused = ["runs another script or other arguments than node 0 (" in node.stderr for node in ended]
+        assert refused == [not flags] * 2
 
 
 def losses(folder: Path) -> list[tuple[str, str]]:
@@ -207,8 +209,6 @@ def test_training_goes_on_from_its_checkpoint_with_the_same_losses(launches: Lau
         sys.path.insert(0, {str(ROOT / "examples")!r})
         out = Path(sys.argv[sys.argv.index("--out") + 1])
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        if attempt != "0":
-            sys.argv.append("--resume")
         def die():
             while not (out / "checkpoints" / "step-00000008").exists():
                 time.sleep(0.005)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+from tests.programs import needs_root
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
@@ -183,24 +186,66 @@ def test_an_ignored_hangup_stays_ignored(launches: Launches) -> None:
     assert launches.end(process).lines == ["[rank 0] True"]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_left_after_random_faults(launches: Launches, seed: int) -> None:
-    """Five jobs each: a random process of a random job dies at a random moment, by a random signal."""
-    draw = random.Random(seed)
-    script = launches.script(STUBBORN_FAMILY)
-    for _ in range(5):
-        num_workers = draw.randint(1, 3)
-        process = launches.start("--nproc-per-node", str(num_workers), "--stop-grace", "0.1", script)
-        num_lines = draw.choice([0, 1, num_workers])
-        workers = pids(launches.ready(process, num_lines))
-        victim = draw.choice([process.pid, *workers.values()])
-        number = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV])
-        time.sleep(draw.uniform(0, 0.1 if num_lines else 0.3))
-        psutil.Process(victim).send_signal(number)
-        ended = launches.end(process)
-        assert ended.exit_code != 0
-        # Python itself prints one when it is interrupted while it still imports.
-        if ended.exit_code > 0 and not ended.stderr.endswith("\nKeyboardInterrupt\n"):
-            ours = [line for line in ended.stderr.splitlines() if not line.startswith(("[rank ", "    "))]
-            assert [line for line in ours if not line.startswith("disttrain-launch: ")] == []
-        assert launches.wait_gone(5.0) == []
+def test_when_one_rank_has_ended_well_it_is_said_who_has_not(launches: Launches) -> None:
+    script = launches.script("""
+        import os, time
+        print("ready", os.getpid())
+        if os.environ["RANK"] == "1":
+            time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", script)
+    assert process.stderr is not None
+    said = "disttrain-launch: a worker of this node ended 10 s ago with exit code 0; still waiting for rank 1\n"
+    assert process.stderr.readline() == said
+    process.terminate()
+    assert launches.end(process).exit_code == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A control group whose processes do nothing at all while it is frozen, not even die of SIGKILL."""
+    needs_root("freeze processes")
+    folder = Path("/sys/fs/cgroup/freezer/disttrain-test")
+    if not (folder.parent / "cgroup.procs").exists():
+        pytest.skip("there is no freezer of control groups, version 1, here")
+    folder.mkdir()
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    until_s = time.monotonic() + 10.0
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < until_s:
+        time.sleep(0.01)  # control groups of version 1 tell nobody
+    folder.rmdir()
+
+
+def test_a_worker_that_nothing_ends_is_named_and_left_behind(launches: Launches, freezer: Path) -> None:
+    script = launches.script("""
+        import os, time
+        print("ready", os.getpid())
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("now"):
+                time.sleep(0.05)
+            os._exit(3)
+        time.sleep(100)
+    """)
+    process = launches.start("--nproc-per-node", "2", "--stop-grace", "0.2", script)
+    pid = pids(launches.ready(process, 2))[1]
+    (freezer / "cgroup.procs").write_text(str(pid))
+    (freezer / "freezer.state").write_text("FROZEN")
+    (launches.folder / "now").touch()
+    ended = launches.end(process, limit_s=20.0)
+    assert ended.exit_code == 3
+    assert f"disttrain-launch: rank 1 (pid {pid}) is left behind: SIGKILL did not end it, its state is " in ended.stderr
+    assert "rank 0 failed first: exit code 3" in ended.stderr
+    (freezer / "freezer.state").write_text("THAWED")
+
+
+def test_a_store_that_dies_ends_the_job_of_one_node_at_once(launches: Launches) -> None:
+    process = launches.start("--nproc-per-node", "2", "--max-restarts", "3", launches.script(WAITING))
+    launches.ready(process, 2)
+    (server,) = [one for one in launches.living() if "disttrain.store.server" in one.cmdline()]
+    server.kill()
+    killed_s = time.monotonic()
+    ended = launches.end(process)
+    assert time.monotonic() - killed_s < 5.0
+    assert ended.exit_code == 1
+    assert "went away, and the job with it: its process ended." in ended.stderr

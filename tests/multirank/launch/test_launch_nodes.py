@@ -160,6 +160,16 @@ def test_a_master_that_is_not_there_is_named(launches: Launches, port: int) -> N
     assert line.startswith(f"disttrain-launch: node 0 was not reached at 127.0.0.1:{port} within 1 s: ")
 
 
+def test_a_host_that_does_not_resolve_is_named(launches: Launches) -> None:
+    launches.run("--new-token", "token")
+    node = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid", "--token-file", "token")
+    ended = launches.run(*node, "--join-timeout", "1", launches.script(WAITING))
+    assert ended.exit_code == 2
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("disttrain-launch: node 0 was not reached at no-such-host.invalid:29500 within 1 s: ")
+    assert "the host name does not resolve" in last
+
+
 def test_a_wrong_token_is_refused_at_once(launches: Launches, port: int) -> None:
     script = launches.script(WAITING)
     launches.run("--new-token", "right")
