@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from disttrain.errors import StoreConnectionError, StoreTimeoutError
+from disttrain.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.dial import Dialer, Link
 from disttrain.store.wire import Op, encode
@@ -181,3 +182,10 @@ def test_silent_strangers_keep_nobody_out(engine: str, authority: Authority, is_
     for stranger in strangers:
         stranger.close()
     server.close()
+
+
+def test_a_server_that_dies_at_its_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "true")
+    for _ in range(20):  # before its configuration is written, or after
+        with pytest.raises(StoreError, match="the server ended before it listened"):
+            spawn_server("127.0.0.1", 0)
