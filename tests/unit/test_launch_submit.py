@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,10 +165,9 @@ def test_a_range_of_pods_may_fail_and_come_again(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("version", ["1.26", "1.31"])
-def test_the_manifest_fits_the_published_schemas(capsys: pytest.CaptureFixture[str], version: str) -> None:
-    reason = "there is no kubernetes-validate here (pip install kubernetes-validate)"
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason=reason)
-    flags = "--nnodes 2 --gpus-per-node 8 --cpus-per-task 4 --mem 5Gi --namespace us --workdir /w --env A=1"
+@pytest.mark.parametrize("nnodes", ["2", "2:4"])
+def test_the_manifest_fits_the_published_schemas(capsys: pytest.CaptureFixture[str], version: str, nnodes: str) -> None:
+    flags = f"--nnodes {nnodes} --gpus-per-node 8 --cpus-per-task 4 --mem 5Gi --namespace us --workdir /w --env A=1"
     for item in manifest_of(capsys, *flags.split(), "train.py"):
         kubernetes_validate.validate(item, version, strict=True)
 
