@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def test_pages_that_somebody_removes_are_not_needed(tmp_path: Path) -> None:
     board = Board(tmp_path / "pages", 1)
     board.begin(0)
     worker = Worker(("true",), {}, rank=3, local_rank=0)
-    worker.kill()
+    while worker.poll() is None:
+        time.sleep(0.001)
     board.started(worker)
     shutil.rmtree(tmp_path / "pages")
     assert board.state().workers == (WorkerState(3, worker.pid),)
