@@ -6,8 +6,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
