@@ -50,6 +50,7 @@ class Executor:
         group = next(iter(stages.values())).group
         self._rank, self._world = group.group_rank, group.world
         self._steps: dict[bool, tuple[Schedule, list[_Step]]] = {}
+        self._last_forms: dict[int, Form] = {}
         self._streams = Streams(device)
         self._tied = TiedGradients(stages, routes)
         self._sharded = {stage: module.scheduled_modules() for stage, module in stages.items()}
@@ -199,7 +200,8 @@ class Executor:
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: Flight) -> None:
         """To all stages that take something of it."""
-        form, tensors = form_of(output)
+        form, tensors = form_of(output, self._last_forms.get(stage))
+        self._last_forms[stage] = form
         if self._schedule.has_backward:
             flight.roots = [edge_of(tensor) for tensor in tensors]
             flight.outputs = form.tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ class Batch:
     kwargs: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """A tensor that a stage was given: number `which` of those that `source` returned."""
 
     source: int
