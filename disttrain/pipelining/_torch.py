@@ -40,7 +40,7 @@ def gradients_of(
 
 def edge_of(output: torch.Tensor) -> GradientEdge | None:
     """Where a backward of this output begins, which keeps less than the output does; None when it has no gradient."""
-    node = output.grad_fn
+    node: Any = output.grad_fn
     if node is None and not output.requires_grad:
         return None
     if node is None or isinstance(node, torch._C._FunctionBase):

@@ -25,17 +25,23 @@ from disttrain.errors import ShapeError
 from disttrain.pipelining._torch import Root, edge_of, gradients_of, has_hooks, run_backward, without_hooks
 from disttrain.weight_grads import Grads, kept_by
 
+Casts = dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""A parameter, so that it lives, and its copy, by its identity and the copy's dtype."""
+
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Backward:
     """The backward of one forward: either `backward`, or `backward_input` and later `backward_weight`.
 
-    Args: fuses_sums  products of layers that `split_layers` has changed add to the gradients that are there, in one
+    Args: casts       copies of parameters in autocast's dtype: give the same to all forwards between two changes of the
+                      parameters, and there is one of each;
+          fuses_sums  products of layers that `split_layers` has changed add to the gradients that are there, in one
           kernel: rounded once instead of twice, so not bit for bit what autograd makes. Not where hooks wait for them.
     """
 
-    def __init__(self, *, fuses_sums: bool = False) -> None:
+    def __init__(self, casts: Casts | None = None, *, fuses_sums: bool = False) -> None:
+        self._casts = {} if casts is None else casts
         self._fuses_sums = fuses_sums
         self._is_split = False
         self._inputs: Sequence[Any] = ()
@@ -51,6 +57,13 @@ class Backward:
             return False
         self._kept.append((parameters, compute))
         return True
+
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's values in another dtype."""
+        key = id(parameter), dtype
+        if key not in self._casts:
+            self._casts[key] = parameter, parameter.to(dtype)
+        return self._casts[key][1]
 
     def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The gradient that a product may add to; None where there is none yet, or somebody waits for each."""

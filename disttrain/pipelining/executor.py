@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from disttrain.errors import ScheduleError
+from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.backward import Backward, edge_of
+from disttrain.pipelining.backward import Backward
 from disttrain.pipelining.flights import Batch, Flight, Given, Pass, label_of
 from disttrain.pipelining.forms import Form, TensorForm, form_of, gradient_part, part_of, received, sent_gradient
 from disttrain.pipelining.learning import Forms
@@ -94,6 +95,7 @@ class Executor:
                     raise
         world.action = ""
         self._streams.end()
+        self._streams.hold_back()
         for stage in self._stages:
             self._finish_grads(stage)
         if schedule.has_backward:
@@ -132,7 +134,7 @@ class Executor:
         assert microbatch is not None
         module, now = self._stages[stage], self._now
         with self._streams.of(stage):
-            backward = Backward(fuses_sums=self._fuses_now)
+            backward = Backward(now.casts, fuses_sums=self._fuses_now)
             args, given = self._inputs(stage, microbatch)
             with backward.forward():
                 output = module.submod(*args, **now.batch.kwargs[microbatch])

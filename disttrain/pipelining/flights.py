@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disttrain.pipelining._torch import Root
 from disttrain.pipelining.action import Action
-from disttrain.pipelining.backward import Backward, Root
+from disttrain.pipelining.backward import Backward, Casts
 from disttrain.pipelining.forms import Form, TensorForm
 from disttrain.pipelining.losses import Losses
 from disttrain.process_group import Work
@@ -63,6 +64,7 @@ class Pass:
     inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
     handed: dict[Action, tuple[Form, Sequence[torch.Tensor]]] = field(default_factory=dict)
     """What stays on this rank, by the receive that it makes needless; of gradients without a form."""
+    casts: Casts = field(default_factory=dict)
     due: dict[int, deque[Action]] = field(default_factory=dict)
     """Receives that are not posted yet, by peer."""
 
