@@ -67,10 +67,10 @@ class Mail:
         torch.cuda.synchronize(self._device)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
-        """Start sending to group rank `peer`, in this order; `is_regular`: many more like it will come."""
+        """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
         under_way = self._under_way.setdefault(peer, deque())
         way = self._way(peer)
-        if is_regular:
+        if is_regular and not self.may_wait:
             self._most_tensors = max(self._most_tensors, len(tensors))
             self._largest_bytes = max(self._largest_bytes, *(tensor.nbytes for tensor in tensors), 0)
         for tensor in tensors:
