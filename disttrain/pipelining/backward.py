@@ -173,20 +173,18 @@ def _wants_grad(value: Any) -> bool:
 def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
     given = set(map(id, inputs))
-    # While `seen` holds them, torch gives the same Python objects for the same nodes.
-    seen: set[Node | None] = {None}
     edges = [root if isinstance(root, GradientEdge) else edge_of(root) for root in roots]
-    waiting = [edge.node for edge in edges if edge is not None]
+    # While `seen` holds them, torch gives the same Python objects for the same nodes.
+    waiting: list[Any] = list(dict.fromkeys(edge.node for edge in edges if edge is not None))
+    seen: set[Node | None] = {None, *waiting}
     leaves = []
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
         further = node.next_functions
-        if not further and node.name() == _LEAF:
-            leaf = node.variable  # type: ignore[attr-defined]
-            if id(leaf) not in given:
-                leaves.append(leaf)
-        waiting.extend(child for child, _ in further if child not in seen)  # type: ignore[misc]
+        for child, _ in further:
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+        if not further and node.name() == _LEAF and id(node.variable) not in given:
+            leaves.append(node.variable)
     return leaves
