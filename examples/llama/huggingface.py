@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from llama.config import LlamaConfig, RotaryScaling, checked
 from llama.model import Llama
 from llama.tokenizer import FILE_NAME, Tokenizer
@@ -106,8 +105,9 @@ def save_weights(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     if model.config.is_tied:
         own.pop("head.weight")  # they know by the config
     save_safetensors({their_name(name): tensor for name, tensor in own.items()}, folder)
-    if disttrain.get_rank() == 0:
-        (folder / CONFIG).write_text(json.dumps(their_config(model.config), indent=2) + "\n", encoding="utf-8")
+    if not disttrain.is_initialized() or disttrain.get_rank() == 0:
+        theirs = {**their_config(model.config), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+        (folder / CONFIG).write_text(json.dumps(theirs, indent=2) + "\n", encoding="utf-8")
         if tokenizer.path is not None:
             shutil.copyfile(tokenizer.path, folder / FILE_NAME)
 
@@ -139,7 +139,6 @@ def their_config(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": config.rotary_base,
         "rope_scaling": rotary if scaling is not None else None,
         "rope_parameters": {**rotary, "rope_theta": config.rotary_base},
-        "dtype": str(torch.float32).removeprefix("torch."),
     }
 
 
