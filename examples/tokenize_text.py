@@ -1,6 +1,6 @@
 """Make tokens of a folder of text once, for `train_llama.py --data SHARDS`, which then maps them into memory.
 
-    python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
+python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
 """
 
 from __future__ import annotations

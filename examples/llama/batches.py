@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from llama.tokens import Shards, Tokens
 from torch import Tensor
+
+from llama.tokens import Shards, Tokens
 
 NUM_ROUNDS = 4
 

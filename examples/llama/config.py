@@ -49,7 +49,11 @@ PRESETS = {
     "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336),
 }
 NEEDED = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_size")
-KINDS = {name: int for name in NEEDED} | {"rotary_base": float, "norm_eps": float, "is_tied": lambda text: text == "True"}
+KINDS = dict.fromkeys(NEEDED, int) | {
+    "rotary_base": float,
+    "norm_eps": float,
+    "is_tied": lambda text: text == "True",
+}
 
 
 def config_named(text: str) -> LlamaConfig:
@@ -74,7 +78,9 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     if min(asdict(config)[name] for name in NEEDED) < 1:
         raise SettingError("train_llama --model", "a size is below 1.", f"Sizes are {', '.join(NEEDED)}.")
     if config.dim % (2 * config.num_heads) or config.num_heads % config.num_kv_heads:
-        problem = f"dim {config.dim} has {config.num_heads} heads, of which {config.num_kv_heads} are of keys and values"
+        problem = (
+            f"dim {config.dim} has {config.num_heads} heads, of which {config.num_kv_heads} are of keys and values"
+        )
         remedy = "Heads need an even number of elements each, and a whole number of them for each of keys and values."
         raise SettingError("train_llama --model", f"{problem}.", remedy)
     return config

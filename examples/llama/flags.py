@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from disttrain import settings
+from disttrain.errors import ScheduleError, SettingError
+from disttrain.pipelining import Schedule, make_schedule
 from llama.config import PRESETS, LlamaConfig, config_named
 from llama.huggingface import CONFIG, read_config
 from llama.meshes import MeshPlan, check_fit, parse_mesh
 from llama.parallel import DTYPES
-
-from disttrain import settings
-from disttrain.errors import ScheduleError, SettingError
-from disttrain.pipelining import Schedule, make_schedule
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -29,7 +28,18 @@ CHECKPOINTS = "checkpoints"
 MEMO = "flags.json"
 FIXED = ("model", "data", "tokenizer", "seq", "seed")
 """What a run keeps until its end: a resumed run with another value would be another run."""
-CHANGEABLE = ("steps", "batch", "lr", "dtype", "compile", "kernels", "recompute", "tensorboard", "save_every", "eval_every")
+CHANGEABLE = (
+    "steps",
+    "batch",
+    "lr",
+    "dtype",
+    "compile",
+    "kernels",
+    "recompute",
+    "tensorboard",
+    "save_every",
+    "eval_every",
+)
 """What a resumed run takes on as well, unless told otherwise. The mesh it is told anew, as the ranks are."""
 
 
@@ -71,9 +81,7 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     flags.sizes = _sizes(flags.model)
     flags.mesh = parse_mesh(flags.mesh, num_ranks)
     flags.plan, flags.microbatches = _schedule(flags.schedule, flags.mesh, flags.microbatches, flags.sizes)
-    check_fit(
-        flags.mesh, flags.sizes, batch_size=flags.batch, seq_size=flags.seq, num_microbatches=flags.microbatches
-    )
+    check_fit(flags.mesh, flags.sizes, batch_size=flags.batch, seq_size=flags.seq, num_microbatches=flags.microbatches)
     return flags
 
 
@@ -88,7 +96,12 @@ def _parser() -> _Parser:
     parser = _Parser("train_llama.py", description="Train a Llama on text.", allow_abbrev=False)
     add = parser.add_argument
     flag = BooleanOptionalAction
-    add("--config", type=Path, metavar="FILE", help="TOML with any of these, by their names; the command line comes first")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML with any of these, by their names; the command line comes first",
+    )
     add("--data", metavar="DIR", help="folder of text or of shards (default: the source of Python's standard library)")
     add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json, or bytes (the default)")
     sizes = f"{', '.join(PRESETS)}, sizes as dim=64,num_layers=2,..., or a folder in Hugging Face's form"
@@ -103,7 +116,9 @@ def _parser() -> _Parser:
     add("--seed", type=_whole, default=0, metavar="N", help="of parameters, batches and continuation (default: 0)")
     add("--dtype", choices=DTYPES, help="to compute in (default: bf16 on GPUs, fp32 on CPUs)")
     add("--kernels", action=flag, default=False, help="fused kernels for norms, products, the loss and the optimizer")
-    add("--recompute", action=flag, default=False, help="keep blocks' inputs only, and compute them again (less memory)")
+    add(
+        "--recompute", action=flag, default=False, help="keep blocks' inputs only, and compute them again (less memory)"
+    )
     add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")

@@ -12,14 +12,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llama.config import LlamaConfig, RotaryScaling, checked
-from llama.model import Llama
-from llama.tokenizer import FILE_NAME, Tokenizer
-
 import disttrain
 from disttrain.checkpoint import get_state_dict
 from disttrain.checkpoint.interop import load_safetensors, save_safetensors
 from disttrain.errors import SettingError
+from llama.config import LlamaConfig, RotaryScaling, checked
+from llama.model import Llama
+from llama.tokenizer import FILE_NAME, Tokenizer
 
 CONFIG = "config.json"
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -70,7 +69,10 @@ def read_config(folder: Path) -> LlamaConfig:
         problem = f"{folder / CONFIG} has {name} {theirs.get(name)!r}, which this Llama has not."
         raise SettingError("train_llama --model", problem, "Take another model.")
     # Since version 5 both are in `rope_parameters`.
-    rotary = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta"), **(theirs.get("rope_scaling") or {})}
+    rotary = theirs.get("rope_parameters") or {
+        "rope_theta": theirs.get("rope_theta"),
+        **(theirs.get("rope_scaling") or {}),
+    }
     config = LlamaConfig(
         dim=theirs["hidden_size"],
         num_layers=theirs["num_hidden_layers"],

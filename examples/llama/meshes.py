@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
-from llama.config import LlamaConfig
 
 import disttrain
 from disttrain.errors import SettingError
+from llama.config import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,16 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
 
 def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size: int, num_microbatches: int) -> None:
     """Raises SettingError where model or batch cannot be cut by the mesh."""
+    by_rows = f"{plan.num_replicas} ranks along dp and replicate, {num_microbatches} microbatches each,"
     rules = [
-        ("heads", config.num_heads, "tp", plan.tp),
-        ("hidden_size", config.hidden_size, "tp", plan.tp),
-        ("--seq", seq_size, "tp", plan.tp),
-        ("--batch", batch_size, "parts of the batch times --microbatches", plan.num_replicas * num_microbatches),
+        (f"tp={plan.tp}", plan.tp, "heads", config.num_heads),
+        (f"tp={plan.tp}", plan.tp, "hidden_size", config.hidden_size),
+        (f"tp={plan.tp}", plan.tp, "--seq", seq_size),
+        (by_rows, plan.num_replicas * num_microbatches, "--batch", batch_size),
     ]
-    for what, size, by_what, number in rules:
+    for who, number, what, size in rules:
         if size % number:
-            problem = f"{what} is {size}, and {by_what} {number}, which does not divide it."
+            problem = f"{who} cannot share {what} {size} evenly."
             raise SettingError("train_llama", problem, f"Give a multiple of {number}, or another --mesh.")
     kv_heads, tp = config.num_kv_heads, plan.tp
     if kv_heads % tp and tp % kv_heads:

@@ -15,9 +15,10 @@ import zlib
 
 import torch
 import torch.nn.functional as F
-from llama.config import LlamaConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from llama.config import LlamaConfig
 
 EMBEDDING_STD = 0.5
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from llama.config import LlamaConfig
-from llama.model import Block, Llama
 from torch import nn
 
 import disttrain
@@ -18,6 +16,8 @@ from disttrain import kernels, tp
 from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineStage, Schedule, split_blocks
+from llama.config import LlamaConfig
+from llama.model import Block, Llama
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -34,7 +34,7 @@ class Ways:
 
 @dataclass(frozen=True)
 class Placed:
-    """`model` has the names of the whole, and the parameters that are this rank's. `stages`: of a pipeline, else none."""
+    """`model` has the whole's names, and the parameters that are this rank's; `stages` are a pipeline's, else none."""
 
     model: Llama
     stages: tuple[PipelineStage, ...] = ()

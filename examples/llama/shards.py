@@ -1,6 +1,6 @@
-"""Tokens on the disk: a folder of `.npy` files, which are mapped, not read, and `shards.json`, which says what they are.
+"""Tokens on the disk: a folder of `.npy` files, which are mapped, not read, and `shards.json`, which says what of.
 
-    python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
+python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+
 from llama.tokenizer import FILE_NAME, Tokenizer
 
 MEMO = "shards.json"
@@ -41,7 +42,7 @@ class Shards:
             piece = self._arrays[at][begin : begin + length]
             pieces.append(piece)
             start, length, at = start + len(piece), length - len(piece), at + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.zeros(0, np.uint8)])
 
 
 class ShardWriter:

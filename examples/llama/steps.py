@@ -6,15 +6,15 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from llama.config import LlamaConfig
-from llama.meshes import MeshPlan
-from llama.parallel import Placed
 from torch import Tensor
 
 import disttrain
 from disttrain import kernels, tp
 from disttrain.dtensor import DTensor, Shard
 from disttrain.pipelining import PipelineSchedule, Schedule, clip_grad_norm_, forward_only
+from llama.config import LlamaConfig
+from llama.meshes import MeshPlan
+from llama.parallel import Placed
 
 
 class Stepper(Protocol):
@@ -43,7 +43,9 @@ class Stepper(Protocol):
 class Whole:
     """Every rank runs the model from end to end, on rows of its own; gradients of microbatches add up."""
 
-    def __init__(self, placed: Placed, mesh: disttrain.DeviceMesh, num_microbatches: int, *, uses_kernels: bool) -> None:
+    def __init__(
+        self, placed: Placed, mesh: disttrain.DeviceMesh, num_microbatches: int, *, uses_kernels: bool
+    ) -> None:
         self._model = placed.model
         self._loss = Loss(placed.model.config, mesh["tp"])
         self._num_microbatches = num_microbatches

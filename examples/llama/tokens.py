@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from disttrain.errors import SettingError
 from llama.shards import MEMO, SIDES, Shards, open_shards
 from llama.tokenizer import FILE_END, Tokenizer, tokenizer_named
-
-from disttrain.errors import SettingError
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 HELD_OUT_EVERY = 20
@@ -60,7 +59,7 @@ def read_tokens(data: str | None, tokenizer: str, seq_size: int) -> Tokens:
     if min(sizes) <= seq_size:
         unit = f"{tokens.tokenizer.unit}s"
         problem = f"{tokens.name} has {sum(sizes)} {unit} of text in {tokens.num_files} files"
-        rule = f"{sizes[1]} of them are held out; --seq {seq_size} needs more than {seq_size} to train on and held out"
+        rule = f"{sizes[1]} of them are held out, and either side needs --seq {seq_size} + 1"
         raise SettingError("train_llama --data", f"{problem}; {rule}.", "Name more text, or give a smaller --seq.")
     return tokens
 
@@ -84,7 +83,9 @@ def read_text(folder: str | None) -> Text:
 
 def _from_text(text: Text, tokenizer: Tokenizer, *, has_default_prompt: bool) -> Tokens:
     training, held_out = (Shards([tokenizer.encode(side)]) for side in (text.training, text.held_out))
-    start = tokenizer.encode([b"    def __init__(self"]) if has_default_prompt else held_out.read(0, _prompt_of(held_out))
+    start = (
+        tokenizer.encode([b"    def __init__(self"]) if has_default_prompt else held_out.read(0, _prompt_of(held_out))
+    )
     return Tokens(text.name, text.num_files, tokenizer, training, held_out, tuple(start.tolist()))
 
 

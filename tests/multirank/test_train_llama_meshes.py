@@ -83,7 +83,9 @@ def test_a_save_goes_on_on_any_mesh_as_if_nothing_had_happened(
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 
 
-def test_weights_that_were_exported_are_those_that_were_trained(rank_pool: RankPool, saved: Path, tmp_path: Path) -> None:
+def test_weights_that_were_exported_are_those_that_were_trained(
+    rank_pool: RankPool, saved: Path, tmp_path: Path
+) -> None:
     flags = ["--model", str(saved.parent / "exported"), "--data", str(saved.parent / "text"), "--out", str(tmp_path)]
     flags += ["--seq", "16", "--batch", "16", "--dtype", "fp64", "--steps", "1", "--save-every", "0", "--sample", "0"]
     rank_pool.run(2, trained, {"arguments": [*flags, "--mesh", "tp=2"]})

@@ -12,9 +12,8 @@ from llama.config import PRESETS, LlamaConfig, RotaryScaling
 from llama.huggingface import load_weights, our_name, read_config, save_weights, their_name
 from llama.model import Llama
 from llama.tokenizer import ByteTokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as TheirConfig
-from transformers import LlamaForCausalLM
 
 from disttrain.errors import CheckpointError, SettingError
 
