@@ -45,8 +45,8 @@ PRESETS = {
     "tiny": LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=96),
     "small": LlamaConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=1, hidden_size=352),
     "base": LlamaConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_size=2048),
-    "1b": LlamaConfig(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_size=8192),
-    "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336),
+    "1b": LlamaConfig(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_size=8192, rotary_base=5e5),
+    "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336, rotary_base=5e5),
 }
 NEEDED = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_size")
 KINDS = dict.fromkeys(NEEDED, int) | {

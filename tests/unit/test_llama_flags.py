@@ -1,4 +1,4 @@
-"""The flagship example's command line, its file, the mesh, and the model's sizes: what is taken, and what is refused."""
+"""The flagship example's command line, its file, the mesh, the model's sizes: what is taken, what refused."""
 
 from __future__ import annotations
 

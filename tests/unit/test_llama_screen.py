@@ -42,7 +42,7 @@ def test_tensorboard_is_asked_for_only_where_it_is_wanted(tmp_path: Path, monkey
     for folder, has_tensorboard in ((tmp_path, False), (None, True)):
         with Record(folder, "without", 0, has_tensorboard=has_tensorboard) as record:
             assert record.folder == folder
-    with pytest.raises(SettingError, match="there is no TensorBoard here. Run: pip install tensorboard"):
+    with pytest.raises(SettingError, match=r"there is no TensorBoard here\. Run: pip install tensorboard"):
         Record(tmp_path, "with", 0, has_tensorboard=True)
 
 
