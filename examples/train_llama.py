@@ -234,7 +234,7 @@ def train(flags: Namespace, device: torch.device) -> None:
     duration_s = screen.end_bar()
     if continuation:
         screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
-    screen.show_facts("done", results(flags, record, duration_s))
+    screen.show_facts("done", results(flags, record, meter, duration_s))
 
 
 def describe(run: Run) -> dict[str, str]:
@@ -272,12 +272,12 @@ def describe_mesh(flags: Namespace) -> str:
     return "; ".join(text for text, size in words.items() if size > 1) or "none"
 
 
-def results(flags: Namespace, record: Record, duration_s: float) -> dict[str, str]:
+def results(flags: Namespace, record: Record, meter: Meter, duration_s: float) -> dict[str, str]:
     """What came of it, and where it lies."""
     losses = [loss for _, loss in record.held_out_losses()]
     facts = {
         "held out": f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token",
-        "time": clock(duration_s),
+        "time": clock(duration_s) + communication(meter),
         "curve": f"{flags.out / 'loss.png'}",
         "numbers": f"{flags.out / 'loss.csv'}",
     }
@@ -285,6 +285,11 @@ def results(flags: Namespace, record: Record, duration_s: float) -> dict[str, st
         facts["checkpoint"] = f"{flags.out / CHECKPOINTS}, step {flags.steps}"
         facts["to go on"] = f"--resume --out {flags.out} --steps {2 * flags.steps}"
     return facts if flags.export is None else {**facts, "exported": f"{flags.export}"}
+
+
+def communication(meter: Meter) -> str:
+    share = meter.communication_share
+    return "" if share is None else f", {share:.0%} of the last steps in collectives"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,11 +29,12 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
         self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
-        self._communication = ""
+        self.communication_share: float | None = None
+        """Of a step's time, by the last summary; None before the first."""
 
     def take_summary(self, summary: Mapping[str, Any]) -> None:
         """What the flight recorder says of the last steps."""
-        self._communication = f"{summary['communication_share']:.0%} communication · "
+        self.communication_share = summary["communication_share"]
 
     def add(self, loss: float, time_s: float) -> None:
         self.step += 1
@@ -59,7 +60,7 @@ class Meter:
         """All there is to know, in one line."""
         return (
             f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self.tokens_per_s)} tokens/s · "
-            f"{self._communication}{short(memory_bytes)}B · {clock(self.step_s * (self.num_steps - self.step))} left"
+            f"{short(memory_bytes)}B · {clock(self.step_s * (self.num_steps - self.step))} left"
         )
 
 
