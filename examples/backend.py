@@ -2,13 +2,12 @@
 
     disttrain-launch --standalone --nproc-per-node 2 examples/backend.py
 
-A package that is installed names its transport by an entry point in `disttrain.backends`, and needs no `register_backend`.
+An installed package names its transport by an entry point in `disttrain.backends`, and needs no `register_backend`.
 """
 
 from __future__ import annotations
 
 import itertools
-from functools import reduce
 
 import torch
 from torch import nn
@@ -42,10 +41,9 @@ class PostBackend(Backend):
         return [torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0) for data in read]
 
     def _reduced(self, tensor: torch.Tensor, op: object) -> torch.Tensor:
-        ways = {ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum}
-        if op not in ways:
-            raise BackendError("post", f"it does not reduce by {op}.", "Take SUM, AVG, MAX or MIN.")
-        total = reduce(ways[op], [part.view(tensor.dtype).view(tensor.shape) for part in self._posted(tensor)])
+        if op not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise BackendError("post", f"it does not reduce by {op}.", "Take SUM or AVG.")
+        total = sum(part.view(tensor.dtype).view(tensor.shape) for part in self._posted(tensor))
         return total / self._size if op == ReduceOp.AVG else total
 
     def all_reduce(self, tensor, op, async_op):

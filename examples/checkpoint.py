@@ -1,7 +1,7 @@
 """Checkpoints in one page: saved on one mesh while training goes on, loaded on another; looked at without either.
 
-    disttrain-launch --standalone --nproc-per-node 4 examples/checkpoint.py --out runs/checkpoint
-    python -m disttrain.checkpoint ls runs/checkpoint/step-00000003
+disttrain-launch --standalone --nproc-per-node 4 examples/checkpoint.py --out runs/checkpoint
+python -m disttrain.checkpoint ls runs/checkpoint/step-00000003
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collectives in one page: on tensors, on lists, on Python values, in the background, and with gradients.
 
-    disttrain-launch --standalone --nproc-per-node 4 examples/collectives.py
+disttrain-launch --standalone --nproc-per-node 4 examples/collectives.py
 """
 
 from __future__ import annotations

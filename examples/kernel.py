@@ -2,7 +2,7 @@
 
     disttrain-launch --standalone --nproc-per-node 2 examples/kernel.py
 
-On GPUs the kernel computes, on CPUs its twin; with TRITON_INTERPRET=1, and Triton installed, the kernel runs on CPUs too.
+On GPUs the kernel computes, on CPUs its twin; with Triton installed and TRITON_INTERPRET=1 the kernel does there too.
 The operator is x * sigmoid(1.702 x), which approximates GELU (Hendrycks and Gimpel, arXiv 1606.08415).
 """
 

@@ -1,6 +1,6 @@
 """Meshes in one page: ranks as a grid with named axes, and a group along each axis through each rank.
 
-    disttrain-launch --standalone --nproc-per-node 4 examples/mesh.py
+disttrain-launch --standalone --nproc-per-node 4 examples/mesh.py
 """
 
 from __future__ import annotations

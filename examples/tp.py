@@ -36,7 +36,9 @@ def main() -> None:
         starts = torch.randint(len(text) - LENGTH, (ROWS,), generator=torch.Generator().manual_seed(step))
         own = starts.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].to(device)
         rows = text[own[:, None] + torch.arange(LENGTH + 1, device=device)]
-        return tp.vocab_parallel_cross_entropy(model(rows[:, :-1]), rows[:, 1:], mesh["tp"], vocab_size=SIZES.vocabulary_size)
+        return tp.vocab_parallel_cross_entropy(
+            model(rows[:, :-1]), rows[:, 1:], mesh["tp"], vocab_size=SIZES.vocabulary_size
+        )
 
     model = Llama(SIZES)
     model.init(seed=0)

@@ -34,7 +34,9 @@ def main() -> None:
     x = torch.randn(ROWS, WIDTH, device=device)
     cut = tp.parallelize_module(copy.deepcopy(whole), mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
     assert isinstance(cut[0].weight, DTensor)
-    say(f"the first weight, {tuple(whole[0].weight.shape)}: each rank has {tuple(cut[0].weight.to_local().shape)} of it")
+    say(
+        f"the first weight, {tuple(whole[0].weight.shape)}: each rank has {tuple(cut[0].weight.to_local().shape)} of it"
+    )
 
     with CommDebugMode() as comms:
         y = cut(x)

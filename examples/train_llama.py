@@ -39,7 +39,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
 from disttrain.console import clock, short
-from disttrain.errors import SettingError
+from disttrain.errors import CheckpointError, SettingError
 from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable
 
 if missing := [name for name in ("matplotlib", "rich") if find_spec(name) is None]:
@@ -53,7 +53,7 @@ WARMUP_STEPS = 20
 FINAL_LR_SHARE = 0.1
 MAX_GRADIENT_NORM = 1.0
 NUM_EVALUATION_BATCHES = 4
-TEMPERATURE = 0.6
+TEMPERATURE = 0.8
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Run:
 
 
 def make_run(flags: Namespace, device: torch.device) -> Run:
-    """Everything but the first step. Raises SettingError on all ranks when it fails on one."""
+    """Everything but the first step."""
     with together():
         tokens = read_tokens(flags.data, flags.tokenizer, flags.seq)
         sizes = fit_vocabulary(flags, tokens.tokenizer.vocabulary_size)
@@ -300,6 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags.dtype = "bf16" if device.type == "cuda" else "fp32"
     try:
         train(flags, device)
+    except CheckpointError:  # which all ranks have alike
+        with together():
+            raise
     except KeyboardInterrupt:
         if disttrain.get_rank() == 0:
             print(f"stopped; --resume --out {flags.out} goes on from the last checkpoint", file=sys.stderr)

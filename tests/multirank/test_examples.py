@@ -63,14 +63,12 @@ def test_collectives(run: Run) -> None:
 def test_mesh(run: Run) -> None:
     lines = run(4, "mesh").splitlines()
     beside = list(range(33, 64, 4))
-    assert lines[0] == f"of 64 ranks as pp=2 dp=8 tp=4, rank 37 is at {WHERE}; along dp with it are {beside}"
+    where = {"pp": 1, "dp": 1, "tp": 1}
+    assert lines[0] == f"of 64 ranks as pp=2 dp=8 tp=4, rank 37 is at {where}; along dp with it are {beside}"
     assert lines[1] == "this job: DeviceMesh(cpu, dp=2 tp=2, ranks [0, 1, 2, 3])"
     assert lines[2] == "coordinates by rank: [[0, 0], [0, 1], [1, 0], [1, 1]]"
     assert lines[3] == "rank 0's sums of ranks: along tp 1, along dp 2"
     assert lines[-1] == "an error is an answer: mesh: there is no axis 'pp' on dp=2 tp=2."
-
-
-WHERE = {"pp": 1, "dp": 1, "tp": 1}
 
 
 def test_dtensor(run: Run) -> None:
@@ -97,7 +95,9 @@ def test_tp_mlp(run: Run) -> None:
 @pytest.mark.parametrize(("num_ranks", "num_tokens"), [(2, 512), (4, 256)])
 def test_tp(run: Run, num_ranks: int, num_tokens: int) -> None:
     output, alone = run(num_ranks, "tp"), run(1, "tp")
-    losses, losses_alone = ([float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)] for text in (output, alone))
+    losses, losses_alone = (
+        [float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)] for text in (output, alone)
+    )
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
     assert losses == pytest.approx(losses_alone, rel=1e-3)
@@ -128,6 +128,9 @@ def test_fsdp2(run: Run, tmp_path: Path, num_ranks: int, mesh: str, operations: 
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000020"]
 
 
+SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+
+
 def numbers_in(output: str) -> dict[str, list[tuple[float, float]]]:
     """Loss and norm of the gradients of each step, by schedule."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -136,14 +139,19 @@ def numbers_in(output: str) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def pipeline_alone(rank_pool: RankPool) -> str:
+    return Run(rank_pool)(1, "pipeline", "--schedule", *SCHEDULES)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_pipeline(run: Run, num_ranks: int) -> None:
-    expected = numbers_in(run(1, "pipeline", "--schedule", "1F1B"))["1F1B"]  # of one stage, which is the model
+def test_pipeline(run: Run, pipeline_alone: str, num_ranks: int) -> None:
+    expected = numbers_in(pipeline_alone)["1F1B"]  # of one stage, which is the model
     assert len(expected) == 8
     assert expected[-1][0] < 0.7 * expected[0][0]
-    output = run(num_ranks, "pipeline", "--schedule", "1F1B", "Interleaved1F1B", "ZBV")
+    output = pipeline_alone if num_ranks == 1 else run(num_ranks, "pipeline", "--schedule", *SCHEDULES)
     found = numbers_in(output)
-    assert sorted(found) == ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
+    assert sorted(found) == SCHEDULES
     for name, numbers in found.items():
         for own, wanted in zip(zip(*numbers, strict=True), zip(*expected, strict=True), strict=True):
             assert own == pytest.approx(wanted, rel=1e-4)
