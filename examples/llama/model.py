@@ -103,7 +103,7 @@ class Llama(nn.Module):
                 x = block(x, rotation)
         return self.head(self.norm(x))
 
-    def init(self, seed: int) -> None:
+    def init(self, seed: int = 0) -> None:
         """Draw all parameters that are there: each from its own name's seed, so that it matters not who has which."""
         for name, parameter in self.named_parameters():
             torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
