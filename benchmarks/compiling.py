@@ -36,7 +36,7 @@ SIZES = ("preset", "layers", "batch", "seq", "threads")
 
 
 def make_model(way: str, options: argparse.Namespace) -> Llama:
-    model = Llama(replace(PRESETS[options.preset], num_layers=options.layers))
+    model = Llama(replace(PRESETS[options.preset], num_layers=options.layers, max_length=options.seq))
     model.init(seed=0)
     if way == "blocks":
         compile_blocks(model)

@@ -78,7 +78,7 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         sizes = fit_vocabulary(flags, tokens.tokenizer.vocabulary_size)
     mesh = make_mesh(flags.mesh, device)
     ways = Ways(flags.dtype, flags.kernels, flags.recompute, flags.compile)
-    placed = place(sizes, mesh, flags.plan, ways, seed=flags.seed)
+    placed = place(sizes, mesh, flags.plan, ways, length=flags.seq, seed=flags.seed)
     if flags.plan is None:
         stepper: Stepper = Whole(placed, mesh, flags.microbatches, uses_kernels=flags.kernels)
     else:

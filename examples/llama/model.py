@@ -78,13 +78,15 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The network. Made on the meta device it costs no memory; `init` fills it once it has some.
 
-    Set `recomputes` and only the blocks' inputs are kept for backward, which computes them again.
+    Set `recomputes` and only the blocks' inputs are kept for backward, which computes them again; set `length` to the
+    longest sequence that will come, where it is shorter than the model's, and no angles are made beyond it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.recomputes = False
+        self.length = config.max_length
         self.embedding = nn.Embedding(config.vocabulary_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -95,7 +97,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) int64 -> logits of each one's next token (B, S, vocabulary)."""
         x = self.embedding(tokens)
-        rotation = rotation_of(self.config, tokens.device)
+        rotation = rotation_of(self.config, self.length, tokens.device)
         for block in self.blocks:
             if self.recomputes and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotation, use_reentrant=False)
@@ -120,9 +122,9 @@ class Llama(nn.Module):
         return input_size**-0.5
 
 
-def rotation_of(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Cosines and sines of all positions' angles: (2, L, E / 2), in fp32."""
-    angles = torch.outer(torch.arange(config.max_length, device=device), frequencies(config).to(device))
+def rotation_of(config: LlamaConfig, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines of the first `length` positions' angles: (2, L, E / 2), in fp32."""
+    angles = torch.outer(torch.arange(length, device=device), frequencies(config).to(device))
     return torch.stack((angles.cos(), angles.sin()))
 
 

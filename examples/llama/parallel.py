@@ -41,13 +41,16 @@ class Placed:
 
 
 def place(
-    config: LlamaConfig, mesh: disttrain.DeviceMesh, schedule: Schedule | None, ways: Ways, *, seed: int
+    config: LlamaConfig, mesh: disttrain.DeviceMesh, schedule: Schedule | None, ways: Ways, *, length: int, seed: int
 ) -> Placed:
-    """Make the model, all of it on its ranks, with parameters that follow from the seed alone, on any mesh."""
+    """Make the model, all of it on its ranks, with parameters that follow from the seed alone, on any mesh.
+
+    `length`: the longest sequence that will come.
+    """
     device = mesh.world.device
     with torch.device("meta"):
         model = Llama(config).to(torch.float64 if ways.dtype == "fp64" else torch.float32)
-    model.recomputes = ways.recompute
+    model.recomputes, model.length = ways.recompute, length
     if schedule is None:
         _fit_out(model, config, mesh, ways)
         model.to_empty(device=device)

@@ -31,7 +31,7 @@ SEED = 4
 
 def sharded() -> nn.Module:
     mesh = train_llama.make_mesh(parse_mesh("dp=2", NUM_RANKS), torch.device("cpu"))
-    return place(PRESETS["tiny"], mesh, None, Ways(), seed=SEED).model
+    return place(PRESETS["tiny"], mesh, None, Ways(), length=32, seed=SEED).model
 
 
 def copied() -> nn.Module:
