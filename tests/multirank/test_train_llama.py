@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -37,10 +38,14 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
-    """End one worker as the kernel does when memory runs out."""
+def kill_rank(process: subprocess.Popen[str], rank: int, save: Path) -> None:
+    """End one worker as the kernel does when memory runs out, once the save is there that is written beside it."""
     workers = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank)]
     assert len(workers) == 1
+    workers[0].suspend()  # else the run may end before that
+    until_s = time.monotonic() + LIMIT_S / 2
+    while not save.exists() and time.monotonic() < until_s:
+        time.sleep(0.02)  # a folder that comes tells nobody
     workers[0].send_signal(signal.SIGKILL)
 
 
@@ -89,10 +94,9 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
 ) -> None:
     process = start(tmp_path, *RUN)
     assert process.stdout is not None
-    save = tmp_path / "runs" / "llama-1" / "checkpoints" / "step-00000005"  # which is written beside later steps
     for line in process.stdout:
-        if "held out" in line and save.exists():
-            kill_rank(process, 1)
+        if "step    12   held out" in line:
+            kill_rank(process, 1, tmp_path / "runs" / "llama-1" / "checkpoints" / "step-00000005")
             break
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGKILL, output
