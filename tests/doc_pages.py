@@ -4,8 +4,9 @@ A block says its language after the fence: `python` is run, on the CPU; `sh` is 
 `$ `, and what they print. Where a block says none, as an indented one, its first words tell. `title="..."` that begins
 with NOT_RUN marks what needs GPUs, a cluster or a person: it is compiled, or its commands are checked, and no more.
 
-The blocks of a section (`##`) run in their order, in one namespace. What they take for granted, a model or a mesh, is
-made by the page's module in tests/page_setups: it has `NUM_RANKS`, and `names(section)`, which each rank calls.
+The blocks of a section (`##`) run in their order, in one namespace that has the names of the page's beginning. What
+they take for granted, a model or a mesh, is made by the page's module in tests/page_setups: it has `NUM_RANKS`, and
+`names(section)`, which each rank calls.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is Python that tests run."""
-        return self.language == "python" and not self.title.startswith(NOT_RUN)
+        """Whether it is Python that tests run as a part of its page; a script has its file's name as title."""
+        return self.language == "python" and not self.title.startswith(NOT_RUN) and not self.title.endswith(".py")
 
 
 def blocks(page: str) -> list[Block]:
@@ -69,6 +70,15 @@ def blocks(page: str) -> list[Block]:
             language = language or _language(text)
             found.append(Block(page, section, line, language, "" if title is None else title[1], text))
     return found
+
+
+def commands_with_output(block: Block) -> list[tuple[str, str]]:
+    """The commands of an `sh` or `console` block, each on one line, and what a `console` shows that they print."""
+    text = re.sub(r"\\\n\s*", "", block.text)
+    if block.language == "sh":
+        return [(line, "") for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    found = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
+    return [(command, shown) for command, _, shown in (each.partition("\n") for each in found)]
 
 
 def compiled(block: Block) -> Any:
@@ -101,11 +111,13 @@ def run_page(page: str, folder: str) -> None:
     os.chdir(folder)
     try:
         vars(disttrain).update(joining)
+        beginning: dict[str, Any] = {"disttrain": disttrain}
         for section, in_section in itertools.groupby(blocks(page), lambda block: block.section):
             to_run = [block for block in in_section if block.is_run]
-            namespace = {"disttrain": disttrain, **given(section)} if to_run else {}
+            namespace = {**beginning, **given(section)} if to_run else {}
             for block in to_run:
                 exec(compiled(block), namespace)  # noqa: S102  # the code is our own
+            beginning = beginning if section else namespace
     finally:
         vars(disttrain).update(before)
         os.chdir(ROOT)

@@ -32,8 +32,6 @@ def names(section: str) -> dict[str, Any]:
     state = get_state_dict(model, optimizer)
     # What the launcher says to its workers.
     os.environ["DISTTRAIN_MEMORY_DIR"] = str(Path("memory").absolute())
-    if section == "Load what fits":
-        checkpoint.save(state, "runs/lm/step-00000040")
     return {
         "model": model,
         "model_state": dict(state["model"]),
@@ -48,8 +46,8 @@ def names(section: str) -> dict[str, Any]:
 def _write_files_of_others(model: nn.Module) -> None:
     if disttrain.get_rank() == 0:
         weights = model.state_dict()
-        Path("models").mkdir()
-        save_file(weights, "models/llama")
+        Path("models/llama").mkdir(parents=True)
+        save_file(weights, "models/llama/model.safetensors")
         torch.save(weights, "model.pt")
         state = {"model": weights, "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}
         torch_checkpoint.save(state, checkpoint_id="old/step-40", no_dist=True)
