@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tp import HEAD, llama
 from torch import nn
+from tp import HEAD, llama
 
 
 def small_llama() -> nn.Sequential:

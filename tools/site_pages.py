@@ -55,14 +55,20 @@ _LANGUAGES = {".json": "json", ".md": "markdown", ".py": "python", ".toml": "tom
 
 
 def public_names(init: Path) -> list[str]:
-    """What a package exports, sorted: all that its `__init__.py` imports from disttrain, lazily or at once."""
-    found: set[str] = set()
+    """What a package exports, sorted: its `__all__`; where that is computed, all that is imported from disttrain."""
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "__all__"
+            and isinstance(node.value, ast.List)
+        ):
+            return sorted(ast.literal_eval(node.value))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("disttrain"):
             module = ROOT.joinpath(*(node.module or "").split("."))
             names = [alias.asname or alias.name for alias in node.names]
-            found.update(public_names(module / "__init__.py") if names == ["*"] else names)
-    return sorted(name for name in found - {"lazily"} if not name.startswith("_"))
+            imported.update(public_names(module / "__init__.py") if names == ["*"] else names)
+    return sorted(imported - {"lazily"})
 
 
 def reference_page(package: str) -> str:

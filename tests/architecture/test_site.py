@@ -1,0 +1,60 @@
+"""The documentation's site: every page has its place, every public package its reference, every picture is as drawn."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import pictures, site_pages
+
+ROOT = Path(__file__).parents[2]
+AT_THE_FRONT_DOOR = {"disttrain.mesh", "disttrain.process_group"}
+
+
+def _parts() -> set[str]:
+    return {f"disttrain.{path.parent.name}" for path in (ROOT / "disttrain").glob("*/__init__.py")}
+
+
+def test_every_part_has_its_reference() -> None:
+    shown = {f"disttrain.{package}".rstrip(".") for package in site_pages.PACKAGES}
+    assert _parts() - AT_THE_FRONT_DOOR - shown == set()
+
+
+@pytest.mark.parametrize("package", site_pages.PACKAGES)
+def test_a_reference_has_all_public_names(package: str) -> None:
+    name = f"disttrain.{package}".rstrip(".")
+    init = ROOT.joinpath(*name.split("."), "__init__.py")
+    exported = [each for each in importlib.import_module(name).__all__ if not each.startswith("_")]
+    assert site_pages.public_names(init) == exported
+
+
+def test_every_page_has_its_place() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r"([\w./]+\.md)\n", nav)
+    made = {*site_pages.OWN_PAGES.values(), "reference/errors.md"}
+    made |= {f"reference/{package or 'disttrain'}.md" for package in site_pages.PACKAGES}
+    written = {path.name for path in (ROOT / "docs").glob("*.md")} | {"decisions/README.md"}
+    assert sorted(named) == sorted((written | made) - {"project/readme.md"})
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    broken = {
+        str(page.relative_to(ROOT)): link
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in link and not link.startswith("reference/") and not (page.parent / link).exists()
+    }
+    assert broken == {}
+
+
+def test_pictures_are_as_they_are_drawn() -> None:
+    """After a change: `python tools/pictures.py`."""
+    images = ROOT / "docs" / "images"
+    drawn = pictures.pictures()
+    assert {name: (images / name).read_text(encoding="utf-8") == drawn[name] for name in drawn} == dict.fromkeys(
+        drawn, True
+    )
