@@ -27,7 +27,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
 SETUPS = ROOT / "tests" / "page_setups"
-NOT_RUN = "not run here"
+NOT_RUN = "not tested"
 PROGRAMS = ("disttrain-launch", "disttrain-flight", "python", "make", "mpirun", "openssl", "pip", "kill")
 PAGES = sorted(
     str(path.relative_to(ROOT))
