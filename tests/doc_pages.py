@@ -108,18 +108,23 @@ def run_page(page: str, folder: str) -> None:
     # A page's scripts join and leave the job, which the pool has done for them.
     joining = {"init_process_group": lambda *_, **__: None, "destroy_process_group": lambda *_, **__: None}
     before = {name: getattr(disttrain, name) for name in joining}
+    environment = dict(os.environ)
     os.chdir(folder)
     try:
         vars(disttrain).update(joining)
         beginning: dict[str, Any] = {"disttrain": disttrain}
         for section, in_section in itertools.groupby(blocks(page), lambda block: block.section):
             to_run = [block for block in in_section if block.is_run]
-            namespace = {**beginning, **given(section)} if to_run else {}
+            if not to_run:
+                continue
+            namespace = {**beginning, **given(section)}
             for block in to_run:
                 exec(compiled(block), namespace)  # noqa: S102  # the code is our own
             beginning = beginning if section else namespace
     finally:
         vars(disttrain).update(before)
+        os.environ.clear()
+        os.environ.update(environment)
         os.chdir(ROOT)
 
 

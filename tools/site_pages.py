@@ -29,23 +29,10 @@ OWN_PAGES = {
 }
 """Pages of the repository that are not in docs/, and where they are on the site."""
 
-PACKAGES = (
-    "",
-    "checkpoint",
-    "checkpoint.interop",
-    "compiling",
-    "doctor",
-    "dtensor",
-    "flight_recorder",
-    "fsdp2",
-    "kernels",
-    "pipelining",
-    "process_group.functional",
-    "store",
-    "testing",
-    "tp",
-)
-"""Those with a page of reference, below `disttrain`."""
+AT_THE_FRONT_DOOR = {"mesh", "process_group"}
+_PARTS = {path.parent.name for path in (ROOT / "disttrain").glob("*/__init__.py")}
+PACKAGES = ("", *sorted({*_PARTS - AT_THE_FRONT_DOOR, "checkpoint.interop", "process_group.functional"}))
+"""Those with a page of reference, below `disttrain`, which is the first one."""
 
 _SHIM = "https://unpkg.com/iframe-worker/shim"
 """What mkdocs-material loads from elsewhere to search in a folder; ours is docs/assets/worker.js."""
@@ -115,13 +102,25 @@ def relinked(text: str, page: str) -> str:
     return _LINK.sub(changed, text)
 
 
+def reference_pages() -> dict[str, str]:
+    """All of them, by their places on the site."""
+    pages = {f"reference/{package or 'disttrain'}.md": reference_page(package) for package in PACKAGES}
+    return {**pages, "reference/errors.md": errors_page()}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """mkdocs has read its configuration."""
+    assert config.nav is not None
+    config.nav.append({"Reference": list(reference_pages())})
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """mkdocs asks which files there are."""
     from mkdocs.structure.files import File  # here, so that tests do without mkdocs
 
     made = {place: (ROOT / path).read_text(encoding="utf-8") for path, place in OWN_PAGES.items()}
-    made |= {f"reference/{package or 'disttrain'}.md": reference_page(package) for package in PACKAGES}
-    made["reference/errors.md"] = errors_page()
+    made |= reference_pages()
     pages = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     pages |= {path: made[place] for path, place in OWN_PAGES.items()}
     linked = {path for page, text in pages.items() for path in targets(text, page)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tp import VOCABULARY, WIDTH
+from tp import HEAD, VOCABULARY, WIDTH
 
 import disttrain
 from disttrain import kernels
@@ -22,6 +22,7 @@ def names(section: str) -> dict[str, Any]:
     tokens, targets = torch.randint(VOCABULARY, (2, 4, 16), generator=torch.Generator().manual_seed(0))
     hidden = torch.randn(targets.numel(), WIDTH, requires_grad=True)
     weight = model.head.weight.detach()
+    query, key, value = torch.randn(3, 2, 4, 16, HEAD)
     return {
         "dtensor_hidden": distribute_tensor(hidden.detach(), mesh, [Replicate()]),
         "dtensor_weight": distribute_tensor(weight, mesh, [Shard(0)]),
@@ -29,10 +30,13 @@ def names(section: str) -> dict[str, Any]:
         "head": model.head,
         "hidden": hidden,
         "kernels": kernels,
+        "key": key,
         "mesh": mesh,
         "model": model,
         "part": weight.chunk(NUM_RANKS)[disttrain.get_rank()],
+        "query": query,
         "targets": targets.flatten() if section == "A loss without logits" else targets,
         "tokens": tokens,
+        "value": value,
         "vocab_size": VOCABULARY,
     }
