@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tp import HEAD, VOCABULARY, WIDTH
 
 import disttrain
 from disttrain import kernels
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import small_llama
+from tests.page_models import HEAD, VOCABULARY, WIDTH, small_llama
 
 NUM_RANKS = 2
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pipeline import HEAD, MICROBATCHES, VOCABULARY, WIDTH, llama, loss_fn
 from torch import Tensor, nn
 
 import disttrain
 from disttrain import pipelining, tp
 from disttrain.fsdp2 import fully_shard
+from tests.page_models import HEAD, VOCABULARY, WIDTH, loss_fn, small_llama
 
 NUM_RANKS = 2
 ROWS, LENGTH = 8, 16
@@ -43,9 +43,6 @@ def names(section: str) -> dict[str, Any]:
     rank = disttrain.get_rank()
     tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH))
     stage = pipelining.PipelineStage([Begin, End][rank](), rank, NUM_RANKS, CPU)
-    model = llama()
-    for block in model.blocks:
-        block.attention.head_dim = HEAD
     given = {
         "F": F,
         "batches": [(tokens, targets)],
@@ -59,15 +56,15 @@ def names(section: str) -> dict[str, Any]:
         "long": torch.randint(VOCABULARY, (2, LENGTH)),
         "loss_fn": loss_fn,
         "message_bytes": 1e6,
-        "model": model,
+        "model": small_llama(),
         "module": End(),
         "num_dp": 1,
-        "num_microbatches": MICROBATCHES,
+        "num_microbatches": ROWS,
         "num_pp": NUM_RANKS,
         "num_ranks": NUM_RANKS,
         "num_stages": 3,
         "num_tp": 1,
-        "plan": pipelining.make_schedule("1F1B", NUM_RANKS, MICROBATCHES),
+        "plan": pipelining.make_schedule("1F1B", NUM_RANKS, ROWS),
         "positions": torch.arange(LENGTH).expand(ROWS, -1),
         "rank": rank,
         "schedule": pipelining.Schedule1F1B(stage, 4, loss_fn),

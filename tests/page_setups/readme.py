@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pipeline import llama as pipeline_llama
-from pipeline import loss_fn
-from tp import VOCABULARY, WIDTH
 
 import disttrain
-from tests.page_models import small_llama
+from tests.page_models import VOCABULARY, WIDTH, loss_fn, small_llama
 
 NUM_RANKS = 2
 
@@ -30,4 +27,4 @@ def names(section: str) -> dict[str, Any]:
             hidden = torch.randn(targets.numel(), WIDTH, requires_grad=True)
             return {"model": model, "head": model.head, "hidden": hidden, "targets": targets.flatten()}
         case _:
-            return {**given, "model": pipeline_llama(), "tokens": tokens, "targets": targets}
+            return {**given, "model": model, "tokens": tokens, "targets": targets}

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tp import HEAD, VOCABULARY
 
 import disttrain
 from disttrain import tp
 from disttrain.dtensor import Shard
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import small_llama
+from tests.page_models import HEAD, VOCABULARY, small_llama
 
 NUM_RANKS = 4
 
