@@ -29,10 +29,11 @@ OWN_PAGES = {
 }
 """Pages of the repository that are not in docs/, and where they are on the site."""
 
-AT_THE_FRONT_DOOR = {"mesh", "process_group"}
-_PARTS = {path.parent.name for path in (ROOT / "disttrain").glob("*/__init__.py")}
-PACKAGES = ("", *sorted({*_PARTS - AT_THE_FRONT_DOOR, "checkpoint.interop", "process_group.functional"}))
-"""Those with a page of reference, below `disttrain`, which is the first one."""
+AT_THE_FRONT_DOOR = {"disttrain.mesh", "disttrain.process_group"}
+PARTS = {f"disttrain.{path.parent.name}" for path in (ROOT / "disttrain").glob("*/__init__.py")}
+_WITHIN = {"disttrain.checkpoint.interop", "disttrain.process_group.functional"}
+PACKAGES = ("disttrain", *sorted(PARTS - AT_THE_FRONT_DOOR | _WITHIN))
+"""Those with a page of reference."""
 
 _SHIM = "https://unpkg.com/iframe-worker/shim"
 """What mkdocs-material loads from elsewhere to search in a folder; ours is docs/assets/worker.js."""
@@ -41,30 +42,28 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 _LANGUAGES = {".json": "json", ".md": "markdown", ".py": "python", ".toml": "toml"}
 
 
-def public_names(init: Path) -> list[str]:
-    """What a package exports, sorted: its `__all__`; where that is computed, all that is imported from disttrain."""
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(init.read_text(encoding="utf-8"))):
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "__all__"
-            and isinstance(node.value, ast.List)
-        ):
-            return sorted(ast.literal_eval(node.value))
+def public_names(package: str) -> dict[str, str]:
+    """What a package exports, in the order of the alphabet, and where each is defined.
+
+    That is its `__all__`; where this is computed, all that its `__init__.py` imports from disttrain.
+    """
+    homes: dict[str, str] = {}
+    listed: list[str] | None = None
+    for node in ast.walk(_init(package)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("disttrain"):
-            module = ROOT.joinpath(*(node.module or "").split("."))
-            names = [alias.asname or alias.name for alias in node.names]
-            imported.update(public_names(module / "__init__.py") if names == ["*"] else names)
-    return sorted(imported - {"lazily"})
+            module = node.module or ""
+            for name in [alias.asname or alias.name for alias in node.names]:
+                homes.update(public_names(module) if name == "*" else {name: f"{module}.{name}"})
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            listed = ast.literal_eval(node.value) if isinstance(node.value, ast.List) else None
+    homes.pop("lazily", None)
+    return {name: homes.get(name, f"{package}.{name}") for name in sorted(homes if listed is None else listed)}
 
 
 def reference_page(package: str) -> str:
-    """The page of `disttrain.package`: what it is for, and each public name in the order of the alphabet."""
-    full = f"disttrain.{package}".rstrip(".")
-    init = ROOT.joinpath(*full.split("."), "__init__.py")
-    about = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-    entries = [f"::: {full}.{name}" for name in public_names(init)]
-    return "\n\n".join([f"# {full}", about, *entries]) + "\n"
+    """The page of a package: what it is for, and each public name in the order of the alphabet."""
+    entries = [f"::: {home}" for home in public_names(package).values()]
+    return "\n\n".join([f"# {package}", ast.get_docstring(_init(package)) or "", *entries]) + "\n"
 
 
 def errors_page() -> str:
@@ -104,7 +103,7 @@ def relinked(text: str, page: str) -> str:
 
 def reference_pages() -> dict[str, str]:
     """All of them, by their places on the site."""
-    pages = {f"reference/{package or 'disttrain'}.md": reference_page(package) for package in PACKAGES}
+    pages = {f"reference/{package.removeprefix('disttrain.')}.md": reference_page(package) for package in PACKAGES}
     return {**pages, "reference/errors.md": errors_page()}
 
 
@@ -140,6 +139,10 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def on_post_page(output: str, page: Page, **_: object) -> str:
     """mkdocs has rendered a page."""
     return output.replace(_SHIM, posixpath.relpath("assets/worker.js", posixpath.dirname(page.url) or "."))
+
+
+def _init(package: str) -> ast.Module:
+    return ast.parse(ROOT.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8"))
 
 
 def _resolved(link: str, page: str) -> str | None:

@@ -15,10 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("package", site_pages.PACKAGES)
 def test_a_reference_has_all_public_names(package: str) -> None:
-    name = f"disttrain.{package}".rstrip(".")
-    init = ROOT.joinpath(*name.split("."), "__init__.py")
-    exported = [each for each in importlib.import_module(name).__all__ if not each.startswith("_")]
-    assert site_pages.public_names(init) == exported
+    exported = [name for name in importlib.import_module(package).__all__ if not name.startswith("_")]
+    assert list(site_pages.public_names(package)) == exported
 
 
 def test_every_page_has_its_place() -> None:
@@ -45,4 +43,20 @@ def test_pictures_are_as_they_are_drawn() -> None:
     drawn = pictures.pictures()
     assert {name: (images / name).read_text(encoding="utf-8") == drawn[name] for name in drawn} == dict.fromkeys(
         drawn, True
+    )
+
+
+def test_docstrings_become_lists() -> None:
+    pytest.importorskip("griffe", reason="griffe, which reads docstrings for the site, is not installed: make docs")
+    from tools.site_docstrings import as_markdown
+
+    said = """Gather.
+
+Args:    a, b  two tensors; sizes may
+               differ;  group  None: all.
+         c     a third one.
+Returns: Work."""
+    assert as_markdown(said) == (
+        "Gather.\n\n**Args:**\n\n- `a, b`: two tensors; sizes may differ\n- `group`: None: all.\n- `c`: a third one."
+        "\n\n**Returns:** Work."
     )
