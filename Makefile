@@ -34,6 +34,7 @@ check: docs ## Format, lint, types, import layers, dead code, spelling, the docu
 
 docs: $(READY) $(DOCS_READY) ## Build the documentation's site into build/site.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built: build/site/index.html"
 
 format: $(READY) ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff check --fix --quiet .
