@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -36,3 +38,51 @@ def modes() -> tuple[Any, ...]:
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The norm of each, in one launch where they are plain tensors of one device and dtype."""
     return torch._foreach_norm(list(tensors), 2.0, dtype)
+
+
+def is_within_a_graph() -> bool:
+    """Whether operators are recorded, transformed or differentiated from within, so that nothing may be timed."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._current_graph_task_id() != -1
+    )
+
+
+def as_constant(function: _Function) -> _Function:
+    """Let Dynamo call `function` while it traces, and take the answer for a constant. Arguments must be constants."""
+    # torch.compiler.assume_constant_result would load Dynamo.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def cudnn_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float | None
+) -> torch.Tensor:
+    """(B, H, L, E), (B, K, S, E) twice: cuDNN's attention; H is a multiple of K."""
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    return attend(query, key, value, None, needs_grad, 0.0, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+) -> torch.Tensor:
+    """(B, L, H, E), (B, S, K, E) twice: FlashAttention 2; `window`: keys before and behind a query's, -1 for all."""
+    attend: Any = torch.ops.aten._flash_attention_forward.default
+    sizes = (query.shape[1], key.shape[1])
+    left, right = (None if size < 0 else size for size in window)
+    options = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    return attend(query, key, value, None, None, *sizes, 0.0, is_causal, False, **options)[0]  # type: ignore[no-any-return]
+
+
+def efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float | None
+) -> torch.Tensor:
+    """(B, H, L, E), (B, H, S, E), (B, H, S, Ev): xformers' memory-efficient attention."""
+    attend: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    return attend(query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
