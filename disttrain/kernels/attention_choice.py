@@ -96,7 +96,7 @@ def chosen(call: Call, tensors: Tensors, rule: Rule | None, scale: float | None)
         return measured if measured in names else names[0]
     kind = name_of(rule)
     found = _CHOICES.of(call, kind)
-    if found is not None:
+    if found is not None and found.name in names:
         return found.name
     if not _may_measure(tensors):
         measured = _CHOICES.of_kind(call.dtype, kind, call.needs_grad)

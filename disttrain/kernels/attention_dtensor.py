@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
-from disttrain.dtensor.shard_sizes import local_shape_and_offset
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate
+from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import LayoutError
 from disttrain.kernels.attention import NAME, attention
 from disttrain.kernels.attention_rules import Rule
+from disttrain.mesh import DeviceMesh
 
 
 def attention_of_dtensors(
@@ -35,19 +36,16 @@ def attention_of_dtensors(
     for name, one in (("query", query), ("key", key), ("value", value)):
         _check(name, one, query)
     placements = [_placement(*those) for those in zip(query.placements, key.placements, value.placements, strict=True)]
-    num_ranks = 1
+    num_parts = 1
     for axis, placement in enumerate(placements):
-        num_ranks *= mesh.size(axis) if placement == Shard(1) else 1
-    shares_heads = key.shape[1] % num_ranks != 0
-    others = [Replicate() if shares_heads and one == Shard(1) else one for one in placements]
+        num_parts *= mesh.size(axis) if placement.is_shard(1) else 1
+    shares_heads = key.shape[1] % num_parts != 0
+    others = [Replicate() if shares_heads and placement.is_shard(1) else placement for placement in placements]
     # Where heads are shared, each rank has a term of their gradient.
-    grads = [Partial() if one != other else one for one, other in zip(placements, others, strict=True)]
+    grads = [Partial() if shares_heads and placement.is_shard(1) else placement for placement in placements]
     own_query = query.redistribute(placements=placements).to_local()
     own_key, own_value = (one.redistribute(placements=others).to_local(grad_placements=grads) for one in (key, value))
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "a DTensor's ranks lie on its mesh"
-    shape, offset = local_shape_and_offset(query.shape, mesh.shape, coordinate, placements)
-    batch, heads = (slice(offset[dim], offset[dim] + shape[dim]) for dim in (0, 1))
+    batch, heads = (_part(query.shape[dim], dim, mesh, placements) for dim in (0, 1))
     if shares_heads:
         served_by = [head * key.shape[1] // query.shape[1] for head in range(heads.start, heads.stop)]
         own_key, own_value = (_needed(one, served_by) for one in (own_key, own_value))
@@ -63,7 +61,7 @@ def _check(name: str, one: DTensor, query: DTensor) -> None:
     if one.device_mesh != query.device_mesh:
         raise LayoutError(NAME, f"{name} lies on another mesh than query.", "Put all on one mesh.", rank=rank)
     for axis, placement in enumerate(one.placements):
-        if placement.cut_dim is not None and placement not in (Shard(0), Shard(1)):
+        if not (placement.is_shard(0) or placement.is_shard(1) or placement.is_replicate() or placement.is_partial()):
             raise LayoutError(
                 NAME,
                 f"mesh axis {axis} lays {name} of shape {tuple(one.shape)} as {placement}; only sequences (dim 0) and "
@@ -75,7 +73,18 @@ def _check(name: str, one: DTensor, query: DTensor) -> None:
 
 def _placement(*placements: Placement) -> Placement:
     """How query, key and value are to lie along an axis: as the first of them that is cut."""
-    return next((one for one in placements if isinstance(one, Shard)), Replicate())
+    return next((one for one in placements if one.is_shard()), Replicate())
+
+
+def _part(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
+    """This rank's part of a dim of `size`."""
+    coordinate, first = mesh.get_coordinate(), 0
+    assert coordinate is not None, "a DTensor's ranks lie on its mesh"
+    for axis, placement in enumerate(placements):
+        if placement.is_shard(dim):
+            size, offset = piece(size, mesh.size(axis), coordinate[axis])
+            first += offset
+    return slice(first, first + size)
 
 
 def _needed(part: torch.Tensor, served_by: Sequence[int]) -> torch.Tensor:
