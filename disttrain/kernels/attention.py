@@ -61,10 +61,10 @@ def attention(
 
         return attention_of_dtensors(query, key, value, mask, scale, by)
     if torch.is_autocast_enabled(query.device.type):
-        own = (_as_autocast(tensor) for tensor in (query, key, value))
+        query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
         # What is computed within in fp32 stays so.
         with torch.autocast(query.device.type, enabled=False):
-            return attention(*own, mask, scale=scale, by=by)
+            return attention(query, key, value, mask, scale=scale, by=by)
     _check_tensors(query, key, value)
     _check_rules(query, key, mask)
     call = call_of(query, key, value, mask)
@@ -91,7 +91,7 @@ def call_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: R
         query.shape[3],
         value.shape[3],
         window_of(mask),
-        bool(changes_of(mask)),
+        len(changes_of(mask)) > 0,
         needs_grad,
     )
 

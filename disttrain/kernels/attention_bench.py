@@ -41,11 +41,11 @@ class Timed:
     flops: int
 
 
-def timed(sizes: Sizes, device: torch.device, only: str = "") -> Iterator[Timed]:
-    """The cases whose names begin with `only`, in bf16; each is made when it comes."""
+def timed(sizes: Sizes, device: torch.device, only: Sequence[str] = ("",)) -> Iterator[Timed]:
+    """The cases whose names begin with one of `only`, in bf16; each is made when it comes."""
     for length in sizes.lengths:
         for name, rule in _rules(sizes, length, device):
-            if not name.startswith(only):
+            if not name.startswith(tuple(only)):
                 continue
             tensors = _drawn(sizes, length, device)
             flops = _flops(sizes, length, rule, device)

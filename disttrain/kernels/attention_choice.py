@@ -171,9 +171,9 @@ def _agreed(shape: str, own: str) -> str:
 @as_constant
 def machine_of(device_type: str, index: int | None) -> Machine:
     """What decides beside a call."""
-    capability = torch.cuda.get_device_capability(index) if device_type == "cuda" else (0, 0)
+    major, minor = torch.cuda.get_device_capability(index) if device_type == "cuda" else (0, 0)
     uses_triton = has_triton() and KERNELS.read() != "twin"
-    return Machine(device_type, capability, uses_triton, torch.are_deterministic_algorithms_enabled())
+    return Machine(device_type, 10 * major + minor, uses_triton, torch.are_deterministic_algorithms_enabled())
 
 
 @as_constant

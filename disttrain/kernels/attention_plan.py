@@ -26,10 +26,10 @@ _NARROW: Final = (torch.bfloat16, torch.float16)
 
 
 class Machine(NamedTuple):
-    """What decides, beside the call: `capability` is (0, 0) on CPUs."""
+    """What decides, beside the call: `capability` is 90 for 9.0, and 0 on CPUs."""
 
     device_type: str
-    capability: tuple[int, int]
+    capability: int
     has_triton: bool
     is_deterministic: bool
     """torch.use_deterministic_algorithms."""
@@ -77,7 +77,7 @@ _PLAIN: Final = ((-1, -1), (-1, 0))
 
 def _cudnn_serves(machine: Machine, call: Call) -> bool:
     return (
-        machine.capability >= (9, 0)
+        machine.capability >= 90
         and not machine.is_deterministic
         and call.dtype in _NARROW
         and call.head_dim == call.value_dim <= 128
@@ -90,7 +90,7 @@ def _cudnn_serves(machine: Machine, call: Call) -> bool:
 
 def _flash_serves(machine: Machine, call: Call) -> bool:
     return (
-        machine.capability >= (8, 0)
+        machine.capability >= 80
         and call.dtype in _NARROW
         and call.head_dim == call.value_dim <= 256
         and call.window is not None
@@ -106,7 +106,7 @@ def _is_aligned(call: Call) -> bool:
 
 def _efficient_serves(machine: Machine, call: Call) -> bool:
     return (
-        machine.capability >= (8, 0)
+        machine.capability >= 80
         and not machine.is_deterministic
         and call.dtype in (*_NARROW, torch.float32)
         and call.window in _PLAIN
@@ -117,7 +117,7 @@ def _efficient_serves(machine: Machine, call: Call) -> bool:
 def _flex_serves(machine: Machine, call: Call) -> bool:
     return (
         machine.has_triton
-        and machine.capability >= (8, 0)
+        and machine.capability >= 80
         and call.dtype in (*_NARROW, torch.float32)
         and call.head_dim >= 16
         and call.value_dim >= 16

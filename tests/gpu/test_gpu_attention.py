@@ -102,19 +102,20 @@ def test_documents_of_uneven_lengths_by_one_kernel() -> None:
         rule = Causal() & Documents(ids.cuda())
         inputs = [one.cuda() for one in tensors(2, (4, 2), length, 64)]
         judge(lambda *own: attention(*own, rule), wished(rule), inputs, torch.bfloat16)  # noqa: B023
+    judge(lambda *own: checkpointed(rule, *own), wished(rule), inputs, torch.bfloat16)
+
+
+def checkpointed(rule: Any, *own: torch.Tensor) -> torch.Tensor:
+    result = checkpoint(lambda *these: attention(*these, rule), *own, use_reentrant=False)
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def test_a_shape_is_measured_once_and_its_choice_serves() -> None:
     inputs = [one.cuda().bfloat16().requires_grad_() for one in tensors(1, (8, 2), 2048, 128)]
     before = len(attention_choices())
-
-    def attend(*own: torch.Tensor) -> torch.Tensor:
-        result = checkpoint(lambda *these: attention(*these, Causal()), *own, use_reentrant=False)
-        assert isinstance(result, torch.Tensor)
-        return result
-
     for _ in range(2):
-        attend(*inputs).sum().backward()
+        checkpointed(Causal(), *inputs).sum().backward()
     choice = attention_choices()[-1]
     assert len(attention_choices()) == before + 1
     assert {name for name, _ in choice.seconds} == {"cudnn", "flash", "efficient"}

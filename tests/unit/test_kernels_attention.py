@@ -69,14 +69,11 @@ def test_values_wider_than_keys() -> None:
         judge(lambda *own: attention(*own, rule), wished(rule), [query, key, wide], torch.float64)  # noqa: B023
 
 
-@pytest.mark.parametrize("name", ["causal", "all"])
-def test_a_graph_holds_it_unbroken(name: str) -> None:
+def test_a_graph_holds_it_unbroken() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for length in (40, 50, 60):
-        rule = rule_called(name, 2, 4, length)
-        inputs = tensors(2, (4, 2), length, 8)
-        judge(lambda *own: compiled(*own, rule), wished(rule), inputs, torch.float64)  # noqa: B023
+    rule = rule_called("all", 2, 4, 40)
+    judge(lambda *own: compiled(*own, rule), wished(rule), tensors(2, (4, 2), 40, 8), torch.float64)
 
 
 def test_lengths_are_symbols_of_one_graph() -> None:

@@ -18,9 +18,9 @@ from disttrain.kernels.attention_rules import BLOCK_SIZE, name_of, seen, window_
 from disttrain.kernels.attention_runs import places_of
 from tests.attention_cases import NAMES, rule_called, tensors, wished
 
-HOPPER = Machine("cuda", (9, 0), has_triton=True, is_deterministic=False)
-AMPERE = HOPPER._replace(capability=(8, 0))
-CPU = Machine("cpu", (0, 0), has_triton=True, is_deterministic=False)
+HOPPER = Machine("cuda", 90, has_triton=True, is_deterministic=False)
+AMPERE = HOPPER._replace(capability=80)
+CPU = Machine("cpu", 0, has_triton=True, is_deterministic=False)
 CALL = Call(torch.bfloat16, 1, 32, 8, 4096, 4096, 128, 128, (-1, 0), has_changes=False, needs_grad=True)
 
 
@@ -92,11 +92,10 @@ def test_ids_in_any_order_are_taken_as_they_are() -> None:
     assert not every.any()
 
 
-@pytest.mark.parametrize("name", ["one-sided", "all"])
-def test_flex_within_a_graph(name: str) -> None:
+def test_flex_within_a_graph() -> None:
     """Forward: on CPUs it has no other."""
     torch._dynamo.reset()
-    rule = rule_called(name, 2, 4, 200)
+    rule = rule_called("all", 2, 4, 200)
     inputs = [one.float() for one in tensors(2, (4, 2), 200, 16)]
     compiled = torch.compile(lambda *own: flex(*own, rule, None), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), wished(rule)(*inputs), atol=1e-5, rtol=1e-5)
