@@ -119,19 +119,15 @@ def measure(
     def run() -> dict[str, float]:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             own = [tensor.detach().requires_grad_(needs_grad) for tensor in tensors]
-            times: dict[str, list[float]] = {}
-            for name in names:
-                try:
-                    for _ in range(_NUM_WARMUPS):
-                        _seconds(name, own, rule, scale)
-                except RuntimeError:
-                    # It may take too much memory, or a library may be too old: the others serve.
-                    continue
-                times[name] = []
-            for _ in range(NUM_ROUNDS):
-                for name, found in times.items():
-                    found.append(_seconds(name, own, rule, scale))
-        return {name: statistics.median(found) for name, found in times.items()}
+            times: dict[str, list[float]] = {name: [] for name in names}
+            for _ in range(_NUM_WARMUPS + NUM_ROUNDS):
+                for name in tuple(times):
+                    try:
+                        times[name].append(_seconds(name, own, rule, scale))
+                    except RuntimeError:
+                        # It may take too much memory, or a library may be too old: the others serve.
+                        del times[name]
+        return {name: statistics.median(found[_NUM_WARMUPS:]) for name, found in times.items()}
 
     device = tensors[0].device
     stream = torch.cuda.current_stream(device)

@@ -82,26 +82,17 @@ def _sdpa(
 def _cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    own, head_dim = _aligned(query, key, value), value.shape[-1]
+    own = _aligned(query, key, value)
     is_causal = window_of(rule) == (-1, 0)
-    return cudnn_attention(*own, is_causal, _needs_grad(*own), scale_of(query, scale))[..., :head_dim]
+    return cudnn_attention(*own, is_causal, _needs_grad(*own), scale_of(query, scale))[..., : value.shape[-1]]
 
 
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    own_query, own_key, own_value = _aligned(query, key, value)
     window = cast(tuple[int, int], window_of(rule))
-    is_causal = window == (-1, 0)
-    result = flash_attention(
-        own_query.transpose(1, 2),
-        own_key.transpose(1, 2),
-        own_value.transpose(1, 2),
-        is_causal,
-        (-1, -1) if is_causal else window,
-        scale_of(query, scale),
-    )
-    return result.transpose(1, 2)[..., : value.shape[-1]]
+    own = _aligned(query, key, value)
+    return flash_attention(*own, window, scale_of(query, scale))[..., : value.shape[-1]]
 
 
 def _efficient(
