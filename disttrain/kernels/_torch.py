@@ -57,7 +57,7 @@ def as_constant(function: _Function) -> _Function:
 
 
 def cudnn_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float
 ) -> torch.Tensor:
     """(B, H, L, E), (B, K, S, E) twice: cuDNN's attention; H is a multiple of K."""
     attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
@@ -65,7 +65,7 @@ def cudnn_attention(
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float
 ) -> torch.Tensor:
     """As cuDNN's: FlashAttention 2. `window`: how many keys before and behind a query's own it sees, -1 for all."""
     left, right = window
@@ -82,7 +82,7 @@ def flash_attention(
 
 
 def efficient_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float
 ) -> torch.Tensor:
     """(B, H, L, E), (B, H, S, E), (B, H, S, Ev): xformers' memory-efficient attention."""
     attend: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import LayoutError
-from disttrain.kernels import Causal, attention, attention_choice, attention_choices
+from disttrain.kernels import Causal, SoftCap, attention, attention_choice, attention_choices
 from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.attention_cases import rule_called, tensors, wished
 from tests.kernel_cases import drawn
 from tests.sharding_cases import mesh_of
@@ -81,6 +84,40 @@ def test_parts_that_fit_send_nothing() -> None:
     with CommDebugMode() as comms:
         attention(own[0], own[1], own[2], Causal())
     assert not comms.get_comm_counts()
+
+
+class Layer(nn.Module):
+    """Grouped-query attention with a soft cap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(12, 16), nn.Linear(12, 8), nn.Linear(12, 8)
+        self.output = nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, 4)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )
+        attended = attention(query, key, value, Causal() & SoftCap(1.0))
+        result: torch.Tensor = self.output(attended.transpose(1, 2).flatten(-2))
+        return result
+
+
+@on_ranks(2)
+def test_a_layer_under_tensor_parallelism() -> None:
+    torch.manual_seed(0)
+    whole = Layer()
+    layer = copy.deepcopy(whole)
+    styles = {**dict.fromkeys(("query", "key", "value"), ColwiseParallel()), "output": RowwiseParallel()}
+    parallelize_module(layer, mesh_of((2,)), styles)
+    x = drawn(3, LENGTH, 12).float()
+    found, expected = layer(x), whole(x)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert isinstance(one.grad, DTensor)
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
 
 @on_ranks(2)
