@@ -152,3 +152,21 @@ def test_what_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "measure", lambda *_: {"dense": 1.0})
     attention(*tensors(1, (2, 1), 6, 4))
     assert attention_choices()[0].name == "dense"
+
+
+def test_a_graph_goes_by_what_calls_of_its_kind_were_measured_to_be_served_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "candidates", lambda machine, call: ("sdpa", "dense"))
+    monkeypatch.setattr(attention_choice, "_CHOICES", attention_choice._Choices())
+    codes: list[str] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        codes.append(graph.code)
+        return graph
+
+    inputs = [one.bfloat16() for one in tensors(1, (2, 1), 6, 4)]
+    for name in ("sdpa", "dense"):
+        torch._dynamo.reset()
+        torch.compile(lambda *own: attention(*own, Causal()), backend=keep, fullgraph=True)(*inputs)
+        assert ("scaled_dot_product_attention" in codes[-1]) == (name == "sdpa")
+        call = CALL._replace(dtype=torch.bfloat16, needs_grad=False)
+        attention_choice._CHOICES.add(Choice(call, "Causal", "dense", ()))
