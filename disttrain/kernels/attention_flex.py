@@ -94,8 +94,9 @@ def block_masks(
     for mask in masks_of(rule):
         maybe, surely = mask.sees_blocks(blocks)
         some, every = some & maybe, every & surely
-    some, every = (one.view(-1, 1, *one.shape[-2:]) for one in torch.broadcast_tensors(some, every))
-    return some, every
+    some, every = (one.unsqueeze(-3) for one in torch.broadcast_tensors(some, every))
+    # Not by view: what a -1 stands for is more than Inductor can divide out where lengths are symbols.
+    return (some, every) if some.dim() == 4 else (some.unsqueeze(0), every.unsqueeze(0))
 
 
 def _ends(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

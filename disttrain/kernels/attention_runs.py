@@ -13,6 +13,7 @@ from typing import Final, cast
 import torch
 import torch.nn.functional as F
 
+from disttrain.dtensor._torch import as_one_call
 from disttrain.kernels._torch import cudnn_attention, efficient_attention, flash_attention
 from disttrain.kernels.attention_flex import flex
 from disttrain.kernels.attention_plan import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
@@ -118,7 +119,9 @@ def _aligned(
     return _aligned_one(query), _aligned_one(key), _aligned_one(value)
 
 
+@as_one_call
 def _aligned_one(tensor: torch.Tensor) -> torch.Tensor:
+    """One call in a graph, as Dynamo does not tell where in memory a tensor begins."""
     rest = tensor.shape[-1] % _ALIGNMENT
     if rest:
         return F.pad(tensor, (0, _ALIGNMENT - rest))
