@@ -20,14 +20,21 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from disttrain.kernels.attention_rules import (
     BLOCK_SIZE,
     Blocks,
+    Causal,
+    Documents,
+    Mask,
     Places,
+    Prefix,
     Rule,
+    Rules,
+    SlidingWindow,
     changed,
     changes_of,
     masks_of,
     name_of,
     seen,
 )
+from disttrain.kernels.operators import define
 
 Score = Callable[..., torch.Tensor]
 _NUM_KEPT: Final = 16
@@ -47,18 +54,18 @@ def flex(
     """Within a graph it becomes part of that; else a graph of its own."""
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if torch.compiler.is_compiling():
-        prepared = prepare(rule, query.shape[2], key.shape[2], query.device)
+        prepared = prepare(rule, query, key.shape[2])
         return cast(
             torch.Tensor,
             flex_attention(query, key, value, score_mod=prepared.score, block_mask=prepared.blocks, **options),
         )
-    prepared = _KEPT.prepared(rule, query.shape[2], key.shape[2], query.device)
+    prepared = _KEPT.prepared(rule, query, key.shape[2])
     run = _compiled(name_of(rule))
     return cast(torch.Tensor, run(query, key, value, score_mod=prepared.score, block_mask=prepared.blocks, **options))
 
 
-def prepare(rule: Rule | None, num_queries: int, num_keys: int, device: torch.device) -> Prepared:
-    """Compute a rule's blocks: a few operators on (B or 1, blocks of queries, blocks of keys)."""
+def prepare(rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
+    """A rule for queries like `query`; its blocks are computed by one operator, on a graph's behalf too."""
 
     def score(one: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         return changed(rule, one, Places(*places))
@@ -67,17 +74,68 @@ def prepare(rule: Rule | None, num_queries: int, num_keys: int, device: torch.de
         return cast(torch.Tensor, seen(rule, Places(*places)))
 
     own_score = score if changes_of(rule) else None
-    if not masks_of(rule):
+    masks = masks_of(rule)
+    if not masks:
         return Prepared(own_score, None)
-    some, every = block_masks(rule, num_queries, num_keys, device)
-    blocks = BlockMask.from_kv_blocks(
-        *_ordered(some & ~every),
-        *_ordered(every),
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=mask,
-        seq_lengths=(num_queries, num_keys),
-    )
+    kinds, sizes, tensors = [type(one).__name__ for one in masks], [0] * len(masks), []
+    for number, one in enumerate(masks):
+        if isinstance(one, SlidingWindow):
+            sizes[number] = one.size
+        elif isinstance(one, Documents):
+            tensors.append(one.ids)
+        elif isinstance(one, Prefix):
+            tensors.append(one.lengths)
+    lengths = (query.shape[2], num_keys)
+    found = torch.ops.disttrain.attention_blocks(query.detach(), kinds, sizes, tensors, *lengths)
+    blocks = BlockMask(lengths, *found, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask)
     return Prepared(own_score, blocks)
+
+
+def _blocks(
+    like: torch.Tensor, kinds: list[str], sizes: list[int], tensors: list[torch.Tensor], num_queries: int, num_keys: int
+) -> list[torch.Tensor]:
+    """As BlockMask wants them: of those seen in part and those seen whole, by queries, then by keys."""
+    values = iter(tensors)
+    masks: list[Mask] = []
+    for kind, size in zip(kinds, sizes, strict=True):
+        match kind:
+            case "SlidingWindow":
+                masks.append(SlidingWindow(size))
+            case "Documents":
+                masks.append(Documents(next(values)))
+            case "Prefix":
+                masks.append(Prefix(next(values)))
+            case _:
+                masks.append(Causal())
+    some, every = block_masks(Rules(tuple(masks)), num_queries, num_keys, like.device)
+    pairs = (some & ~every, every)
+    by_queries = [one for blocks in pairs for one in _ordered(blocks)]
+    return by_queries + [one for blocks in pairs for one in _ordered(blocks.mT)]
+
+
+def _shapes_of_blocks(
+    like: torch.Tensor, kinds: list[str], sizes: list[int], tensors: list[torch.Tensor], num_queries: int, num_keys: int
+) -> list[torch.Tensor]:
+    values = iter(tensors)
+    batch_size = 1
+    for kind in kinds:
+        if kind in ("Documents", "Prefix"):
+            value = next(values)
+            batch_size = value.shape[0] if kind == "Prefix" or value.dim() == 2 else batch_size
+    rows, columns = ((size + BLOCK_SIZE - 1) // BLOCK_SIZE for size in (num_queries, num_keys))
+    return [
+        like.new_empty((batch_size, 1, *shape), dtype=torch.int32)
+        for shape in 2 * [(rows,), (rows, columns)] + 2 * [(columns,), (columns, rows)]
+    ]
+
+
+# Inductor (torch 2.11) cannot divide numbers of blocks by each other where lengths are symbols.
+define(
+    "attention_blocks(Tensor like, str[] kinds, int[] sizes, Tensor[] tensors, SymInt num_queries, SymInt num_keys)"
+    " -> Tensor[]",
+    _blocks,
+    _shapes_of_blocks,
+)
 
 
 def block_masks(
@@ -95,7 +153,6 @@ def block_masks(
         maybe, surely = mask.sees_blocks(blocks)
         some, every = some & maybe, every & surely
     some, every = (one.unsqueeze(-3) for one in torch.broadcast_tensors(some, every))
-    # Not by view: what a -1 stands for is more than Inductor can divide out where lengths are symbols.
     return (some, every) if some.dim() == 4 else (some.unsqueeze(0), every.unsqueeze(0))
 
 
@@ -118,8 +175,8 @@ class _Kept:
         self._lock = Lock()
         self._prepared: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
 
-    def prepared(self, rule: Rule | None, num_queries: int, num_keys: int, device: torch.device) -> Prepared:
-        key = (rule, num_queries, num_keys, device)
+    def prepared(self, rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
+        key = (rule, query.shape[2], num_keys, query.device)
         with self._lock:
             found = self._prepared.get(key)
             if found is not None:
@@ -127,9 +184,9 @@ class _Kept:
                 return found
         # Tensors made in inference mode would be of no use in training.
         with torch.inference_mode(False), torch.no_grad():
-            found = prepare(rule, num_queries, num_keys, device)
+            found = prepare(rule, query, num_keys)
         # Memory that a graph being captured has taken is written again when that is replayed.
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not query.is_cuda or not torch.cuda.is_current_stream_capturing():
             with self._lock:
                 self._prepared[key] = found
                 while len(self._prepared) > _NUM_KEPT:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask
 
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow, attention, attention_choice
 from disttrain.kernels.attention_choice import Choice, attention_choices
-from disttrain.kernels.attention_flex import _KEPT, _NUM_KEPT, block_masks, flex
+from disttrain.kernels.attention_flex import _KEPT, _NUM_KEPT, block_masks, flex, prepare
 from disttrain.kernels.attention_plan import Call, Machine, candidates, serving
 from disttrain.kernels.attention_rules import BLOCK_SIZE, name_of, seen, window_of
 from disttrain.kernels.attention_runs import places_of
@@ -93,26 +94,45 @@ def test_ids_in_any_order_are_taken_as_they_are() -> None:
 
 
 def test_flex_within_a_graph() -> None:
-    """Forward: on CPUs it has no other."""
+    """Forward: on CPUs it has no other. A second length makes a graph for all."""
     torch._dynamo.reset()
-    rule = rule_called("all", 2, 4, 200)
-    inputs = [one.float() for one in tensors(2, (4, 2), 200, 16)]
-    compiled = torch.compile(lambda *own: flex(*own, rule, None), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs), wished(rule)(*inputs), atol=1e-5, rtol=1e-5)
+    compiled = torch.compile(lambda rule, *own: flex(*own, rule, None), fullgraph=True, backend="aot_eager")
+    for length in (200, 300, 400):
+        rule = rule_called("all", 2, 4, length)
+        inputs = [one.float() for one in tensors(2, (4, 2), length, 16)]
+        torch.testing.assert_close(compiled(rule, *inputs), wished(rule)(*inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_as_torch_makes_them(name: str) -> None:
+    rule = rule_called(name, 2, 1, 300)
+    blocks = prepare(rule, torch.zeros(2, 1, 300, 4), 300).blocks
+    if blocks is None:
+        assert name in ("none", "cap")
+        return
+    some, _ = block_masks(rule, 300, 300, torch.device("cpu"))
+    assert torch.equal(blocks.to_dense().bool(), some)
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    wanted = BlockMask.from_kv_blocks(*(getattr(blocks, one) for one in names), seq_lengths=(300, 300))
+    for one in ("q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(blocks, one), getattr(wanted, one))
+    for numbers, one in (("q_num_blocks", "q_indices"), ("full_q_num_blocks", "full_q_indices")):
+        is_used = torch.arange(3) < getattr(wanted, numbers)[..., None]
+        assert torch.equal(getattr(blocks, one)[is_used], getattr(wanted, one)[is_used])
 
 
 def test_blocks_are_kept_for_the_next_layer_and_bounded() -> None:
-    device = torch.device("cpu")
+    query = torch.zeros(1, 1, 50, 4)
     rule = Causal() & SlidingWindow(9)
-    first = _KEPT.prepared(rule, 50, 50, device)
-    assert _KEPT.prepared(Causal() & SlidingWindow(9), 50, 50, device) is first
+    first = _KEPT.prepared(rule, query, 50)
+    assert _KEPT.prepared(Causal() & SlidingWindow(9), query, 50) is first
     documents = Documents(torch.zeros(50))
-    own = _KEPT.prepared(documents, 50, 50, device)
-    assert _KEPT.prepared(documents, 50, 50, device) is own
-    assert _KEPT.prepared(Documents(documents.ids), 50, 50, device) is not own
+    own = _KEPT.prepared(documents, query, 50)
+    assert _KEPT.prepared(documents, query, 50) is own
+    assert _KEPT.prepared(Documents(documents.ids), query, 50) is not own
     for size in range(_NUM_KEPT):
-        _KEPT.prepared(SlidingWindow(size + 1), 50, 50, device)
-    assert _KEPT.prepared(rule, 50, 50, device) is not first
+        _KEPT.prepared(SlidingWindow(size + 1), query, 50)
+    assert _KEPT.prepared(rule, query, 50) is not first
 
 
 def test_a_shape_is_measured_once_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
