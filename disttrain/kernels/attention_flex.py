@@ -87,8 +87,8 @@ def prepare(rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
             tensors.append(one.lengths)
     lengths = (query.shape[2], num_keys)
     found = torch.ops.disttrain.attention_blocks(query.detach(), kinds, sizes, tensors, *lengths)
-    blocks = BlockMask(lengths, *found, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask)
-    return Prepared(own_score, blocks)
+    make: Callable[..., BlockMask] = BlockMask
+    return Prepared(own_score, make(lengths, *found, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask))
 
 
 def _blocks(
