@@ -10,8 +10,8 @@
 | dense     | products and a softmax                | everything; the scores are in memory                             |
 
 Sources: torch, "scaled_dot_product_attention" and "flex_attention" (documentation of 2.11); Dao, "FlashAttention-2"
-(arXiv 2307.08691); Rabe and Staats (2112.05682). What cuDNN takes with a mask in memory is not used: it gave NaN for
-gradients where 64 keys are left over (torch issue 196678).
+(arXiv 2307.08691); Rabe and Staats (2112.05682). That cuDNN takes masks in memory is not used: its gradients were NaN
+where 64 keys are left over (reported to torch as "cuDNN backward returns NaN grad_q for seq_len % 128 == 64").
 """
 
 from __future__ import annotations
