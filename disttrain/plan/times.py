@@ -1,0 +1,262 @@
+"""How long a step takes: products, attention and memory at the rates that the hardware attains, communication where it
+is not hidden, and the bubble of the pipeline, which the simulator plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from disttrain.pipelining.action import INPUT_GRADIENTS
+from disttrain.pipelining.costs import Costs
+from disttrain.pipelining.costs import Link as PipelineLink
+from disttrain.pipelining.simulator import simulate
+from disttrain.pipelining.timeline import Timeline
+from disttrain.plan.activations import kept_of
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.parts import StageParts, elements_of, fewer_microbatches, local_key_size, parts_of, schedule_of, stages_of_ranks
+from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of, ring_bytes
+
+EXPOSED_WITHIN_NODE = 0.35
+"""Of tensor parallel's communication: the rest hides behind products, part by part, by copy engines."""
+HOST_BLOCK_S = 1e-3
+"""In which a host launches the forward of one block that is not compiled; its backward takes twice as long."""
+HOST_COMPILED_BLOCK_S = 0.4e-3
+COMPILED_WEIGHT_SHARE = 0.05
+"""Of a compiled block's backward that can be left for later: it is one node, which computes all gradients at once."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step; means over the pipeline's ranks.
+
+    Args: recompute  forwards done again;  tp, shards  communication that nothing hides, of tensor parallel, and of
+          gathering parameters and reducing gradients;  bubble  waiting for other stages.
+    """
+
+    compute: float
+    recompute: float
+    tp: float
+    shards: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Computing:
+    """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of tensor parallel's
+    exposed communication one way."""
+
+    forward: float
+    backward: float
+    weights: float
+    tp: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, `tp` is within the others."""
+
+    forward: float
+    backward: float
+    weights: float
+    again: float
+    tp: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward + self.backward
+
+
+@cache
+def _block(job: Job, choice: Choice) -> _Computing:
+    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
+    tokens, dtype = choice.microbatch_size * job.seq_size, job.precision.compute_bytes
+    keys = 2 * local_key_size(sizes, tp)
+    elements = sizes.dim * ((2 * sizes.query_size + 3 * sizes.ffn_size) / tp + keys)
+    products = 2 * tokens * elements / (hardware.float8_flops if job.uses_float8 else hardware.matmul_flops)
+    attention = 2 * tokens * job.seq_size * sizes.query_size / tp
+    moved = dtype * tokens * (10 * sizes.dim + (3 if choice.is_compiled or job.has_kernels else 5) * sizes.ffn_size) / tp
+    # Rotating queries and keys.
+    moved += dtype * tokens * (2 if choice.is_compiled or job.has_kernels else 8) * (sizes.query_size / tp + keys / 2)
+    elementwise = moved / hardware.memory_bytes_per_s
+    forward = products + attention / hardware.attention_forward_flops + elementwise
+    backward = 2 * products + 2.5 * attention / hardware.attention_backward_flops + 2 * elementwise
+    link = link_of(job, choice, "tp")
+    is_within = choice.mesh.num_on_node("tp", job.node_size) == tp
+    calls = 2 * BLOCK_GATHERS if tp > 1 else 0
+    exposed = link.seconds(calls * activation_bytes(job, choice), calls) * (EXPOSED_WITHIN_NODE if is_within else 1)
+    host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
+    return _Computing(max(forward, host_s) + exposed, max(backward, 2 * host_s) + exposed, products, exposed)
+
+
+def _head(job: Job, choice: Choice) -> _Computing:
+    """The last norm, the head and the loss."""
+    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
+    tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
+    product = 2 * tokens * vocab * sizes.dim / hardware.matmul_flops
+    logits_s = tokens * vocab / hardware.memory_bytes_per_s
+    if job.has_kernels:
+        # The loss without logits makes all gradients at once.
+        return _Computing(3 * product + 8 * logits_s, 0.0, 0.0)
+    forward_bytes, backward_bytes = (14, 26) if tp == 1 else (4, 4)
+    return _Computing(product + forward_bytes * logits_s, 2 * product + backward_bytes * logits_s, product)
+
+
+@cache
+def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
+    block, head = _block(job, choice), _head(job, choice)
+    num, again = stage.num_blocks, block.forward * choice.recomputes
+    forward = num * block.forward + stage.has_head * head.forward
+    backward = num * (block.backward + again) + stage.has_head * head.backward
+    weights = num * block.weights + stage.has_head * head.weights
+    if choice.is_compiled:
+        weights = COMPILED_WEIGHT_SHARE * backward
+    return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))
+
+
+def times_of(job: Job, choice: Choice) -> Times:
+    """Raises: ScheduleError when there is no such schedule."""
+    stages = parts_of(job, choice)
+    each = [stage_times(job, choice, stage) for stage in stages]
+    per_microbatch = choice.num_microbatches / choice.mesh.pp
+    work_s = per_microbatch * sum(one.total_s for one in each)
+    again_s = per_microbatch * sum(one.again for one in each)
+    tp_s = per_microbatch * sum(one.tp for one in each)
+    if choice.schedule is None:
+        shards_s, bubble_s = choice.num_microbatches * _shards_s(job, choice), 0.0
+    else:
+        shards_s, bubble_s = _scheduled_shards_s(job, choice), _makespan_s(job, choice) - work_s
+    return Times(
+        compute=work_s - again_s - tp_s,
+        recompute=again_s,
+        tp=tp_s,
+        shards=shards_s,
+        bubble=bubble_s,
+        optimizer=_optimizer_s(job, choice),
+    )
+
+
+def likely_s(job: Job, choice: Choice) -> float:
+    """What a step hardly takes less than, without a simulation of its own: stages that are not alike only wait more."""
+    if choice.schedule is None:
+        return times_of(job, choice).step_s
+    pp = choice.mesh.pp
+    each, on_top = _even_rhythm(choice.schedule, pp)
+    busiest = _busiest_s(choice.schedule, pp, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
+    filling = busiest * min(on_top, choice.num_microbatches * each)
+    return choice.num_microbatches * each * busiest + filling + _optimizer_s(job, choice)
+
+
+def costs_of(job: Job, choice: Choice) -> Costs:
+    """What the simulator plays."""
+    each = [stage_times(job, choice, stage) for stage in parts_of(job, choice)]
+    link = link_of(job, choice, "pp")
+    return Costs(
+        forward_s=tuple(one.forward for one in each),
+        backward_input_s=tuple(one.backward - one.weights for one in each),
+        backward_weight_s=tuple(one.weights for one in each),
+        message_bytes=kept_of(job, choice).message,
+        link=PipelineLink(link.latency_s, link.bytes_per_s),
+    )
+
+
+def _makespan_s(job: Job, choice: Choice) -> float:
+    # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
+    return _played_s(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+
+
+@cache
+def _played_s(job: Job, choice: Choice) -> float:
+    """By the simulator; of many microbatches the first, and for each one more what one takes once all ranks are busy."""
+    assert choice.schedule is not None
+    pp, costs = choice.mesh.pp, costs_of(job, choice)
+    fewer = fewer_microbatches(pp, choice.num_microbatches)
+    timeline = simulate(schedule_of(choice.schedule, pp, fewer), costs)
+    left_out = choice.num_microbatches - fewer
+    return timeline.makespan_s + left_out * _steady_s(timeline) if left_out else timeline.makespan_s
+
+
+def _steady_s(timeline: Timeline) -> float:
+    """For one microbatch more: as long as the busiest rank computes on it, or as lies between the ends of two backwards
+    on the first stage, within the third of four rounds, where the schedule lets all ranks wait."""
+    schedule = timeline.schedule
+    num_ranks = schedule.num_ranks
+    ends = {
+        part.microbatch: span.end_s
+        for span in timeline.compute[schedule.placement.ranks[0]]
+        for part in span.action.parts
+        if part.stage == 0 and part.op in INPUT_GRADIENTS
+    }
+    between_s = (ends[3 * num_ranks - 1] - ends[2 * num_ranks - 1]) / num_ranks
+    return max(between_s, max(timeline.busy_s) / schedule.num_microbatches)
+
+
+@cache
+def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
+    """Where all stages are alike, and F, I and W too: what a microbatch takes, and what comes on top of all, in units of
+    what a rank computes for one."""
+    stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
+    timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
+    each = _steady_s(timeline) / 3
+    return each, timeline.makespan_s / 3 - 4 * num_ranks * each
+
+
+def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
+    """What the rank with most to do computes for each microbatch."""
+    return max(sum(stages[stage].total_s for stage in own) for own in stages_of_ranks(name, num_ranks))
+
+
+def _optimizer_s(job: Job, choice: Choice) -> float:
+    """AdamW in one launch reads and writes a parameter and two states, and reads its gradient; clipping reads it too."""
+    elements = elements_of(job.sizes, choice.mesh.tp)
+    whole = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in parts_of(job, choice)) / choice.mesh.pp
+    moved = whole / choice.mesh.dp * 8 * job.precision.parameter_bytes
+    return moved / job.hardware.memory_bytes_per_s
+
+
+def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
+    """Gradients over dp, then over copies."""
+    num_bytes = num_elements * job.precision.reduce_bytes
+    mesh, found = choice.mesh, 0.0
+    if mesh.dp > 1:
+        found += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
+    if mesh.replicate > 1:
+        found += link_of(job, choice, "replicate").seconds(2 * ring_bytes(num_bytes / mesh.dp, mesh.replicate), 2)
+    return found
+
+
+def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
+    if choice.mesh.dp == 1:
+        return 0.0
+    num_bytes = num_elements * job.precision.compute_bytes
+    return link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, choice.mesh.dp))
+
+
+def _shards_s(job: Job, choice: Choice) -> float:
+    """Of one microbatch without a pipeline. A block is gathered while the one before it computes, and reduced while the
+    next one does; nothing hides the root's gather, the first block's, and the last reduction."""
+    elements, block = elements_of(job.sizes, choice.mesh.tp), _block(job, choice)
+    stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
+    outside = elements.outside(stage, is_tied=job.sizes.is_tied)
+    gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
+    again = block.forward * choice.recomputes
+    each = max(0.0, gather - block.forward) + max(0.0, gather + reduction - block.backward - again)
+    ends = _gather_s(job, choice, outside) + gather + _reduction_s(job, choice, elements.embedding)
+    return ends + (stage.num_blocks - 1) * each
+
+
+def _scheduled_shards_s(job: Job, choice: Choice) -> float:
+    """A stage is gathered once, ahead of its first use, and reduced once: the first stage's gather, and its reduction,
+    which is the last one, are waited for."""
+    elements, stage = elements_of(job.sizes, choice.mesh.tp), parts_of(job, choice)[0]
+    num_elements = elements.of(stage, is_tied=False)
+    return _gather_s(job, choice, num_elements) + _reduction_s(job, choice, num_elements)
