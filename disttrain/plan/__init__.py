@@ -1,6 +1,6 @@
 """Which mesh? Every way to lay a Llama on so many GPUs, what each takes, and why one is the best.
 
-    job = Job(PRESETS["llama3-70b"], num_gpus=64, hardware=HARDWARE["h100"])
+    job = Job(PRESETS["70b"], num_gpus=64, hardware=HARDWARE["h100"])
     for plan in find_plans(job).plans:
         print(plan.choice, plan.memory.total_bytes, plan.times.step_s)
 

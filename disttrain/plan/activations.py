@@ -60,14 +60,15 @@ def kept_of(job: Job, choice: Choice) -> Kept:
         pending=0 if choice.is_compiled else round(tokens * pending),
         inside=round(tokens * (backward + (whole - block if choice.recomputes else 0)) + weight),
         head=round(tokens * dtype * (dim / tp + dim)),
-        loss=_loss_bytes(job, tp, tokens),
+        loss=_loss_bytes(job, choice, tokens),
         message=round(tokens * dtype * dim / tp),
     )
 
 
-def _loss_bytes(job: Job, tp: int, tokens: int) -> int:
-    dim, vocab, dtype = job.sizes.dim, -(-job.sizes.vocab_size // tp), job.precision.compute_bytes
-    if job.has_kernels:
+def _loss_bytes(job: Job, choice: Choice, tokens: int) -> int:
+    tp, dim, dtype = choice.mesh.tp, job.sizes.dim, job.precision.compute_bytes
+    vocab = -(-job.sizes.vocab_size // tp)
+    if job.has_kernels and not choice.has_whole_logits:
         rows = min(tokens, _LOSS_ROWS, max(1, _LOSS_BLOCK_BYTES // (vocab * dtype)))
         # Sums of the matrix's gradient in float32, a block of logits, the hidden gradient in two forms.
         return 4 * vocab * dim + dtype * rows * vocab + 2 * dtype * tokens * dim

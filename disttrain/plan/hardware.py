@@ -56,7 +56,13 @@ class Hardware:
 
 
 def _attained(
-    name: str, memory_gib: float, tflops: float, float8_tflops: float, memory_gb: float, node_gb: float, network_gb: float
+    name: str,
+    memory_gib: float,
+    tflops: float,
+    float8_tflops: float,
+    memory_gb: float,
+    node_gb: float,
+    network_gb: float,
 ) -> Hardware:
     """By data sheet: TFLOP/s, and GB/s per direction."""
     return Hardware(

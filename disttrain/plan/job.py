@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -97,18 +98,19 @@ class MeshSizes:
 
     def stride(self, axis: str) -> int:
         """How far apart in ranks neighbours along the axis are."""
-        inner = AXES[AXES.index(axis) + 1 :]
-        stride = 1
-        for name in inner:
-            stride *= getattr(self, name)
-        return stride
+        return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+
+    def size(self, axis: str) -> int:
+        """Ranks along the axis."""
+        found: int = getattr(self, axis)
+        return found
 
     def num_on_node(self, axis: str, node_size: int) -> int:
         """Ranks along the axis that share a node."""
-        return min(getattr(self, axis), max(1, node_size // self.stride(axis)))
+        return min(self.size(axis), max(1, node_size // self.stride(axis)))
 
     def __str__(self) -> str:
-        named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        named = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return ",".join(named) or "dp=1"
 
 
@@ -116,7 +118,8 @@ class MeshSizes:
 class Choice:
     """One way to run a job.
 
-    Args: schedule  None without a pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks.
+    Args: microbatch_size  sequences, of which each rank takes num_microbatches in a step;  schedule  None without a
+          pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks.
     """
 
     mesh: MeshSizes
@@ -125,6 +128,12 @@ class Choice:
     schedule: str | None = None
     recomputes: bool = False
     is_compiled: bool = False
+
+    @property
+    def has_whole_logits(self) -> bool:
+        """Of its part of the vocabulary: whichever kernels there are, a head that is cut, and a pipeline's last stage,
+        hand their logits to the loss (as in examples/train_llama.py)."""
+        return self.schedule is not None or self.mesh.tp > 1
 
     def __str__(self) -> str:
         words = [str(self.mesh)]
@@ -146,6 +155,8 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
             return f"tp={mesh.tp} and {sizes.num_kv_heads} heads of keys don't divide"
     if mesh.pp > sizes.num_layers:
         return f"pp={mesh.pp} needs as many layers"
+    if sizes.is_tied and mesh.pp > 1:
+        return "the first and the last stage would share the tied matrix"
     if job.num_sequences % mesh.num_batch_parts:
         return f"{job.num_sequences} sequences do not divide among {mesh.num_batch_parts} ranks"
     if not job.precision.is_sharded and mesh.num_batch_parts > 1:

@@ -13,21 +13,29 @@ from disttrain.pipelining.action import Op
 from disttrain.pipelining.schedule import Schedule
 from disttrain.plan.activations import Kept, kept_of
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.parts import Elements, StageParts, elements_of, fewer_microbatches, parts_of, schedule_of, stages_of_ranks
+from disttrain.plan.parts import (
+    Elements,
+    StageParts,
+    elements_of,
+    fewer_microbatches,
+    parts_of,
+    schedule_of,
+    stages_of_ranks,
+)
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank at its fullest moment.
 
-    Args: whole  parameters that are gathered, their gradients, and these packed for their reduction;  temporaries  of
-          the block that goes backward, with checkpoints all that it computes again.
+    Args: unsharded  parameters that are gathered, their gradients, and these packed for their reduction;  temporaries
+          of the block that goes backward, with checkpoints all that it computes again.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    whole: int
+    unsharded: int
     activations: int
     loss: int
     temporaries: int
@@ -90,49 +98,56 @@ class _Parameters:
 
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:
-    """Without a pipeline: blocks are gathered one by one, the one that comes next beforehand."""
+    """Without a pipeline: blocks are gathered one by one, the one that comes next beforehand. Of several microbatches
+    the last one is looked at, which reduces the sums of all."""
     elements, kept = elements_of(job.sizes, choice.mesh.tp), kept_of(job, choice)
-    sizes, of = job.sizes, _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
+    sizes, of = job.sizes, _Parameters(job, choice, elements)
     stage = StageParts(sizes.num_layers, has_embedding=True, has_head=True)
     num_elements, outside = elements.of(stage, is_tied=sizes.is_tied), elements.outside(stage, is_tied=sizes.is_tied)
-    # From the second microbatch on, the gradients of those before are there.
-    adds_up = choice.num_microbatches > 1
-    resting = of.resting(num_elements, has_gradients=adds_up)
+    adds_up, is_sharded = choice.num_microbatches > 1, job.precision.is_sharded
+    resting = of.resting(num_elements, has_gradients=adds_up and not is_sharded)
     root, block = of.whole(outside), of.whole(elements.block)
-    reduced_head = 0 if adds_up or sizes.is_tied else of.gradients(elements.head)
-    reduced_blocks = 0 if adds_up else of.gradients(elements.block * (sizes.num_layers - 1))
-    reduced = 0 if adds_up else of.gradients(num_elements)
-    in_block = block + of.packed(elements.block)
+    # Without fully_shard there is no reduction, and gradients of microbatches before are there from the start.
+    grows = is_sharded or not adds_up
+    above = elements.head + elements.block * (sizes.num_layers - 1)
 
-    def moment(when: str, *, grown: int, whole: int, activations: int, loss: int = 0, temporaries: int = 0) -> Memory:
-        gradients = resting["gradients"] + grown
-        held = {**resting, "gradients": gradients}
-        return Memory(
-            **held, whole=whole, activations=activations, loss=loss, temporaries=temporaries, messages=0, when=when
-        )
+    def moment(when: str, *, reduced: int, whole: int, unreduced: int, **others: int) -> Memory:
+        sums = unreduced * job.precision.reduce_bytes * (adds_up and is_sharded)
+        held = {"activations": 0, "loss": 0, "temporaries": 0, "messages": 0} | others
+        gradients = resting["gradients"] + of.gradients(reduced) * grows
+        return Memory(**resting | {"gradients": gradients}, unsharded=whole + sums, **held, when=when)
 
     blocks = sizes.num_layers * kept.block
     return [
-        moment("the loss", grown=0, whole=root + block, activations=blocks + kept.head, loss=kept.loss),
+        moment(
+            "the loss",
+            reduced=0,
+            unreduced=num_elements,
+            whole=root + block,
+            activations=blocks + kept.head,
+            loss=kept.loss,
+        ),
         moment(
             "the backward of the last block",
-            grown=reduced_head,
+            reduced=0 if sizes.is_tied else elements.head,
+            unreduced=num_elements - elements.head,
             whole=root + 2 * block + of.packed(elements.head),
             activations=blocks,
             temporaries=kept.inside,
         ),
         moment(
             "the backward of the first block",
-            grown=reduced_head + reduced_blocks,
-            whole=root + 2 * block + in_block,
+            reduced=above,
+            unreduced=elements.block + elements.embedding,
+            whole=root + 3 * block + of.packed(elements.block),
             activations=kept.block,
             temporaries=kept.inside,
         ),
         moment(
             "the last reduction",
-            grown=reduced,
+            reduced=num_elements,
+            unreduced=elements.embedding,
             whole=root + of.whole(elements.embedding) + of.packed(elements.embedding),
-            activations=0,
         ),
     ]
 
@@ -153,7 +168,7 @@ def _pipeline(job: Job, choice: Choice) -> list[Memory]:
         found.append(
             Memory(
                 **of.resting(num_elements, has_gradients=not precision.is_sharded),
-                whole=of.whole(num_elements) + num_elements * precision.reduce_bytes * precision.is_sharded,
+                unsharded=of.whole(num_elements) + num_elements * precision.reduce_bytes * precision.is_sharded,
                 activations=activations,
                 loss=loss,
                 temporaries=temporaries,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from disttrain.pipelining.balance import BlockCosts, balance
 from disttrain.pipelining.catalogue import find_recipe, make_schedule
@@ -61,7 +62,7 @@ def stages_of(sizes: LlamaSizes, num_stages: int) -> tuple[StageParts, ...]:
     ends = [0, *balance(costs, num_stages), sizes.num_layers]
     return tuple(
         StageParts(end - first, has_embedding=place == 0, has_head=place == num_stages - 1)
-        for place, (first, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for place, (first, end) in enumerate(pairwise(ends))
     )
 
 

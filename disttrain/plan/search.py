@@ -23,7 +23,7 @@ EAGER_SCHEDULES = frozenset({"ZBVZeroBubble", "V-Half", "V-Min", "ZB-H1", "ZB-H2
 MOST_PIPELINE_RANKS = 16
 MOST_SEQUENCES = 16
 """In a microbatch; with more nothing is faster."""
-_MOST_FACTOR = 64
+_MOST_FACTOR = 16
 _FEWEST_TOKENS = 512
 
 
@@ -73,19 +73,21 @@ def plan_of(job: Job, choice: Choice) -> Plan:
     return Plan(choice, memory_of(job, choice), times_of(job, choice), traffic_of(job, choice))
 
 
-def find_plans(job: Job, *, num_plans: int = 5, schedules: Sequence[str] = SCHEDULES) -> Plans:
-    """The fastest choice that fits of each pair of pp and tp, of these the fastest `num_plans`."""
+def find_plans(
+    job: Job, *, num_plans: int = 5, schedules: Sequence[str] = SCHEDULES, mesh: MeshSizes | None = None
+) -> Plans:
+    """The fastest choice that fits of each pair of pp and tp, of these the fastest `num_plans`; or of `mesh` alone."""
     refused: Counter[str] = Counter()
     possible: list[MeshSizes] = []
-    for mesh in meshes(job):
-        rule = why_not(job, mesh)
-        if rule is None and mesh.pp <= MOST_PIPELINE_RANKS:
-            possible.append(mesh)
+    for one in meshes(job) if mesh is None else (mesh,):
+        rule = why_not(job, one)
+        if rule is None and one.pp <= MOST_PIPELINE_RANKS:
+            possible.append(one)
         elif rule is not None:
             refused[rule] += 1
     bounded: list[tuple[float, int, Choice, bool]] = []
-    for mesh in possible:
-        for choice in choices(job, mesh, schedules):
+    for one in possible:
+        for choice in choices(job, one, schedules):
             least_s = _least_s(job, choice)
             if least_s is not None:
                 bounded.append((least_s, len(bounded), choice, False))
@@ -134,7 +136,9 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
 
 def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:
     """The choice that takes least memory on a mesh; None: no schedule can be made for it."""
-    lean = [choice for choice in choices(job, mesh, schedules) if choice.recomputes and choice.microbatch_size == 1]
+    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes]
+    # Sums of gradients over microbatches can be more than the activations of one large microbatch.
+    lean = [choice for choice in every if choice.microbatch_size == 1 or choice.schedule is None]
     found: list[tuple[int, int, Choice]] = []
     for number, choice in enumerate(lean):
         try:
@@ -144,9 +148,7 @@ def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
     return plan_of(job, min(found)[2]) if found else None
 
 
-def _misfits(
-    job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], num_plans: int
-) -> tuple[Misfit, ...]:
+def _misfits(job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], num_plans: int) -> tuple[Misfit, ...]:
     """Copies of shards take more than fewer copies do, so meshes without them stand for those that have some."""
     found = [plan for mesh in possible if mesh.replicate == 1 and (plan := leanest(job, mesh, schedules))]
     lacking = sorted((plan for plan in found if not plan.fits(job)), key=lambda plan: plan.memory.total_bytes)

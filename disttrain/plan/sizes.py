@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,18 @@ class LlamaSizes:
             raise SettingError(_OPERATION, problem, "Give a divisor.")
 
     @property
+    def spelled(self) -> str:
+        """As the example reads them; the vocabulary is its tokenizer's."""
+        sizes = {
+            "dim": self.dim,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "hidden_size": self.ffn_size,
+        }
+        return ",".join(f"{name}={value}" for name, value in sizes.items()) + ",is_tied=True" * self.is_tied
+
+    @property
     def query_size(self) -> int:
         """Elements of all queries of a token."""
         assert self.head_size is not None
@@ -79,12 +91,12 @@ class LlamaSizes:
 
 
 PRESETS = {
-    "llama3.2-1b": LlamaSizes(2048, 16, 32, 8, 8192, 128256, is_tied=True),
-    "llama3-8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256),
-    "llama3-70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
-    "llama3-405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
+    "1b": LlamaSizes(2048, 16, 32, 8, 8192, 128256, is_tied=True),
+    "8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256),
+    "70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
+    "405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
 }
-"""Source: "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3, and the models' config.json."""
+"""Llama 3.2's and 3.1's. Source: "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3, and each config.json."""
 
 _SPELLINGS = {
     "dim": ("dim", "hidden_size"),
@@ -99,31 +111,46 @@ _SPELLINGS = {
 """Ours first, then Hugging Face's. Beside `dim`, `hidden_size` is the feed-forward layers'."""
 
 
-def read_sizes(name_or_path: str) -> LlamaSizes:
-    """A preset, or a TOML or JSON file: the sizes at its top, or in a table `model`.
+def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
+    """A preset; sizes as `dim=64,num_layers=2,...`; or a TOML or JSON file, with them at its top or in a table `model`.
 
+    Args: vocab_size  instead of what is said there: that of a tokenizer.
     Raises: SettingError when there is no such model or file, or what it says is no Llama's.
     """
-    if name_or_path.lower() in PRESETS:
-        return PRESETS[name_or_path.lower()]
-    path = Path(name_or_path)
-    if path.is_dir():
-        path /= "config.json"
+    if text.lower() in PRESETS:
+        found = PRESETS[text.lower()]
+        return found if vocab_size is None else replace(found, vocab_size=vocab_size)
+    table, where = _written_out(text) if "=" in text else _read(text)
+    if isinstance(table, str):
+        return read_sizes(table, vocab_size)
+    return _from_table(table if vocab_size is None else {**table, "vocab_size": vocab_size}, where)
+
+
+def _written_out(text: str) -> tuple[dict[str, Any], str]:
+    table: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        table[name] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value.lower(), value)
+    return table, repr(text)
+
+
+def _read(text: str) -> tuple[dict[str, Any] | str, str]:
+    """The table of sizes in a file, or what else it calls its model."""
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     try:
-        text = path.read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = path.read_text(encoding="utf-8")
+        found = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
     except (OSError, UnicodeDecodeError) as error:
-        problem = f"{name_or_path!r} is no preset, and cannot be read: {getattr(error, 'strerror', None) or error}."
-        raise SettingError(_OPERATION, problem, f"Give a TOML or JSON file, or one of {', '.join(PRESETS)}.") from None
+        problem = f"{text!r} is no preset, and cannot be read: {getattr(error, 'strerror', None) or error}."
+        remedy = f"Give a TOML or JSON file, sizes as dim=N,num_layers=N,..., or one of {', '.join(PRESETS)}."
+        raise SettingError(_OPERATION, problem, remedy) from None
     except ValueError as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise SettingError(_OPERATION, f"{path} is no {kind}: {error}.", "Mend it.") from None
     table = found.get("model", found) if isinstance(found, dict) else None
-    if isinstance(table, str):
-        return read_sizes(table)
-    if not isinstance(table, dict):
+    if not isinstance(table, dict | str):
         raise SettingError(_OPERATION, f"{path} has no table of sizes.", "Give dim, num_layers and so on by name.")
-    return _from_table(table, str(path))
+    return table, str(path)
 
 
 def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:

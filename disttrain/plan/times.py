@@ -14,7 +14,15 @@ from disttrain.pipelining.simulator import simulate
 from disttrain.pipelining.timeline import Timeline
 from disttrain.plan.activations import kept_of
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.parts import StageParts, elements_of, fewer_microbatches, local_key_size, parts_of, schedule_of, stages_of_ranks
+from disttrain.plan.parts import (
+    StageParts,
+    elements_of,
+    fewer_microbatches,
+    local_key_size,
+    parts_of,
+    schedule_of,
+    stages_of_ranks,
+)
 from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of, ring_bytes
 
 EXPOSED_WITHIN_NODE = 0.35
@@ -84,7 +92,9 @@ def _block(job: Job, choice: Choice) -> _Computing:
     elements = sizes.dim * ((2 * sizes.query_size + 3 * sizes.ffn_size) / tp + keys)
     products = 2 * tokens * elements / (hardware.float8_flops if job.uses_float8 else hardware.matmul_flops)
     attention = 2 * tokens * job.seq_size * sizes.query_size / tp
-    moved = dtype * tokens * (10 * sizes.dim + (3 if choice.is_compiled or job.has_kernels else 5) * sizes.ffn_size) / tp
+    moved = (
+        dtype * tokens * (10 * sizes.dim + (3 if choice.is_compiled or job.has_kernels else 5) * sizes.ffn_size) / tp
+    )
     # Rotating queries and keys.
     moved += dtype * tokens * (2 if choice.is_compiled or job.has_kernels else 8) * (sizes.query_size / tp + keys / 2)
     elementwise = moved / hardware.memory_bytes_per_s
@@ -104,7 +114,7 @@ def _head(job: Job, choice: Choice) -> _Computing:
     tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
     product = 2 * tokens * vocab * sizes.dim / hardware.matmul_flops
     logits_s = tokens * vocab / hardware.memory_bytes_per_s
-    if job.has_kernels:
+    if job.has_kernels and not choice.has_whole_logits:
         # The loss without logits makes all gradients at once.
         return _Computing(3 * product + 8 * logits_s, 0.0, 0.0)
     forward_bytes, backward_bytes = (14, 26) if tp == 1 else (4, 4)
@@ -132,7 +142,7 @@ def times_of(job: Job, choice: Choice) -> Times:
     again_s = per_microbatch * sum(one.again for one in each)
     tp_s = per_microbatch * sum(one.tp for one in each)
     if choice.schedule is None:
-        shards_s, bubble_s = choice.num_microbatches * _shards_s(job, choice), 0.0
+        shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
         shards_s, bubble_s = _scheduled_shards_s(job, choice), _makespan_s(job, choice) - work_s
     return Times(
@@ -176,7 +186,7 @@ def _makespan_s(job: Job, choice: Choice) -> float:
 
 @cache
 def _played_s(job: Job, choice: Choice) -> float:
-    """By the simulator; of many microbatches the first, and for each one more what one takes once all ranks are busy."""
+    """By the simulator; of many microbatches the first, for each one more what one takes once all ranks are busy."""
     assert choice.schedule is not None
     pp, costs = choice.mesh.pp, costs_of(job, choice)
     fewer = fewer_microbatches(pp, choice.num_microbatches)
@@ -202,8 +212,8 @@ def _steady_s(timeline: Timeline) -> float:
 
 @cache
 def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
-    """Where all stages are alike, and F, I and W too: what a microbatch takes, and what comes on top of all, in units of
-    what a rank computes for one."""
+    """Where all stages are alike, and F, I and W too: what a microbatch takes, and what comes on top of all, in units
+    of what a rank computes for one."""
     stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
     timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
     each = _steady_s(timeline) / 3
@@ -216,7 +226,7 @@ def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float
 
 
 def _optimizer_s(job: Job, choice: Choice) -> float:
-    """AdamW in one launch reads and writes a parameter and two states, and reads its gradient; clipping reads it too."""
+    """AdamW in one launch reads and writes a parameter and two states, and reads its gradient, as clipping does."""
     elements = elements_of(job.sizes, choice.mesh.tp)
     whole = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in parts_of(job, choice)) / choice.mesh.pp
     moved = whole / choice.mesh.dp * 8 * job.precision.parameter_bytes
@@ -242,16 +252,18 @@ def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
 
 
 def _shards_s(job: Job, choice: Choice) -> float:
-    """Of one microbatch without a pipeline. A block is gathered while the one before it computes, and reduced while the
-    next one does; nothing hides the root's gather, the first block's, and the last reduction."""
+    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and in the last
+    one reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
     elements, block = elements_of(job.sizes, choice.mesh.tp), _block(job, choice)
     stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
-    outside = elements.outside(stage, is_tied=job.sizes.is_tied)
     gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
-    again = block.forward * choice.recomputes
-    each = max(0.0, gather - block.forward) + max(0.0, gather + reduction - block.backward - again)
-    ends = _gather_s(job, choice, outside) + gather + _reduction_s(job, choice, elements.embedding)
-    return ends + (stage.num_blocks - 1) * each
+    outside = _gather_s(job, choice, elements.outside(stage, is_tied=job.sizes.is_tied))
+    backward = block.backward + block.forward * choice.recomputes
+    forwards = outside + gather + (stage.num_blocks - 1) * max(0.0, gather - block.forward)
+    backwards = (stage.num_blocks - 1) * max(0.0, gather - backward)
+    last = (stage.num_blocks - 1) * max(0.0, gather + reduction - backward)
+    each, once = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
+    return choice.num_microbatches * each + once
 
 
 def _scheduled_shards_s(job: Job, choice: Choice) -> float:

@@ -1,6 +1,6 @@
 """What each rank sends in a step, axis by axis, and over which links.
 
-    dp         parameters are gathered, gradients reduced and scattered
+    dp         parameters are gathered; gradients, once in a step, reduced and scattered
     replicate  reduced gradients are summed over copies
     tp         activations are gathered before each pair of layers, and reduced and scattered after it
     pp         activations go to the next stage, and their gradients back
@@ -52,7 +52,7 @@ def link_of(job: Job, choice: Choice, axis: str) -> Link:
     the rings beside it. A pipeline's messages have one rank's share."""
     hardware, mesh = job.hardware, choice.mesh
     on_node = mesh.num_on_node(axis, job.node_size)
-    if on_node == getattr(mesh, axis):
+    if on_node == mesh.size(axis):
         return Link(hardware.node_latency_s, hardware.node_bytes_per_s)
     rails = 1 if axis == "pp" else on_node
     rate = min(hardware.node_bytes_per_s, rails * hardware.network_bytes_per_s)
@@ -95,15 +95,16 @@ def _of_shards(
     outside = per_rank * sum(elements.outside(stage, is_tied=is_tied) for stage in stages)
     num_groups = per_rank * sum(stage.num_blocks + 1 for stage in stages)
     if choice.schedule is None:
-        # Blocks are gathered for forward and backward, the root once.
-        times, gathered, calls = choice.num_microbatches, 2 * whole - outside, 2 * num_groups - 1
+        # Each microbatch gathers blocks for its forward and for its backward, and the root once.
+        times = choice.num_microbatches
+        gathered, num_gathers = times * (2 * whole - outside), times * (2 * num_groups - 1)
     else:
-        times, gathered, calls = 1, whole, num_groups
+        gathered, num_gathers = whole, num_groups
     sent = ring_bytes(gathered * precision.compute_bytes + whole * precision.reduce_bytes, mesh.dp)
     shard = whole / mesh.dp * precision.reduce_bytes
     return (
-        _traffic(job, choice, "dp", times * (calls + num_groups), times * sent),
-        _traffic(job, choice, "replicate", times * num_groups, times * 2 * ring_bytes(shard, mesh.replicate)),
+        _traffic(job, choice, "dp", num_gathers + num_groups, sent),
+        _traffic(job, choice, "replicate", num_groups, 2 * ring_bytes(shard, mesh.replicate)),
     )
 
 
@@ -123,7 +124,7 @@ def _of_pipeline(job: Job, choice: Choice, per_rank: int) -> Traffic:
 
 
 def _traffic(job: Job, choice: Choice, axis: str, num_calls: int, sent_bytes: float) -> Traffic:
-    num_ranks = getattr(choice.mesh, axis)
+    num_ranks = choice.mesh.size(axis)
     on_node = choice.mesh.num_on_node(axis, job.node_size)
     between = 0.0 if on_node == num_ranks else 1 / on_node
     return Traffic(axis, num_ranks, num_calls, round(sent_bytes), between)
