@@ -159,11 +159,11 @@ def _pipeline(job: Job, choice: Choice) -> list[Memory]:
     precision, kept = job.precision, kept_of(job, choice)
     of = _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
     stages, fewer = parts_of(job, choice), fewer_microbatches(choice.mesh.pp, choice.num_microbatches)
-    profiles = _profiles(choice.schedule, choice.mesh.pp, fewer, tuple(stage.num_blocks for stage in stages))
+    moments = profiles(choice.schedule, choice.mesh.pp, fewer, tuple(stage.num_blocks for stage in stages))
     found = []
     for rank, own in enumerate(stages_of_ranks(choice.schedule, choice.mesh.pp)):
         num_elements = sum(of.elements.of(stages[stage], is_tied=False) for stage in own)
-        live, pending, has_loss = max(profiles[rank], key=lambda moment: sum(_coming_and_going(kept, moment)))
+        live, pending, has_loss = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept, moment)))
         activations, loss, temporaries = _coming_and_going(kept, (live, pending, has_loss))
         found.append(
             Memory(
@@ -190,7 +190,9 @@ def _coming_and_going(kept: Kept, moment: _Moment) -> tuple[int, int, int]:
 
 
 @cache
-def _profiles(name: str, num_ranks: int, num_microbatches: int, num_blocks: tuple[int, ...]) -> list[list[_Moment]]:
+def profiles(name: str, num_ranks: int, num_microbatches: int, num_blocks: tuple[int, ...]) -> list[list[_Moment]]:
+    """Of each rank, the moments in which it can be fullest: blocks kept between forward and backward, blocks kept between
+    the halves of backward, and 1 where the loss is computed."""
     schedule = schedule_of(name, num_ranks, num_microbatches)
     return [_profile(schedule, num_blocks, rank) for rank in range(num_ranks)]
 

@@ -29,14 +29,15 @@ class Elements:
     """Of each block."""
     embedding: int
     head: int
+    """With the last norm."""
 
     def of(self, stage: StageParts, *, is_tied: bool) -> int:
         return stage.num_blocks * self.block + self.outside(stage, is_tied=is_tied)
 
     def outside(self, stage: StageParts, *, is_tied: bool) -> int:
         """What is in no block: `fully_shard` on the stage gathers that by itself."""
-        shares = is_tied and stage.has_embedding and stage.has_head
-        return self.embedding * stage.has_embedding + self.head * (stage.has_head and not shares)
+        both = self.embedding * stage.has_embedding + self.head * stage.has_head
+        return both - self.embedding * (is_tied and stage.has_embedding and stage.has_head)
 
 
 def elements_of(sizes: LlamaSizes, tp: int) -> Elements:

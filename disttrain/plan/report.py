@@ -19,7 +19,7 @@ _INDENT = "  "
 
 def as_text(plans: Plans, model: str) -> str:
     """Args: model  as it was given, for the command line."""
-    blocks = [_title(plans.job), _table(plans)]
+    blocks = [_title(plans), _table(plans)]
     if plans.plans:
         first = plans.plans[0]
         blocks.append(_listed("why the first one:", why_first(plans)))
@@ -36,13 +36,13 @@ def as_text(plans: Plans, model: str) -> str:
     return "\n\n".join(blocks)
 
 
-def _title(job: Job) -> str:
-    sizes, hardware = job.sizes, job.hardware
+def _title(plans: Plans) -> str:
+    job, sizes, hardware = plans.job, plans.job.sizes, plans.job.hardware
     nodes = math.ceil(job.num_gpus / job.node_size)
     where = f"{job.num_gpus} x {hardware.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
     return (
         f"{short(sizes.num_parameters)} parameters on {where}: {job.num_sequences} sequences of {job.seq_size} tokens "
-        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors"
+        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors; {plans.num_choices} choices"
     )
 
 

@@ -81,7 +81,7 @@ def find_plans(
     possible: list[MeshSizes] = []
     for one in meshes(job) if mesh is None else (mesh,):
         rule = why_not(job, one)
-        if rule is None and one.pp <= MOST_PIPELINE_RANKS:
+        if rule is None and (one.pp <= MOST_PIPELINE_RANKS or one == mesh):
             possible.append(one)
         elif rule is not None:
             refused[rule] += 1

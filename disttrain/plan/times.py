@@ -181,11 +181,11 @@ def costs_of(job: Job, choice: Choice) -> Costs:
 
 def _makespan_s(job: Job, choice: Choice) -> float:
     # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
-    return _played_s(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+    return played_s(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
 
 
 @cache
-def _played_s(job: Job, choice: Choice) -> float:
+def played_s(job: Job, choice: Choice) -> float:
     """By the simulator; of many microbatches the first, for each one more what one takes once all ranks are busy."""
     assert choice.schedule is not None
     pp, costs = choice.mesh.pp, costs_of(job, choice)
