@@ -57,7 +57,7 @@ def kept_of(job: Job, choice: Choice) -> Kept:
     return Kept(
         block=round(tokens * block),
         # What a compiled block computes is all computed at once, and nothing waits.
-        pending=0 if choice.is_compiled else round(tokens * pending),
+        pending=0 if choice.is_compiled else round(tokens * min(pending, whole)),
         inside=round(tokens * (backward + (whole - block if choice.recomputes else 0)) + weight),
         head=round(tokens * dtype * (dim / tp + dim)),
         loss=_loss_bytes(job, choice, tokens),

@@ -168,6 +168,9 @@ def _positive(text: str) -> float:
 def _schedule(text: str) -> str:
     """Refused before anything is worked out."""
     try:
-        return find_recipe(text).name
+        name = find_recipe(text).name
+        if name == "ForwardOnly":
+            raise argparse.ArgumentTypeError("ForwardOnly trains nothing")
+        return name
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(f"{error.problem} {error.remedy}") from None

@@ -158,7 +158,7 @@ def _pipeline(job: Job, choice: Choice) -> list[Memory]:
     assert choice.schedule is not None
     precision, kept = job.precision, kept_of(job, choice)
     of = _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
-    stages, fewer = parts_of(job, choice), fewer_microbatches(choice.mesh.pp, choice.num_microbatches)
+    stages, fewer = parts_of(job, choice), fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
     moments = profiles(choice.schedule, choice.mesh.pp, fewer, tuple(stage.num_blocks for stage in stages))
     found = []
     for rank, own in enumerate(stages_of_ranks(choice.schedule, choice.mesh.pp)):
@@ -185,14 +185,14 @@ _Moment = tuple[int, int, int]
 def _coming_and_going(kept: Kept, moment: _Moment) -> tuple[int, int, int]:
     """Activations, what the loss takes, and temporaries."""
     live, pending, has_loss = moment
-    activations = live * kept.block + pending * min(kept.pending, kept.block) + has_loss * kept.head
+    activations = live * kept.block + pending * kept.pending + has_loss * kept.head
     return activations, has_loss * kept.loss, (1 - has_loss) * kept.inside
 
 
 @cache
 def profiles(name: str, num_ranks: int, num_microbatches: int, num_blocks: tuple[int, ...]) -> list[list[_Moment]]:
-    """Of each rank, the moments in which it can be fullest: blocks kept between forward and backward, blocks kept between
-    the halves of backward, and 1 where the loss is computed."""
+    """Of each rank, the moments in which it can be fullest: blocks kept between forward and backward, blocks kept
+    between the halves of backward, and 1 where the loss is computed."""
     schedule = schedule_of(name, num_ranks, num_microbatches)
     return [_profile(schedule, num_blocks, rank) for rank in range(num_ranks)]
 

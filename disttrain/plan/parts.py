@@ -85,10 +85,14 @@ def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
 
 _FILLING = 4
 """Rounds of microbatches, as many as ranks, after which nothing new happens: more only repeat the steady phase."""
+_KEEP_ALL = frozenset({"GPipe", "LoopedBFS"})
+"""Schedules that have no such phase: they keep the activations of all microbatches."""
 
 
-def fewer_microbatches(num_ranks: int, num_microbatches: int) -> int:
-    """As few as show a pipeline's peaks and its bubble. What divides among the ranks still does."""
+def fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
+    """As few as show a schedule's peaks and its bubble. What divides among the ranks still does."""
+    if name in _KEEP_ALL:
+        return num_microbatches
     return min(num_microbatches, _FILLING * num_ranks + num_microbatches % num_ranks)
 
 

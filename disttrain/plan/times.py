@@ -189,7 +189,7 @@ def played_s(job: Job, choice: Choice) -> float:
     """By the simulator; of many microbatches the first, for each one more what one takes once all ranks are busy."""
     assert choice.schedule is not None
     pp, costs = choice.mesh.pp, costs_of(job, choice)
-    fewer = fewer_microbatches(pp, choice.num_microbatches)
+    fewer = fewer_microbatches(choice.schedule, pp, choice.num_microbatches)
     timeline = simulate(schedule_of(choice.schedule, pp, fewer), costs)
     left_out = choice.num_microbatches - fewer
     return timeline.makespan_s + left_out * _steady_s(timeline) if left_out else timeline.makespan_s

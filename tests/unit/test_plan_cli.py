@@ -75,7 +75,9 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [["--gpus", "0"], ["--gpu-memory", "none"], ["--schedule", "2F2B"]])
+@pytest.mark.parametrize(
+    "wrong", [["--gpus", "0"], ["--gpu-memory", "none"], ["--schedule", "2F2B"], ["--schedule", "ForwardOnly"]]
+)
 def test_what_is_no_value_is_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*ARGUMENTS, *wrong])

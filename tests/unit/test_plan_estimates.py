@@ -1,4 +1,4 @@
-"""What the planner counts: parts that sum to the whole, the same as the parts of disttrain that run it, and monotonic."""
+"""What the planner counts: parts that sum to the whole, what the parts of disttrain count that run it, monotonic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes
 from disttrain.plan.activations import kept_of
 from disttrain.plan.memory import profiles
 from disttrain.plan.parts import elements_of, stages_of
-from disttrain.plan.times import played_s, costs_of
+from disttrain.plan.times import costs_of, played_s
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 
@@ -159,6 +159,7 @@ def test_more_ranks_and_recomputing_take_less_memory(
     again = plan_of(BIG, replace(choice, recomputes=True))
     assert again.memory.total_bytes < plan.memory.total_bytes
     assert again.times.step_s > plan.times.step_s
+    assert again.times.recompute > plan.times.recompute == 0
     wider = plan_of(BIG, replace(choice, mesh=replace(mesh, dp=2 * dp)))
     assert wider.memory.total_bytes < plan.memory.total_bytes
     larger = plan_of(BIG, replace(choice, microbatch_size=2 * microbatch_size))
@@ -166,7 +167,7 @@ def test_more_ranks_and_recomputing_take_less_memory(
     assert larger.times.step_s > plan.times.step_s
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV"])
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV", "GPipe"])
 def test_a_pipeline_keeps_what_its_schedule_keeps(name: str) -> None:
     schedule = make_schedule(name, 4, 16)
     blocks = tuple(range(1, schedule.num_stages + 1))
@@ -176,7 +177,15 @@ def test_a_pipeline_keeps_what_its_schedule_keeps(name: str) -> None:
     assert found == truth
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min"])
+def test_gpipe_keeps_all_microbatches() -> None:
+    job = replace(BIG, num_sequences=64)
+    few, many = (memory_of(job, Choice(MeshSizes(pp=4, dp=16), 1, num, "GPipe")) for num in (16, 64))
+    kept = kept_of(job, Choice(MeshSizes(pp=4, dp=16), 1, 16, "GPipe"))
+    most_blocks = max(stage.num_blocks for stage in stages_of(job.sizes, 4))
+    assert many.activations - few.activations == 48 * most_blocks * kept.block
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min", "LoopedBFS"])
 @pytest.mark.parametrize("num_microbatches", [3, 16, 41])
 def test_many_microbatches_take_what_simulating_them_all_would_say(name: str, num_microbatches: int) -> None:
     job = replace(BIG, num_sequences=512)
