@@ -11,11 +11,13 @@ from pathlib import Path
 from disttrain.console import write
 from disttrain.errors import DisttrainError, ScheduleError, SettingError
 from disttrain.pipelining.catalogue import find_recipe
+from disttrain.pipelining.pictures import draw_svg
 from disttrain.plan.hardware import HARDWARE, Hardware, read_hardware, to_json
-from disttrain.plan.job import AXES, MIXED, PURE, Job, MeshSizes
+from disttrain.plan.job import AXES, MIXED, PURE, Choice, Job, MeshSizes
 from disttrain.plan.report import as_json, as_text
 from disttrain.plan.search import SCHEDULES, find_plans
 from disttrain.plan.sizes import PRESETS, read_sizes
+from disttrain.plan.times import timeline_of
 
 NOTHING_FITS = 1
 USAGE = 2
@@ -44,9 +46,17 @@ def _plan(options: argparse.Namespace) -> int:
     mesh = None if options.mesh is None else _mesh(options.mesh, job.num_gpus)
     plans = find_plans(job, num_plans=options.top, schedules=options.schedule or SCHEDULES, mesh=mesh)
     write(as_text(plans, options.model))
+    if options.svg and plans.plans:
+        options.svg.write_text(_picture(job, plans.plans[0].choice), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(as_json(plans, options.model), indent=1) + "\n", encoding="utf-8")
     return 0 if plans.plans else NOTHING_FITS
+
+
+def _picture(job: Job, choice: Choice) -> str:
+    if choice.schedule is None:
+        raise SettingError("plan --svg", f"{choice.mesh} has no pipeline to be drawn.", "Give a --mesh that has one.")
+    return draw_svg(timeline_of(job, choice))
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -134,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--compile", action=flag, default=True, help="compiled blocks, where the schedule gains by them (default: yes)")
     add("--float8", action=flag, default=False, help="products of blocks in float8 (default: no)")
     add("--top", metavar="N", type=_count, default=5, help="how many meshes to list (default: 5)")
+    add("--svg", metavar="FILE", type=Path, help="draw the first one's pipeline, of its first microbatches")
     add("--json", metavar="FILE", type=Path, help="write all that was found")
     machine = parser.add_argument_group("hardware", "rates that are attained, not those of a data sheet")
     machine.add_argument(

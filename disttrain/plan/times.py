@@ -144,7 +144,7 @@ def times_of(job: Job, choice: Choice) -> Times:
     if choice.schedule is None:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
-        shards_s, bubble_s = _scheduled_shards_s(job, choice), _makespan_s(job, choice) - work_s
+        shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s
     return Times(
         compute=work_s - again_s - tp_s,
         recompute=again_s,
@@ -179,19 +179,23 @@ def costs_of(job: Job, choice: Choice) -> Costs:
     )
 
 
-def _makespan_s(job: Job, choice: Choice) -> float:
+def timeline_of(job: Job, choice: Choice) -> Timeline:
+    """Of the first microbatches, by the simulator. Raises: ScheduleError when there is no such schedule."""
     # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
-    return played_s(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+    return _played(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
 
 
 @cache
-def played_s(job: Job, choice: Choice) -> float:
-    """By the simulator; of many microbatches the first, for each one more what one takes once all ranks are busy."""
+def _played(job: Job, choice: Choice) -> Timeline:
     assert choice.schedule is not None
-    pp, costs = choice.mesh.pp, costs_of(job, choice)
-    fewer = fewer_microbatches(choice.schedule, pp, choice.num_microbatches)
-    timeline = simulate(schedule_of(choice.schedule, pp, fewer), costs)
-    left_out = choice.num_microbatches - fewer
+    fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
+    return simulate(schedule_of(choice.schedule, choice.mesh.pp, fewer), costs_of(job, choice))
+
+
+def makespan_s(job: Job, choice: Choice) -> float:
+    """Of all microbatches: of those that are played, and for each one more what one takes once all ranks are busy."""
+    timeline = timeline_of(job, choice)
+    left_out = choice.num_microbatches - timeline.schedule.num_microbatches
     return timeline.makespan_s + left_out * _steady_s(timeline) if left_out else timeline.makespan_s
 
 

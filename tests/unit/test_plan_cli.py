@@ -45,6 +45,14 @@ def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
 
 
+def test_it_draws_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.svg"
+    assert main([*ARGUMENTS, "--mesh", "pp=4,dp=4", "--schedule", "1f1b", "--svg", str(path)]) == 0
+    assert path.read_text(encoding="utf-8").startswith("<svg ")
+    assert main([*ARGUMENTS, "--mesh", "dp=16", "--svg", str(path)]) == 2
+    assert "dp=16 has no pipeline to be drawn" in capsys.readouterr().err
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--gpu-memory", "10"]) == 1
     out = capsys.readouterr().out
