@@ -1,4 +1,4 @@
-"""The planner's estimates against real steps: memory and time of one Llama on several meshes of four GPUs.
+"""The planner's estimates against real steps: memory and time of one Llama on several meshes of four GPUs, or two.
 
     disttrain-launch --standalone --nproc-per-node 4 benchmarks/plan_gpu.py --out plan_gpu.json
 
@@ -37,20 +37,35 @@ from disttrain.plan import HARDWARE, Choice, Job, LlamaSizes, MeshSizes, plan_of
 
 GIB = 2**30
 NUM_WARMUPS = 2
-CASES = (
-    ("dp=4", Choice(MeshSizes(dp=4), 2, 2), False),
-    ("dp=4, one microbatch", Choice(MeshSizes(dp=4), 4, 1), False),
-    ("dp=4, recompute", Choice(MeshSizes(dp=4), 4, 1, recomputes=True), False),
-    ("replicate=2,dp=2", Choice(MeshSizes(replicate=2, dp=2), 2, 2), False),
-    ("tp=4", Choice(MeshSizes(tp=4), 4, 4), False),
-    ("dp=2,tp=2", Choice(MeshSizes(dp=2, tp=2), 4, 2), False),
-    ("pp=4, 1F1B", Choice(MeshSizes(pp=4), 1, 16, "1F1B"), False),
-    ("pp=2,dp=2, Interleaved1F1B", Choice(MeshSizes(pp=2, dp=2), 1, 8, "Interleaved1F1B"), False),
-    ("pp=2,dp=2, 1F1B, recompute", Choice(MeshSizes(pp=2, dp=2), 1, 8, "1F1B", recomputes=True), False),
-    ("pp=2,tp=2, ZBV", Choice(MeshSizes(pp=2, tp=2), 1, 16, "ZBVZeroBubble"), False),
-    ("dp=4, kernels", Choice(MeshSizes(dp=4), 4, 1), True),
-)
-"""Name, choice, whether with kernels: what is newest comes last."""
+MODEL = ("dim", "heads", "kv_heads", "ffn", "layers", "vocab", "seq")
+CASES = {
+    4: (
+        ("dp=4", Choice(MeshSizes(dp=4), 2, 2), False),
+        ("dp=4, one microbatch", Choice(MeshSizes(dp=4), 4, 1), False),
+        ("dp=4, recompute", Choice(MeshSizes(dp=4), 4, 1, recomputes=True), False),
+        ("replicate=2,dp=2", Choice(MeshSizes(replicate=2, dp=2), 2, 2), False),
+        ("tp=4", Choice(MeshSizes(tp=4), 4, 4), False),
+        ("dp=2,tp=2", Choice(MeshSizes(dp=2, tp=2), 4, 2), False),
+        ("pp=4, 1F1B", Choice(MeshSizes(pp=4), 1, 16, "1F1B"), False),
+        ("pp=2,dp=2, Interleaved1F1B", Choice(MeshSizes(pp=2, dp=2), 1, 8, "Interleaved1F1B"), False),
+        ("pp=2,dp=2, 1F1B, recompute", Choice(MeshSizes(pp=2, dp=2), 1, 8, "1F1B", recomputes=True), False),
+        ("pp=2,tp=2, ZBV", Choice(MeshSizes(pp=2, tp=2), 1, 16, "ZBVZeroBubble"), False),
+        ("dp=4, kernels", Choice(MeshSizes(dp=4), 4, 1), True),
+    ),
+    2: (
+        ("dp=2", Choice(MeshSizes(dp=2), 2, 2), False),
+        ("dp=2, recompute", Choice(MeshSizes(dp=2), 4, 1, recomputes=True), False),
+        ("replicate=2", Choice(MeshSizes(replicate=2), 2, 2), False),
+        ("tp=2", Choice(MeshSizes(tp=2), 4, 2), False),
+        ("pp=2, 1F1B", Choice(MeshSizes(pp=2), 1, 8, "1F1B"), False),
+        ("pp=2, Interleaved1F1B", Choice(MeshSizes(pp=2), 1, 8, "Interleaved1F1B"), False),
+        ("pp=2, ZBV", Choice(MeshSizes(pp=2), 1, 8, "ZBVZeroBubble"), False),
+        ("pp=2, 1F1B, recompute", Choice(MeshSizes(pp=2), 1, 8, "1F1B", recomputes=True), False),
+        ("dp=2, kernels", Choice(MeshSizes(dp=2), 4, 1), True),
+    ),
+}
+"""By the number of GPUs: name, choice, whether with kernels; each GPU has four sequences of a step."""
+SEQUENCES_PER_GPU = 4
 
 
 class Part(Stage):
@@ -196,27 +211,28 @@ def estimate(sizes: Sizes, choice: Choice, *, has_kernels: bool) -> dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in vars(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in MODEL:
+        parser.add_argument(f"--{name}", type=int, default=getattr(Sizes, name))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", help="cases whose names contain this")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     disttrain.init_process_group()
+    num_ranks = disttrain.get_world_size()
+    sizes = Sizes(**{name: getattr(args, name) for name in MODEL}, microbatches=SEQUENCES_PER_GPU * num_ranks)
     report: dict[str, Any] = {
-        "command": "disttrain-launch --standalone --nproc-per-node 4 benchmarks/plan_gpu.py",
-        "devices": f"4 x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU",
+        "command": f"disttrain-launch --standalone --nproc-per-node {num_ranks} benchmarks/plan_gpu.py",
+        "devices": f"{num_ranks} x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU",
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
         "sizes": vars(sizes),
         "cases": {},
     }
-    for name, choice, has_kernels in CASES:
+    for name, choice, has_kernels in CASES[num_ranks]:
         if args.only and args.only not in name:
             continue
         gc.collect()

@@ -1,5 +1,5 @@
-"""How long a step takes: products, attention and memory at the rates that the hardware attains, communication where it
-is not hidden, and the bubble of the pipeline, which the simulator plays."""
+"""How long a step takes: what stages compute, communication that nothing hides, and the bubble of the pipeline, which
+the simulator plays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,12 @@ from disttrain.plan.parts import (
     StageParts,
     elements_of,
     fewer_microbatches,
-    local_key_size,
     parts_of,
     schedule_of,
     stages_of_ranks,
 )
-from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of, ring_bytes
-
-EXPOSED_WITHIN_NODE = 0.35
-"""Of tensor parallel's communication: the rest hides behind products, part by part, by copy engines."""
-HOST_BLOCK_S = 1e-3
-"""In which a host launches the forward of one block that is not compiled; its backward takes twice as long."""
-HOST_COMPILED_BLOCK_S = 0.4e-3
-COMPILED_WEIGHT_SHARE = 0.05
-"""Of a compiled block's backward that can be left for later: it is one node, which computes all gradients at once."""
+from disttrain.plan.stage_times import StageTimes, block_times, stage_times
+from disttrain.plan.traffic import link_of, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -56,81 +48,6 @@ class Times:
     @property
     def by_part(self) -> dict[str, float]:
         return {one.name: getattr(self, one.name) for one in fields(self)}
-
-
-@dataclass(frozen=True)
-class _Computing:
-    """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of tensor parallel's
-    exposed communication one way."""
-
-    forward: float
-    backward: float
-    weights: float
-    tp: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, `tp` is within the others."""
-
-    forward: float
-    backward: float
-    weights: float
-    again: float
-    tp: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward + self.backward
-
-
-@cache
-def _block(job: Job, choice: Choice) -> _Computing:
-    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
-    tokens, dtype = choice.microbatch_size * job.seq_size, job.precision.compute_bytes
-    keys = 2 * local_key_size(sizes, tp)
-    elements = sizes.dim * ((2 * sizes.query_size + 3 * sizes.ffn_size) / tp + keys)
-    products = 2 * tokens * elements / (hardware.float8_flops if job.uses_float8 else hardware.matmul_flops)
-    attention = 2 * tokens * job.seq_size * sizes.query_size / tp
-    moved = (
-        dtype * tokens * (10 * sizes.dim + (3 if choice.is_compiled or job.has_kernels else 5) * sizes.ffn_size) / tp
-    )
-    # Rotating queries and keys.
-    moved += dtype * tokens * (2 if choice.is_compiled or job.has_kernels else 8) * (sizes.query_size / tp + keys / 2)
-    elementwise = moved / hardware.memory_bytes_per_s
-    forward = products + attention / hardware.attention_forward_flops + elementwise
-    backward = 2 * products + 2.5 * attention / hardware.attention_backward_flops + 2 * elementwise
-    link = link_of(job, choice, "tp")
-    is_within = choice.mesh.num_on_node("tp", job.node_size) == tp
-    calls = 2 * BLOCK_GATHERS if tp > 1 else 0
-    exposed = link.seconds(calls * activation_bytes(job, choice), calls) * (EXPOSED_WITHIN_NODE if is_within else 1)
-    host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
-    return _Computing(max(forward, host_s) + exposed, max(backward, 2 * host_s) + exposed, products, exposed)
-
-
-def _head(job: Job, choice: Choice) -> _Computing:
-    """The last norm, the head and the loss."""
-    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
-    tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
-    product = 2 * tokens * vocab * sizes.dim / hardware.matmul_flops
-    logits_s = tokens * vocab / hardware.memory_bytes_per_s
-    if job.has_kernels and not choice.has_whole_logits:
-        # The loss without logits makes all gradients at once.
-        return _Computing(3 * product + 8 * logits_s, 0.0, 0.0)
-    forward_bytes, backward_bytes = (14, 26) if tp == 1 else (4, 4)
-    return _Computing(product + forward_bytes * logits_s, 2 * product + backward_bytes * logits_s, product)
-
-
-@cache
-def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
-    block, head = _block(job, choice), _head(job, choice)
-    num, again = stage.num_blocks, block.forward * choice.recomputes
-    forward = num * block.forward + stage.has_head * head.forward
-    backward = num * (block.backward + again) + stage.has_head * head.backward
-    weights = num * block.weights + stage.has_head * head.weights
-    if choice.is_compiled:
-        weights = COMPILED_WEIGHT_SHARE * backward
-    return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))
 
 
 def times_of(job: Job, choice: Choice) -> Times:
@@ -258,7 +175,7 @@ def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
 def _shards_s(job: Job, choice: Choice) -> float:
     """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and in the last
     one reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
-    elements, block = elements_of(job.sizes, choice.mesh.tp), _block(job, choice)
+    elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
     stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
     gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
     outside = _gather_s(job, choice, elements.outside(stage, is_tied=job.sizes.is_tied))
