@@ -7,6 +7,7 @@ which is dear where a pipeline is simulated, until none that is left can be amon
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -129,9 +130,17 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
             continue
         if is_known:
             found[kind] = plan_of(job, choice)
-        elif memory_of(job, choice).total_bytes <= job.usable_bytes:
+        elif _fits(job, choice):
             heapq.heappush(bounded, (times_of(job, choice).step_s, number, choice, True))
     return tuple(found.values())
+
+
+def _fits(job: Job, choice: Choice) -> bool:
+    """Not where its schedule cannot be made for so many microbatches."""
+    try:
+        return memory_of(job, choice).total_bytes <= job.usable_bytes
+    except ScheduleError:
+        return False
 
 
 def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:
@@ -158,24 +167,24 @@ def _misfits(job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], 
 def _remedies(job: Job, plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
     """What would make it fit, each by itself."""
     mesh, gib = plan.choice.mesh, plan.memory.total_bytes / job.memory_share / 2**30
-    yield f"GPUs of {gib:.0f} GiB"
+    yield f"GPUs of {math.ceil(gib)} GiB"
     factor = 2
     while factor <= _MOST_FACTOR and job.precision.is_sharded:
         wider = replace(mesh, dp=factor * mesh.dp)
         larger = replace(job, num_gpus=factor * job.num_gpus)
-        if why_not(larger, wider) is None and _fits(larger, wider, schedules):
+        if why_not(larger, wider) is None and _has_room(larger, wider, schedules):
             yield f"dp={wider.dp} on {larger.num_gpus} GPUs"
             break
         factor *= 2
     seq_size = job.seq_size // 2
     while seq_size >= _FEWEST_TOKENS:
         shorter = replace(job, seq_size=seq_size)
-        if why_not(shorter, mesh) is None and _fits(shorter, mesh, schedules):
+        if why_not(shorter, mesh) is None and _has_room(shorter, mesh, schedules):
             yield f"sequences of {seq_size} tokens"
             break
         seq_size //= 2
 
 
-def _fits(job: Job, mesh: MeshSizes, schedules: Sequence[str]) -> bool:
+def _has_room(job: Job, mesh: MeshSizes, schedules: Sequence[str]) -> bool:
     plan = leanest(job, mesh, schedules)
     return plan is not None and plan.fits(job)

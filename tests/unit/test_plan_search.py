@@ -36,6 +36,15 @@ def test_it_finds_the_best() -> None:
     assert len({(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in found.plans}) == 3
 
 
+def test_schedules_that_cannot_be_made_are_left_out() -> None:
+    """Interleaved1F1B takes multiples of its ranks: of 12, 6 and 3 microbatches only 12."""
+    job = replace(JOB, num_sequences=24)
+    (plan,) = find_plans(job, schedules=["Interleaved1F1B"], mesh=MeshSizes(pp=4, dp=2)).plans
+    assert plan.choice.num_microbatches == 12
+    odd = replace(JOB, num_sequences=10)
+    assert find_plans(odd, schedules=["Interleaved1F1B"], mesh=MeshSizes(pp=4, dp=2)).plans == ()
+
+
 def test_every_mesh_has_all_gpus() -> None:
     found = list(meshes(JOB))
     assert len(found) == len(set(found))
@@ -53,7 +62,7 @@ def test_remedies_are_true() -> None:
         for remedy in misfit.remedies:
             number = int(re.findall(r"\d+", remedy)[-1])
             if remedy.startswith("GPUs of"):
-                better, wider = replace(SMALL, hardware=SMALL.hardware.with_changes(memory_gib=number + 1)), mesh
+                better, wider = replace(SMALL, hardware=SMALL.hardware.with_changes(memory_gib=number)), mesh
             elif remedy.startswith("dp="):
                 better = replace(SMALL, num_gpus=number)
                 wider = replace(mesh, dp=mesh.dp * number // SMALL.num_gpus)
