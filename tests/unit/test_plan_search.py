@@ -37,12 +37,11 @@ def test_it_finds_the_best() -> None:
 
 
 def test_schedules_that_cannot_be_made_are_left_out() -> None:
-    """Interleaved1F1B takes multiples of its ranks: of 12, 6 and 3 microbatches only 12."""
-    job = replace(JOB, num_sequences=24)
-    (plan,) = find_plans(job, schedules=["Interleaved1F1B"], mesh=MeshSizes(pp=4, dp=2)).plans
-    assert plan.choice.num_microbatches == 12
-    odd = replace(JOB, num_sequences=10)
-    assert find_plans(odd, schedules=["Interleaved1F1B"], mesh=MeshSizes(pp=4, dp=2)).plans == ()
+    """Interleaved1F1B cannot do 18 or 9 microbatches on 4 ranks, and 1F1B can."""
+    job, mesh = replace(JOB, num_sequences=36), MeshSizes(pp=4, dp=2)
+    assert find_plans(job, schedules=["Interleaved1F1B"], mesh=mesh).plans == ()
+    (plan,) = find_plans(job, schedules=["Interleaved1F1B", "1F1B"], mesh=mesh).plans
+    assert plan.choice.schedule == "1F1B"
 
 
 def test_every_mesh_has_all_gpus() -> None:
