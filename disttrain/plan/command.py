@@ -8,6 +8,11 @@ from pathlib import Path
 from disttrain.plan.job import Choice, Job
 
 
+def unsaid(job: Job) -> list[str]:
+    """Options of the planner that the example has no flag for."""
+    return ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+
+
 def command_of(job: Job, choice: Choice, model: str) -> str:
     """Args: model  as it was given: a TOML file is the example's configuration, a folder is Hugging Face's."""
     mesh = choice.mesh
@@ -31,5 +36,4 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
         words += ["--schedule", choice.schedule]
     words += ["--dtype", "bf16"]
     flags = {"--kernels": job.has_kernels, "--recompute": choice.recomputes, "--compile": choice.is_compiled}
-    flags["--float8"] = job.uses_float8
     return shlex.join([*words, *(flag for flag, is_on in flags.items() if is_on)])

@@ -45,6 +45,11 @@ def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
 
 
+def test_it_says_what_the_example_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--float8"]) == 0
+    assert "to run it (the example has no flag for --float8):" in capsys.readouterr().out
+
+
 def test_it_draws_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.svg"
     assert main([*ARGUMENTS, "--mesh", "pp=4,dp=4", "--schedule", "1f1b", "--svg", str(path)]) == 0
