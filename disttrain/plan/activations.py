@@ -18,8 +18,7 @@ from disttrain.plan.job import Choice, Job
 from disttrain.plan.parts import local_key_size
 
 _LOSS_BLOCK_BYTES = 1 << 30
-_LOSS_ROWS = 4096
-"""Of `kernels.linear_loss_plan`."""
+"""Of logits at one time: `BLOCK_BYTES` of `kernels.linear_loss_plan`, which loads torch."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _loss_bytes(job: Job, choice: Choice, tokens: int) -> int:
     tp, dim, dtype = choice.mesh.tp, job.sizes.dim, job.precision.compute_bytes
     vocab = -(-job.sizes.vocab_size // tp)
     if job.has_kernels and not choice.has_whole_logits:
-        rows = min(tokens, _LOSS_ROWS, max(1, _LOSS_BLOCK_BYTES // (vocab * dtype)))
+        rows = min(tokens, max(1, _LOSS_BLOCK_BYTES // (vocab * dtype)))
         # Sums of the matrix's gradient in float32, a block of logits, the hidden gradient in two forms.
         return 4 * vocab * dim + dtype * rows * vocab + 2 * dtype * tokens * dim
     if tp > 1:

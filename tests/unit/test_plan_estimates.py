@@ -14,6 +14,7 @@ from torch import nn
 import disttrain
 from disttrain import tp
 from disttrain.fsdp2 import MixedPrecisionPolicy, estimate
+from disttrain.kernels.linear_loss_plan import BLOCK_BYTES, plan_blocks
 from disttrain.pipelining import Costs, make_schedule, peaks, simulate
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, memory_of, plan_of, traffic_of
 from disttrain.plan.activations import kept_of
@@ -205,6 +206,14 @@ def test_rings_that_leave_a_node() -> None:
     job = replace(BIG, num_sequences=128)
     shares = {one.axis: one.between_share for one in traffic_of(job, Choice(mesh, 1, 16, "1F1B"))}
     assert shares == {"pp": 1.0, "replicate": 1.0, "dp": 0.5, "tp": 0.0}
+
+
+def test_the_loss_without_logits_has_the_kernels_blocks() -> None:
+    choice, vocab = Choice(MeshSizes(dp=64), 4, 2), BIG.sizes.vocab_size
+    tokens = choice.microbatch_size * BIG.seq_size
+    blocks = plan_blocks(tokens, vocab, 2, BLOCK_BYTES)
+    sums = 4 * BIG.sizes.vocab_elements + 4 * tokens * BIG.sizes.dim
+    assert kept_of(BIG, choice).loss == pytest.approx(sums + 2 * blocks.rows * vocab, rel=0.02)
 
 
 def test_the_loss_without_logits_takes_less() -> None:
