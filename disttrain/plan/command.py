@@ -35,5 +35,11 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
     if choice.schedule is not None:
         words += ["--schedule", choice.schedule]
     words += ["--dtype", "bf16"]
-    flags = {"--kernels": job.has_kernels, "--recompute": choice.recomputes, "--compile": choice.is_compiled}
-    return shlex.join([*words, *(flag for flag, is_on in flags.items() if is_on)])
+    for name, is_on in (
+        ("kernels", job.has_kernels),
+        ("recompute", choice.recomputes),
+        ("compile", choice.is_compiled),
+    ):
+        # A configuration may say the contrary.
+        words += [f"--{name}"] if is_on else [f"--no-{name}"] * (path.suffix == ".toml")
+    return shlex.join(words)

@@ -45,6 +45,15 @@ def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
 
 
+def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "1b"\nrecompute = true\n')
+    assert main(["--model", str(path), "--gpus", "8", "--batch-tokens", "524288"]) == 0
+    command = next(line for line in capsys.readouterr().out.splitlines() if "train_llama.py" in line)
+    assert f"--config {path}" in command
+    assert command.endswith("--kernels --no-recompute --compile")
+
+
 def test_it_says_what_the_example_cannot(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--float8"]) == 0
     assert "to run it (the example has no flag for --float8):" in capsys.readouterr().out
