@@ -1,7 +1,7 @@
 """What the fullest rank holds at its fullest moment, part by part.
 
-A step is looked at where it can be fullest: when the loss is computed, when the last block and when the first one go
-backward, and when the last gradient is reduced. In between everything grows or shrinks in a straight line.
+A step is looked at where it can be fullest: when the loss is computed, when the head's gradient is reduced, when the
+last block and when the first one go backward, and when the last gradient is reduced. In between everything grows or shrinks in a straight line.
 """
 
 from __future__ import annotations
@@ -128,10 +128,17 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
             loss=kept.loss,
         ),
         moment(
+            "the reduction of the head",
+            reduced=0,
+            unreduced=num_elements,
+            whole=root + block + of.packed(elements.head) + of.whole(elements.head) * (not adds_up),
+            activations=blocks,
+        ),
+        moment(
             "the backward of the last block",
-            reduced=0 if sizes.is_tied else elements.head,
+            reduced=elements.head,
             unreduced=num_elements - elements.head,
-            whole=root + 2 * block + of.packed(elements.head),
+            whole=root + 3 * block + of.packed(elements.block),
             activations=blocks,
             temporaries=kept.inside,
         ),
