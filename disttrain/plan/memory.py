@@ -1,7 +1,8 @@
 """What the fullest rank holds at its fullest moment, part by part.
 
 A step is looked at where it can be fullest: when the loss is computed, when the head's gradient is reduced, when the
-last block and when the first one go backward, and when the last gradient is reduced. In between everything grows or shrinks in a straight line.
+last block and when the first one go backward, and when the last gradient is reduced. In between everything grows or
+shrinks in a straight line.
 """
 
 from __future__ import annotations
