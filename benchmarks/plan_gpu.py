@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,12 @@ def main() -> None:
         measured = measure(case, args.steps, resting_bytes)
         del case
         expected = estimate(sizes, choice, has_kernels=has_kernels)
-        report["cases"][name] = {"measured": measured, "estimated": expected}
+        report["cases"][name] = {
+            "choice": asdict(choice),
+            "has_kernels": has_kernels,
+            "measured": measured,
+            "estimated": expected,
+        }
         if disttrain.get_rank() == 0:
             columns = (f"{key} {measured[key]:9.2f} {expected[key]:9.2f}" for key in ("peak_gib", "step_ms"))
             print(f"{name:28s}", "  ".join(columns), flush=True)
