@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llama import flags as example_flags
 
 from disttrain.errors import SettingError
 from disttrain.plan import HARDWARE, PRESETS, LlamaSizes, read_sizes
@@ -43,6 +44,20 @@ def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     mesh = words[words.index("--mesh") + 1]
     assert mesh in lines[3]
     assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--mesh", "pp=4,dp=2,tp=2"], ["--mesh", "replicate=2,dp=8"]])
+def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    assert main([*ARGUMENTS, *arguments, "--json", str(path)]) == 0
+    for plan in json.loads(path.read_text())["plans"]:
+        words = shlex.split(plan["command"])
+        given = words[words.index("examples/train_llama.py") + 1 :]
+        found = example_flags.parse([*given, "--out", str(tmp_path / "run")], 16)
+        assert vars(found.mesh) == plan["choice"]["mesh"]
+        assert found.microbatches == plan["choice"]["num_microbatches"]
+        assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
+        assert (found.recompute, found.compile) == (plan["choice"]["recomputes"], plan["choice"]["is_compiled"])
 
 
 def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
