@@ -72,11 +72,14 @@ def _of_ours(start: tuple[str, ...], arguments: list[str]) -> list[str]:
         (place for place, word in enumerate(arguments) if word.endswith(".py") or word == "-m"), len(arguments)
     )
     leading = tuple(itertools.takewhile(str.isalpha, arguments[:2]))  # perhaps a command of the program's
-    known = "".join(_help((*start, *leading[:count])) for count in range(len(leading) + 1))
-    if not known:
-        return [f"{name}: no such program"]
     flags = sorted({word.partition("=")[0] for word in arguments[:script] if re.match(r"--\w", word)})
-    unknown = [f"{name}: no flag {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
+    known, unknown = "", [f"{name}: no such program"]
+    for count in range(len(leading), -1, -1):
+        known += _help((*start, *leading[:count]))
+        if known:
+            unknown = [f"{name}: no flag {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
+        if not unknown:
+            break
     if arguments[script : script + 1] == ["-m"]:
         return [*unknown, *_of_ours(("-m", arguments[script + 1]), arguments[script + 2 :])]
     return [*unknown, *_of_script(arguments[script:])]

@@ -29,9 +29,10 @@ ROOT = Path(__file__).parents[1]
 SETUPS = ROOT / "tests" / "page_setups"
 NOT_RUN = "not tested"
 PROGRAMS = ("disttrain-launch", "disttrain-flight", "python", "make", "mpirun", "openssl", "pip", "kill")
+REPOSITORY_PAGES = ("CONTRIBUTING.md", "README.md", "examples/README.md")
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+    for path in (*(ROOT / name for name in REPOSITORY_PAGES), *(ROOT / "docs").glob("*.md"))
     if path.name not in ("dtensor_ops.md", "settings.md")  # made by programs
 )
 

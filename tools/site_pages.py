@@ -26,6 +26,7 @@ OWN_PAGES = {
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "README.md": "project/readme.md",
+    "examples/README.md": "project/examples.md",
 }
 """Pages of the repository that are not in docs/, and where they are on the site."""
 

@@ -6,6 +6,9 @@ On GPUs they are Triton's; on CPUs, and for what Triton's don't take, torch's op
 
 from __future__ import annotations
 
+from disttrain.kernels.attention import attention
+from disttrain.kernels.attention_choice import Choice, attention_choices
+from disttrain.kernels.attention_rules import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap
 from disttrain.kernels.glu import geglu, swiglu
 from disttrain.kernels.head import loss_from_head
 from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
@@ -16,10 +19,19 @@ from disttrain.kernels.use import Replaced, use_kernels
 
 __all__ = [
     "AdamW",
+    "Alibi",
+    "Causal",
+    "Choice",
+    "Documents",
     "FusedOptimizer",
     "Lion",
+    "Prefix",
     "Replaced",
     "SGD",
+    "SlidingWindow",
+    "SoftCap",
+    "attention",
+    "attention_choices",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -1,0 +1,131 @@
+"""What a run leaves in its folder beside the checkpoints: the losses as a table and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from disttrain.errors import SettingError
+
+SMOOTHING = 0.9
+TENSORBOARD = "tensorboard"
+
+
+@dataclass(frozen=True)
+class Row:
+    """After `step` steps: the loss of the next step's batch, and that of the held-out text where it was computed."""
+
+    step: int
+    loss: float | None
+    held_out_loss: float | None
+
+
+class Record:
+    """The rows of a run, each written to `folder`/loss.csv at once, so that a run that is killed leaves them too.
+
+    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written. `has_tensorboard`: numbers
+    go to `folder`/tensorboard as well; SettingError where there is no TensorBoard.
+    """
+
+    def __init__(self, folder: Path | None, title: str, first_step: int, *, has_tensorboard: bool = False) -> None:
+        self.folder = folder
+        self._board = _board(folder) if folder is not None and has_tensorboard else None
+        self._title = title
+        table = Path(os.devnull) if folder is None else folder / "loss.csv"
+        # A run that is resumed goes back to its checkpoint: what came after will be done again.
+        self.rows = [row for row in _read(table) if row.step < first_step]
+        self._file = table.open("w", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file)
+        self._writer.writerow([field.name for field in fields(Row)])
+        self._writer.writerows(astuple(row) for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._writer.writerow(astuple(row))
+        self._file.flush()
+        for name, value in (("loss/training", row.loss), ("loss/held out", row.held_out_loss)):
+            if self._board is not None and value is not None:
+                self._board.add_scalar(name, value, row.step)
+
+    def losses(self) -> list[tuple[int, float]]:
+        """(step, loss of its batch)."""
+        return [(row.step, row.loss) for row in self.rows if row.loss is not None]
+
+    def held_out_losses(self) -> list[tuple[int, float]]:
+        """(step, loss) wherever it was computed."""
+        return [(row.step, row.held_out_loss) for row in self.rows if row.held_out_loss is not None]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self.folder is not None:
+            draw(self.folder / "loss.png", self._title, self.losses(), self.held_out_losses())
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # optional
+    except ImportError:
+        problem = "there is no TensorBoard here."
+        raise SettingError("train_llama --tensorboard", problem, "Run: pip install tensorboard") from None
+    return SummaryWriter(str(folder / TENSORBOARD))
+
+
+def _read(table: Path) -> list[Row]:
+    if not table.exists():
+        return []
+    with table.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(int(row["step"]), _number(row["loss"]), _number(row["held_out_loss"])) for row in csv.DictReader(file)
+        ]
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Exponential averages, corrected for having started at zero (as in Kingma and Ba, arXiv 1412.6980)."""
+    average, smoothed = 0.0, []
+    for count, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        smoothed.append(average / (1 - SMOOTHING**count))
+    return smoothed
+
+
+def draw(path: Path, title: str, training: list[tuple[int, float]], held_out: list[tuple[int, float]]) -> None:
+    """Both losses over steps, as PNG."""
+    from matplotlib.figure import Figure  # takes seconds to load, and one rank draws
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    if training:
+        steps, losses = [step for step, _ in training], [loss for _, loss in training]
+        axes.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="each batch")
+        axes.plot(steps, smooth(losses), color="#1f5fa8", linewidth=1.8, label="training, smoothed")
+    if held_out:
+        steps, losses = [step for step, _ in held_out], [loss for _, loss in held_out]
+        axes.plot(steps, losses, color="#d1495b", linewidth=1.2, marker="o", markersize=5, label="held-out files")
+        axes.annotate(
+            f"{losses[-1]:.2f}",
+            (steps[-1], losses[-1]),
+            (0, 8),
+            textcoords="offset points",
+            ha="right",
+            color="#d1495b",
+        )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)

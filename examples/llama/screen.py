@@ -1,0 +1,143 @@
+"""What the person at the terminal sees: a header, a progress bar, a summary. Without a terminal: plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from disttrain.console import clock, short
+
+BAR_INTERVAL_S = 0.1
+LINE_INTERVAL_S = 10.0
+"""How often there is a line where there is no terminal for a bar."""
+NUM_AVERAGED_STEPS = 20
+
+
+class Meter:
+    """How far training is: averages over the last steps, and what they say about the rest."""
+
+    def __init__(self, num_steps: int, first_step: int, tokens_per_step: int) -> None:
+        self.num_steps = num_steps
+        self.step = first_step
+        self._tokens_per_step = tokens_per_step
+        self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self.communication_share: float | None = None
+        """Of a step's time, by the last summary; None before the first."""
+
+    def take_summary(self, summary: Mapping[str, Any]) -> None:
+        """What the flight recorder says of the last steps."""
+        self.communication_share = summary["communication_share"]
+
+    def add(self, loss: float, time_s: float) -> None:
+        self.step += 1
+        self._losses.append(loss)
+        self._times_s.append(time_s)
+
+    @property
+    def loss(self) -> float | None:
+        """The average over the last steps; None before the first."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the average over the last ones."""
+        return sum(self._times_s) / len(self._times_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self._tokens_per_step / self.step_s
+
+    def status(self, memory_bytes: int) -> str:
+        """All there is to know, in one line."""
+        return (
+            f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self.tokens_per_s)} tokens/s · "
+            f"{short(memory_bytes)}B · {clock(self.step_s * (self.num_steps - self.step))} left"
+        )
+
+
+class Screen:
+    """Shows on rank 0; the other ranks' screens are silent.
+
+    The bar is one line that ends in a carriage return, so that it works through the launcher, which prefixes lines.
+    """
+
+    def __init__(self, meter: Meter, *, is_shown: bool) -> None:
+        self.console = Console(quiet=not is_shown, highlight=False, soft_wrap=False)
+        self._meter = meter
+        self._started_s = time.monotonic()
+        self._shown_s = self._started_s
+        self._interval_s = BAR_INTERVAL_S if self.console.is_terminal else LINE_INTERVAL_S
+        self._bar = Text()
+
+    def show_step(self, memory_bytes: int) -> None:
+        """Bring the bar up to date, now and then."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s < self._interval_s:
+            return
+        self._shown_s = now_s
+        status = self._meter.status(memory_bytes)
+        if not self.console.is_terminal:
+            self._print(f"step {status}")
+            return
+        width = max(self.console.width - len(status) - 2, 0)
+        done = width * self._meter.step // self._meter.num_steps
+        self._bar = Text.assemble(("━" * done, "cyan"), ("━" * (width - done), "bright_black"), f" {status}")
+        self._draw_bar()
+
+    def show_evaluation(self, held_out_loss: float) -> None:
+        training = "" if self._meter.loss is None else f"   training {self._meter.loss:.3f}"
+        self._print(f"step {self._meter.step:>5}   held out [bold red]{held_out_loss:.3f}[/]{training}")
+
+    def show_continuation(self, prompt: str, continuation: str) -> None:
+        """The prompt in another colour."""
+        text = Text.assemble((readable(prompt), "bold magenta"), readable(continuation))
+        if self.console.is_terminal:
+            self.console.print(Panel(text, title="a continuation", title_align="left", border_style="magenta"))
+        else:
+            self.console.print("a continuation:", text, sep="\n", soft_wrap=True)
+
+    def show_facts(self, title: str, facts: Mapping[str, str]) -> None:
+        """A table of names and what they are."""
+        if not self.console.is_terminal:
+            lines = [title, *(f"  {name:<11} {fact}" for name, fact in facts.items())]
+            self.console.print("\n".join(lines), soft_wrap=True, markup=False)
+            return
+        table = Table.grid(padding=(0, 3))
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, fact in facts.items():
+            table.add_row(name, Text(fact))
+        self.console.print(Panel(table, title=f"[bold]{title}[/]", title_align="left", border_style="cyan"))
+
+    def end_bar(self) -> float:
+        """Remove the bar; returns the seconds since the screen was made."""
+        self._erase_bar()
+        self._bar = Text()
+        return time.monotonic() - self._started_s
+
+    def _print(self, line: str) -> None:
+        self._erase_bar()
+        self.console.print(line)
+        self._draw_bar()
+
+    def _draw_bar(self) -> None:
+        if self._bar:
+            self.console.print(self._bar, end="\r", no_wrap=True, overflow="crop")
+
+    def _erase_bar(self) -> None:
+        if self._bar:
+            self.console.print(" " * (self.console.width - 1), end="\r")
+
+
+def readable(text: str) -> str:
+    """With marks for what cannot be printed, so that no control sequence reaches the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
