@@ -36,3 +36,18 @@ def modes() -> tuple[Any, ...]:
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The norm of each, in one launch where they are plain tensors of one device and dtype."""
     return torch._foreach_norm(list(tensors), 2.0, dtype)
+
+
+def scaled_mm(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype, is_fast: bool
+) -> torch.Tensor:
+    """a (M, K) times b (N, K) transposed, both in float8, with one scale each, or one for each row."""
+    if a_scales.numel() == b_scales.numel() == 1:
+        return torch._scaled_mm(
+            a, b.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=is_fast
+        )
+    # With scales for rows, results come in bf16 alone.
+    result = torch._scaled_mm(
+        a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
+    return result.to(dtype)

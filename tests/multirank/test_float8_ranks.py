@@ -1,0 +1,122 @@
+"""Linear layers in float8 over ranks: weights gathered in float8, layers cut by tensor parallel, and both."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disttrain
+from disttrain.compiling import compile_blocks
+from disttrain.dtensor import DTensor
+from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.kernels import Float8Weight, use_float8
+from disttrain.process_group import Call
+from disttrain.testing.pytest_plugin import on_ranks
+
+DIM, WIDTH = 16, 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.gate, self.up = nn.Linear(DIM, WIDTH, bias=False), nn.Linear(DIM, WIDTH)
+        self.down = nn.Linear(WIDTH, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(DIM, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Gathered:
+    """The bytes that gathers sent, by dtype."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[torch.dtype, int] = {}
+
+    def enqueued(self, call: Call) -> None:
+        if "all_gather" in call.operation:
+            for tensor in call.inputs:
+                self.num_bytes[tensor.dtype] = self.num_bytes.get(tensor.dtype, 0) + tensor.nbytes
+
+    def completed(self, call: Call, error: Exception | None) -> None:
+        """Only the beginning is recorded."""
+
+
+def quietly(model: nn.Module, recipe: str) -> nn.Module:
+    use_float8(model, recipe, report=lambda _: None)
+    return model
+
+
+def assert_near(found: torch.Tensor, wished: torch.Tensor, tolerance: float) -> None:
+    assert (found - wished).norm() <= tolerance * wished.norm()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_sharded_model_trains_as_a_whole_one(recipe: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = quietly(Model(), recipe)
+    model = copy.deepcopy(whole)
+    names = list(model.state_dict())
+    if is_compiled:
+        compile_blocks(model, backend="aot_eager")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    assert list(model.state_dict()) == names
+    assert all(type(one.to_local()) is torch.Tensor for one in model.state_dict().values())
+    num_ranks, rank = disttrain.get_world_size(), disttrain.get_rank()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
+    for step in range(3):
+        x = torch.randn(4 * num_ranks, 4, DIM, generator=torch.Generator().manual_seed(step))
+        # Each rank's inputs and gradients have scales of their own, so the mean of all is the measure.
+        model(x.chunk(num_ranks)[rank]).square().mean().backward()
+        for part in x.chunk(num_ranks):
+            whole(part).square().mean().backward()
+        for parameter in whole.parameters():
+            parameter.grad /= num_ranks
+        for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert isinstance(one, DTensor), name
+            assert_near(one.grad.full_tensor(), other.grad, 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_weights_travel_in_half_the_bytes() -> None:
+    model = quietly(Model(), "tensorwise")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    world, gathered = disttrain.current_world(), Gathered()
+    world.add_observer(gathered)
+    x = torch.ones(2, DIM)
+    model.blocks[0].unshard()
+    assert isinstance(model.blocks[0].gate.weight, Float8Weight)
+    model.blocks[0].reshard()
+    loss = model(x).float().sum()
+    world.remove_observer(gathered)
+    loss.backward()
+    assert model.blocks[0].up.bias.grad.full_tensor().isfinite().all()
+    # The first block was gathered twice, once before; a shard's scale takes 16 bytes.
+    assert gathered.num_bytes[torch.uint8] == 3 * 3 * (DIM * WIDTH // 2 + 16)
