@@ -24,6 +24,8 @@ _PROGRAMS: Final = 8
 _TILE: Final = (128, 64)
 """Rows and columns of a program of the second pass: 128 rows are 128 bytes in a row of the transpose."""
 
+_WARPS: Final = 8
+
 _ROUNDS_UP: Final = tl.constexpr(ROUNDS_UP)
 _INFINITE: Final = tl.constexpr(INFINITE)
 
@@ -164,7 +166,7 @@ def cast(
     column_scales = x.new_empty(num_column_scales if wants_columns else 0, dtype=torch.float32)
     tile_rows, tile_columns = _TILE
     grid = (triton.cdiv(padded, tile_rows) * triton.cdiv(num_columns, tile_columns),)
-    tiling = {"ROWS": tile_rows, "COLUMNS": tile_columns}
+    tiling = {"ROWS": tile_rows, "COLUMNS": tile_columns, "num_warps": _WARPS}
     wants = {"HAS_SCALES": in_scales is not None, "WANTS_ROWS": wants_rows, "WANTS_COLUMNS": wants_columns}
     with torch.cuda.device_of(x):
         if by_rows:
