@@ -86,7 +86,8 @@ def step_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
-@on_ranks(NUM_GPUS, backend="nccl")
+@on_ranks(NUM_GPUS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor loads
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_sharded_model_learns_as_in_bf16(recipe: str, is_compiled: bool) -> None:
@@ -97,25 +98,26 @@ def test_a_sharded_model_learns_as_in_bf16(recipe: str, is_compiled: bool) -> No
     model = copy.deepcopy(plain)
     assert use_float8(model, recipe, report=lambda _: None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    losses = []
+    curves = []
     for one in (model, plain):
         if is_compiled:
             compile_blocks(one)
         for block in one.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(one, mp_policy=policy)
-        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-3)
-        for step in range(60):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        losses = []
+        for step in range(24):
             generator = torch.Generator("cuda").manual_seed(1000 * disttrain.get_rank() + step % 4)
-            tokens = torch.randint(0, 256, (4, 64), device="cuda", generator=generator)
-            loss = step_of(one, tokens)
+            loss = step_of(one, torch.randint(0, 256, (4, 64), device="cuda", generator=generator))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.item())
-    found, wished = losses
-    assert wished < 5.3
-    assert abs(found - wished) < 0.05 * wished
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses).double().cpu())
+    found, wished = curves
+    assert wished[-4:].mean() < 0.75 * wished[:4].mean()
+    torch.testing.assert_close(found, wished, rtol=0.1, atol=0.0)
     model.blocks[0].unshard()
     assert any(isinstance(parameter, Float8Weight) for parameter in model.blocks[0].parameters())
     model.blocks[0].reshard()
