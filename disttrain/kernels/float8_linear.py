@@ -6,10 +6,12 @@ Of the input, its transpose in float8 is kept for backward, and nothing else.
 
 from __future__ import annotations
 
-from functools import partial
+import warnings
+from functools import cache, partial
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from disttrain.dtensor import DTensor
@@ -44,6 +46,21 @@ def float8_linear(
     rows = x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
     result: torch.Tensor = _Float8Linear.apply(rows, weight, bias, recipe, *parts)  # type: ignore[no-untyped-call]
     return result.view(*x.shape[:-1], len(weight))
+
+
+def float8_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    """`float8_linear`; where a layer has been cut into parts that it does not take, F.linear, with one warning."""
+    if weight.shape[0] % LINE or weight.shape[1] % LINE:
+        _warn(tuple(weight.shape))
+        return F.linear(x, weight, bias)
+    return float8_linear(x, weight, bias, recipe)
+
+
+@cache
+def _warn(shape: tuple[int, ...]) -> None:
+    """Once for each shape."""
+    problem = f"a part of a weight has shape {shape}, and sizes must be multiples of {LINE}"
+    warnings.warn(f"float8_linear: {problem}. It is multiplied in its own dtype.", stacklevel=3)
 
 
 def check_fits(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> None:

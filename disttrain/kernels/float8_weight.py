@@ -17,6 +17,9 @@ from disttrain.kernels.float8 import cast
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
 
+_SAME: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
+"""What gives the weight itself; a view where it has the same shape."""
+
 
 class Float8Weight(torch.Tensor):
     """`codes` (N, K) in float8 with `scales`, each for `rows_per_scale` rows; to others a matrix of `dtype`.
@@ -55,7 +58,7 @@ class Float8Weight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
             weight: Float8Weight = args[0]
             return Float8Weight(weight.codes, weight.scales, weight.rows_per_scale, weight.dtype)
         if func._schema.is_mutable and isinstance(args[0], Float8Weight):

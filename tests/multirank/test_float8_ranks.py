@@ -16,16 +16,17 @@ from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.kernels import Float8Weight, use_float8
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
 
 DIM, WIDTH = 16, 48
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.gate, self.up = nn.Linear(DIM, WIDTH, bias=False), nn.Linear(DIM, WIDTH)
-        self.down = nn.Linear(WIDTH, DIM, bias=False)
+        self.gate, self.up = nn.Linear(DIM, width, bias=False), nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -33,9 +34,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(DIM, 10)
+        self.blocks, self.head = nn.ModuleList(Block(width) for _ in range(2)), nn.Linear(DIM, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -120,3 +121,47 @@ def test_weights_travel_in_half_the_bytes() -> None:
     assert model.blocks[0].up.bias.grad.full_tensor().isfinite().all()
     # The first block was gathered twice, once before; a shard's scale takes 16 bytes.
     assert gathered.num_bytes[torch.uint8] == 3 * 3 * (DIM * WIDTH // 2 + 16)
+
+
+PLAN = {"blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_cut_layers_and_cut_ones_sharded(recipe: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = Model(width=64)
+    model = quietly(copy.deepcopy(whole), recipe)
+    num_ranks, rank = disttrain.get_world_size(), disttrain.get_rank()
+    mesh = disttrain.init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PLAN)
+    if is_compiled:
+        compile_blocks(model, backend="aot_eager")
+    if num_ranks > 2:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
+    found = model(x.chunk(num_ranks // 2)[rank // 2])
+    wished = whole(x)
+    assert_near(found, wished.chunk(num_ranks // 2)[rank // 2].detach(), 0.06)
+    found.square().mean().backward()
+    wished.square().mean().backward()
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        assert other.grad is not None, name
+        assert_near(grad, other.grad, 0.15)
+
+
+@on_ranks(2)
+def test_parts_that_do_not_fit_are_multiplied_as_they_are() -> None:
+    torch.manual_seed(0)
+    whole = Model()
+    model = quietly(copy.deepcopy(whole), "tensorwise")
+    parallelize_module(model, disttrain.init_device_mesh("cpu", (2,)), PLAN)
+    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match=r"a part of a weight has shape \(24, 16\)"):
+        found = model(x)
+    torch.testing.assert_close(found, whole(x))
