@@ -154,7 +154,9 @@ def main() -> None:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--float8", default="", metavar="RECIPE", help="our linear layers in float8: tensorwise, rowwise")
+    parser.add_argument(
+        "--float8", default="", metavar="RECIPE", help="our linear layers in float8: tensorwise, rowwise"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

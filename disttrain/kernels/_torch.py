@@ -43,9 +43,7 @@ def scaled_mm(
 ) -> torch.Tensor:
     """a (M, K) times b (N, K) transposed, both in float8, with one scale each, or one for each row."""
     if a_scales.numel() == b_scales.numel() == 1:
-        return torch._scaled_mm(
-            a, b.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=is_fast
-        )
+        return torch._scaled_mm(a, b.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=is_fast)
     # With scales for rows, results come in bf16 alone.
     result = torch._scaled_mm(
         a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast

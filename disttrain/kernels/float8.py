@@ -44,9 +44,7 @@ def cast(
     rows_per_scale: int = 1,
 ) -> Cast:
     """`x` (R, C) in float8; see `float8_twin.cast`."""
-    found = torch.ops.disttrain.float8_cast(
-        x, in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns
-    )
+    found = torch.ops.disttrain.float8_cast(x, in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns)
     return Cast(*found)
 
 

@@ -148,13 +148,13 @@ def _factor(
         return cast(weight, WEIGHT_DTYPE, by_rows=by_rows, wants_columns=wants_columns)
     if by_rows:
         return Cast(codes, scales[: len(codes)], codes, scales)
-    return cast(codes, WEIGHT_DTYPE, by_rows=False, wants_columns=False, in_scales=scales, rows_per_scale=rows_per_scale)
+    return cast(
+        codes, WEIGHT_DTYPE, by_rows=False, wants_columns=False, in_scales=scales, rows_per_scale=rows_per_scale
+    )
 
 
 def _turned(codes: torch.Tensor, scales: torch.Tensor, rows_per_scale: int, by_rows: bool) -> Cast:
-    return cast(
-        codes, WEIGHT_DTYPE, by_rows=by_rows, wants_rows=False, in_scales=scales, rows_per_scale=rows_per_scale
-    )
+    return cast(codes, WEIGHT_DTYPE, by_rows=by_rows, wants_rows=False, in_scales=scales, rows_per_scale=rows_per_scale)
 
 
 class Float8Linear(nn.Linear):

@@ -32,9 +32,7 @@ class Float8Weight(torch.Tensor):
     rows_per_scale: int
 
     @staticmethod
-    def __new__(
-        cls, codes: torch.Tensor, scales: torch.Tensor, rows_per_scale: int, dtype: torch.dtype
-    ) -> Self:
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, rows_per_scale: int, dtype: torch.dtype) -> Self:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
@@ -102,5 +100,3 @@ class Float8Gather:
         # `.data` has a version of its own, which filling the outputs again leaves alone.
         weight = Float8Weight(codes.data[:num_rows], scales.data, rows_per_scale, dtype)
         return weight, (codes, scales)
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
-from disttrain.kernels import Float8Weight, use_float8
+from disttrain.kernels import Float8Weight, float8_twin, use_float8
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -144,10 +145,13 @@ def test_cut_layers_and_cut_ones_sharded(recipe: str, is_compiled: bool) -> None
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
     x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
-    found = model(x.chunk(num_ranks // 2)[rank // 2])
+    never = patch.object(Float8Weight, "values", side_effect=AssertionError("multiplied in its values"))
+    with never, patch.object(float8_twin, "multiply", wraps=float8_twin.multiply) as multiply:
+        found = model(x.chunk(num_ranks // 2)[rank // 2])
+        found.square().mean().backward()
+    assert multiply.call_count == 3 * 6
     wished = whole(x)
     assert_near(found, wished.chunk(num_ranks // 2)[rank // 2].detach(), 0.06)
-    found.square().mean().backward()
     wished.square().mean().backward()
     for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
         grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
