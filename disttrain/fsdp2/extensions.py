@@ -10,8 +10,8 @@ one with the shard's shape is padded to that of the first rank's shard. The seco
 of `outputs` and maybe other inner tensors; their memory is freed and comes again with the whole, so with `out`, which
 is what the first call made, only the rest of it is to be updated.
 
-Instead of the parameter a module may have them: `module.fsdp_gather_hooks(name)` gives an object with these methods, which
-take the shard first, or None. Then shards are plain tensors.
+Instead of the parameter a module may have them: `module.fsdp_gather_hooks(name)` gives None, or an object with these
+methods, which take the shard first. Then shards are plain tensors.
 """
 
 from __future__ import annotations

@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
+
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""A tensor of the given class, without memory of its own."""
+
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its class's forward."""

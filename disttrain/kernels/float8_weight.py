@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from disttrain.errors import LayoutError
+from disttrain.kernels._torch import make_wrapper, without_torch_function
 from disttrain.kernels.float8 import cast
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
@@ -33,14 +34,14 @@ class Float8Weight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, rows_per_scale: int, dtype: torch.dtype) -> Self:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return make_wrapper(  # type: ignore[no-any-return]
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device
         )
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, rows_per_scale: int, dtype: torch.dtype) -> None:
         self.codes, self.scales, self.rows_per_scale = codes, scales, rows_per_scale
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = without_torch_function
 
     def values(self) -> torch.Tensor:
         """What the codes stand for, (N, K) of `dtype`."""
@@ -55,7 +56,7 @@ class Float8Weight(torch.Tensor):
         return Float8Weight(inner["codes"], inner["scales"], *meta)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
             weight: Float8Weight = args[0]
             return Float8Weight(weight.codes, weight.scales, weight.rows_per_scale, weight.dtype)

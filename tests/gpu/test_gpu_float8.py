@@ -40,11 +40,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 16), (700, 512), (129, 4096), (4096, 48)], ids=str)
 def test_casts_are_their_twin_s_bit_by_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (drawn(*shape) * torch.linspace(-12, 12, shape[1]).exp2()).to(dtype).cuda()
-    for format in FORMATS:
+    for kind in FORMATS:
         for by_rows in (False, True):
             for wants in ((True, True), (True, False), (False, True)):
-                found = cast(x, format, by_rows=by_rows, wants_rows=wants[0], wants_columns=wants[1])
-                wished = float8_twin.cast(x, None, 1, format, by_rows, *wants)
+                found = cast(x, kind, by_rows=by_rows, wants_rows=wants[0], wants_columns=wants[1])
+                wished = float8_twin.cast(x, None, 1, kind, by_rows, *wants)
                 for one, other in zip(found, wished, strict=True):
                     assert one.shape == other.shape
                     assert torch.equal(as_bytes(one), as_bytes(other))
