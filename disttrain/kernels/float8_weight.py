@@ -56,7 +56,9 @@ class Float8Weight(torch.Tensor):
         return Float8Weight(inner["codes"], inner["scales"], *meta)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
             weight: Float8Weight = args[0]
             return Float8Weight(weight.codes, weight.scales, weight.rows_per_scale, weight.dtype)

@@ -59,7 +59,7 @@ def use_float8(
             left.setdefault(reason, []).append(name)
         elif not isinstance(layer, Float8Linear):
             layer.__class__ = Float8Linear
-            setattr(layer, "recipe", recipe)
+            layer.recipe = recipe  # type: ignore[assignment]  # the stubs know tensors and modules alone
             changed.append(Replaced(name, "float8 linear"))
     report(f"use_float8: {type(model).__name__}: {len(changed)} linear layers, {recipe}")
     for reason, names in left.items():
