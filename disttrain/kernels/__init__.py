@@ -14,6 +14,7 @@ from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
 from disttrain.kernels.norms import layer_norm, rms_norm
 from disttrain.kernels.optimizers import SGD, AdamW, FusedOptimizer, Lion
 from disttrain.kernels.rotary import rotate, rotate_
+from disttrain.kernels.sparse24 import Sparse24, SparseLinear, use_sparse24
 from disttrain.kernels.use import Replaced, use_kernels
 from disttrain.kernels.use_float8 import use_float8
 
@@ -25,6 +26,8 @@ __all__ = [
     "Lion",
     "Replaced",
     "SGD",
+    "Sparse24",
+    "SparseLinear",
     "float8_linear",
     "geglu",
     "layer_norm",
@@ -36,4 +39,5 @@ __all__ = [
     "swiglu",
     "use_float8",
     "use_kernels",
+    "use_sparse24",
 ]

@@ -243,7 +243,7 @@ def test_a_model_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     before = {name: id(tensor) for name, tensor in model.named_parameters()}
     found = use_float8(model)
     assert capsys.readouterr().out.splitlines() == [
-        "use_float8: Model: 6 linear layers, tensorwise",
+        "use_float8: Model: 6 linear layers",
         "use_float8: left odd: sizes are no multiples of 16",
         "use_float8: left tied: other modules share the weight",
         "use_float8: left head: it is the head",
