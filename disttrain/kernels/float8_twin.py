@@ -57,7 +57,7 @@ def cast(
         row_scales = scale_of(_amax(wide) if by_rows or amax is None else amax, dtype)
         rows = (wide / row_scales[:, None]).to(dtype)
     if wants_columns:
-        turned = wide.t()
+        turned = wide.t().contiguous()
         column_scales = scale_of(_amax(turned) if by_rows or amax is None else amax, dtype)
         columns = torch.nn.functional.pad(turned / column_scales[:, None], (0, -len(x) % LINE)).to(dtype)
     return rows, row_scales, columns, column_scales

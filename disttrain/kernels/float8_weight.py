@@ -43,6 +43,9 @@ class Float8Weight(torch.Tensor):
 
     __torch_function__ = without_torch_function
 
+    def __repr__(self) -> str:  # type: ignore[override]  # a compiler asks, where there are no values yet
+        return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
     def values(self) -> torch.Tensor:
         """What the codes stand for, (N, K) of `dtype`."""
         factors = self.scales.repeat_interleave(self.rows_per_scale)[: len(self.codes), None]

@@ -103,6 +103,22 @@ def test_a_sharded_model_trains_as_a_whole_one(recipe: str, is_compiled: bool) -
             optimizer.zero_grad()
 
 
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor loads
+def test_inductor_takes_gathered_weights() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = quietly(Block(WIDTH), "tensorwise")
+    x = torch.randn(4, 4, DIM)
+    wished = block(x)
+    fully_shard(block)
+    block.compile(fullgraph=True)
+    found = block(x)
+    torch.testing.assert_close(found, wished, atol=1e-5, rtol=1e-4)
+    found.square().mean().backward()
+    assert block.up.weight.grad.full_tensor().norm() > 0.0
+
+
 @on_ranks(2)
 def test_weights_travel_in_half_the_bytes() -> None:
     model = quietly(Model(), "tensorwise")
