@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given
 from hypothesis import strategies as st
+from lm.model import PRESETS, Llama
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.errors import BackendError, LayoutError, ShapeError
-from disttrain.kernels import Float8Linear, Float8Weight, float8, float8_linear, float8_twin, use_float8
+from disttrain.kernels import Float8Linear, Float8Weight, float8, float8_linear, float8_twin, use_float8, use_kernels
 from disttrain.kernels.float8 import cast, multiply
 from disttrain.weight_grads import Grads, kept_by
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
@@ -314,3 +315,16 @@ def test_a_gathered_weight_is_its_values_to_others() -> None:
     assert weight.grad.shape == (32, 16)
     with torch.no_grad(), pytest.raises(LayoutError, match="gathered in float8 is to be written to"):
         weight.zero_()
+
+
+def test_beside_other_kernels() -> None:
+    torch.manual_seed(0)
+    model = Llama(PRESETS["tiny"])
+    model.init()
+    tokens = torch.randint(0, 256, (2, 16))
+    use_float8(model, report=lambda _: None)
+    wished = model(tokens)
+    found = use_kernels(model, report=lambda _: None)
+    assert Counter(one.what for one in found)["SwiGLU"] == 2
+    torch.testing.assert_close(model(tokens), wished, atol=0.05, rtol=0.05)
+    assert type(model.blocks[0].feed_forward.gate) is Float8Linear
