@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
 
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of the given class, without memory of its own."""
+
+map_tensors: Any = tree_map_only
+"""In nested arguments, put a function's result in place of each value of a class."""
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any, Final, Self
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from disttrain.errors import LayoutError
-from disttrain.kernels._torch import make_wrapper, without_torch_function
+from disttrain.kernels._torch import make_wrapper, map_tensors, without_torch_function
 from disttrain.kernels.float8 import cast
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
@@ -68,7 +67,7 @@ class Float8Weight(torch.Tensor):
         if func._schema.is_mutable and isinstance(args[0], Float8Weight):
             problem = "a weight that was gathered in float8 is to be written to."
             raise LayoutError(str(func), problem, "Write to the shards; they are in the parameter's own dtype.")
-        values = tree_map_only(Float8Weight, Float8Weight.values, (args, kwargs or {}))
+        values = map_tensors(Float8Weight, Float8Weight.values, (args, kwargs or {}))
         return func(*values[0], **values[1])
 
 
