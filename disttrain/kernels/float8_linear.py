@@ -40,6 +40,9 @@ def float8_linear(
     check_fits(x, weight, recipe)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_grad_enabled():
+        # Within a function of autograd nobody sees this, and transposes would be made for a backward.
+        x, weight = x.detach(), weight.detach()
     parts: tuple[Any, ...] = (None, None, 1)
     if isinstance(weight, Float8Weight):
         parts = (weight.codes, weight.scales, weight.rows_per_scale)
