@@ -7,7 +7,7 @@ Of the input, its transpose in float8 is kept for backward, and nothing else.
 from __future__ import annotations
 
 import warnings
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final, Literal
 
 import torch
@@ -100,7 +100,7 @@ class _Float8Linear(torch.autograd.Function):
         kept = (factor.columns, factor.column_scales) if codes is None else (codes, scales)
         ctx.save_for_backward(rows.columns, rows.column_scales, *kept)
         ctx.recipe, ctx.rows_per_scale = recipe, rows_per_scale
-        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.was_gathered, ctx.keeper, ctx.parameters = codes is not None, None, (None, None)
         if not torch.compiler.is_compiling():
             ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
@@ -122,20 +122,22 @@ class _Float8Linear(torch.autograd.Function):
                 factor, factor_scales = turned.columns, turned.column_scales
             x_grad = multiply(rows.rows, rows.row_scales, factor, factor_scales, grad.dtype)
 
-        def parameter_grads(dtypes: tuple[Any, Any], grad: torch.Tensor | None) -> Grads:
-            weight_dtype, bias_dtype = dtypes
-            weight_grad = None
-            if weight_dtype is not None:
-                weight_grad = multiply(rows.columns, rows.column_scales, columns, column_scales, weight_dtype)
-            return weight_grad, None if grad is None else grad.sum(0).to(bias_dtype)
+        # A keeper holds what this names until it computes, and no more.
+        grad_columns, grad_scales = rows.columns, rows.column_scales
+        weight_dtype, bias_dtype = ctx.dtypes
+        grad_rows = grad if needs_bias else None
 
-        dtypes = (ctx.weight_dtype if needs_weight else None, ctx.bias_dtype)
-        compute = partial(parameter_grads, dtypes, grad if needs_bias else None)
+        def parameter_grads() -> Grads:
+            weight_grad = None
+            if needs_weight:
+                weight_grad = multiply(grad_columns, grad_scales, columns, column_scales, weight_dtype)
+            return weight_grad, None if grad_rows is None else grad_rows.sum(0).to(bias_dtype)
+
         if ctx.keeper is None:
-            return x_grad, *compute(), None, None, None, None
+            return x_grad, *parameter_grads(), None, None, None, None
         needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
         wanted = [parameter if is_needed else None for parameter, is_needed in needed]
-        return x_grad, *now_or_later(ctx.keeper, wanted, compute), None, None, None, None
+        return x_grad, *now_or_later(ctx.keeper, wanted, parameter_grads), None, None, None, None
 
 
 def _factor(
