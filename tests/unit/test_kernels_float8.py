@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given
 from hypothesis import strategies as st
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
