@@ -7,6 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
+
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""A tensor of the given class, without memory of its own."""
+
+map_tensors: Any = tree_map_only
+"""In nested arguments, put a function's result in place of each value of a class."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -87,3 +97,16 @@ def efficient_attention(
     """(B, H, L, E), (B, H, S, E), (B, H, S, Ev): xformers' memory-efficient attention."""
     attend: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
     return attend(query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def scaled_mm(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype, is_fast: bool
+) -> torch.Tensor:
+    """a (M, K) times b (N, K) transposed, both in float8, with one scale each, or one for each row."""
+    if a_scales.numel() == b_scales.numel() == 1:
+        return torch._scaled_mm(a, b.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=is_fast)
+    # With scales for rows, results come in bf16 alone.
+    result = torch._scaled_mm(
+        a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
+    return result.to(dtype)
