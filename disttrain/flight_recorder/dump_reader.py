@@ -22,6 +22,7 @@ from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, packed
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
+    DeviceTimes,
     Failure,
     Frame,
     GroupProgress,
@@ -39,7 +40,8 @@ _STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLET
 _INT_ONLY: Final = frozenset({int})
 _NONE: Final = type(None)
 _RECORD_TYPES: Final[tuple[set[type], ...]] = ({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int})
-_RECORD_SIZE: Final = len(_RECORD_TYPES)
+_RECORD_SIZES: Final = ({len(_RECORD_TYPES)}, {len(_RECORD_TYPES) + 1})
+"""Of dumps in which nothing is known of a device, and of those in which there is."""
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
 _NEW_RECORD: Final[Callable[[tuple[Any, ...]], Record]] = partial(tuple.__new__, Record)
 
@@ -160,12 +162,12 @@ class _Reader:
     def records(self) -> list[Record]:
         """Oldest first. Nearly all that a dump has are records: their types are looked at all together."""
         raw = self.raw_records[::-1]
-        if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
+        if not raw or set(map(len, raw)) not in _RECORD_SIZES:
             return self._records_one_by_one()
         columns: list[Any] = list(zip(*raw, strict=True))
-        _, sites, _, states, *_, labels = columns
+        _, sites, _, states, _, _, _, labels, *devices = columns
         if (
-            any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=True))
+            any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=False))
             or not 0 <= min(sites) <= max(sites) < len(self.sites)
             or not 0 <= min(labels) <= max(labels) < len(self.labels)
             or not _STATES.keys() >= set(states)
@@ -174,7 +176,11 @@ class _Reader:
         actions, modules = [label[0] for label in self.labels], [label[1] for label in self.labels]
         columns[1] = map(self.sites.__getitem__, sites)
         columns[3] = map(_STATES.__getitem__, states)
-        columns[7:] = map(actions.__getitem__, labels), map(modules.__getitem__, labels), repeat(None)
+        try:
+            columns[8:] = [list(map(_device_times, devices[0])) if devices else repeat(None)]
+        except _WRONG:
+            return self._records_one_by_one()
+        columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
         return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
 
     def _records_one_by_one(self) -> list[Record]:
@@ -182,10 +188,11 @@ class _Reader:
         found: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
-                _, site, sequence, state, began_s, ended_s, error, *label = item
+                _, site, sequence, state, began_s, ended_s, error, *more = item
                 what = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
-                found.append(Record(*what, *end, *(_at(self.labels, label[0]) if label else ())))
+                label = _at(self.labels, more[0]) if more else ("", "")
+                found.append(Record(*what, *end, *label, _device_times(more[1]) if more[1:] else None))
             except _WRONG:
                 continue
         return found
@@ -305,6 +312,13 @@ def as_ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not _INT_ONLY.issuperset(map(type, values)):
         raise TypeError("not a list of whole numbers")
     return tuple(values)
+
+
+def _device_times(value: Any) -> DeviceTimes | None:
+    if value is None:
+        return None
+    came_s, left_s, *_ = value
+    return DeviceTimes(*(None if time_s is None else _finite(time_s) for time_s in (came_s, left_s)))
 
 
 def _finite(value: Any) -> float:

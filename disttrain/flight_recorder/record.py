@@ -90,12 +90,23 @@ class CallSite:
         return "/".join(dict.fromkeys(self.dtypes)) + sizes
 
 
+class DeviceTimes(NamedTuple):
+    """When a rank's device came to an operation, and when it had left it; None where it has not yet.
+
+    By the rank's clock. What is queued on the stream that called it counts: a device comes to an operation when all
+    that was queued before is done, and has left it where the stream that waited for it goes on.
+    """
+
+    came_s: float | None = None
+    left_s: float | None = None
+
+
 class Record(NamedTuple):
     """One operation as seen by one rank. Times are seconds since the epoch, by this rank's clock.
 
     `sequence` counts the group's collectives from 1; for a message, those of this operation with this peer there.
     `action`, such as "stage 2 microbatch 5 F", and `module`, a path, say what it was for; empty when nobody has said.
-    `has_begun` says whether the rank's device has begun with it; None where nobody has looked.
+    `device` is None where no device carries it out, or nobody has looked.
     """
 
     site: CallSite
@@ -106,7 +117,20 @@ class Record(NamedTuple):
     error: str | None = None
     action: str = ""
     module: str = ""
-    has_begun: bool | None = None
+    device: DeviceTimes | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        """True where the device has not come to it: something that was queued before has not ended."""
+        return self.device is not None and self.device.came_s is None
+
+    @property
+    def times_s(self) -> tuple[float, float | None]:
+        """When the rank came to it and had left it: its device, where it is known and has come, else its host."""
+        device = self.device
+        if device is None or device.came_s is None:
+            return self.enqueued_s, self.completed_s
+        return device.came_s, device.left_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def find_straggler(found: Match) -> list[Verdict]:
     rank, losses_s = max(lost_s.items(), key=lambda item: sum(item[1]))
     rank_lost_s = sum(losses_s)
     recorded = [dump.records for dump in found.dumps.values() if dump.records]
-    span_s = max(records[-1].enqueued_s - records[0].enqueued_s for records in recorded)
+    span_s = max(records[-1].times_s[0] - records[0].times_s[0] for records in recorded)
     if (
         rank_lost_s - sum(sorted(losses_s)[-_NUM_PAUSES:]) < _MIN_LOST_S
         or rank_lost_s < _MIN_SHARE * span_s
@@ -85,15 +85,16 @@ class _Blame:
                 records = delay.meeting.records
                 last = records[delay.late_rank]
                 for rank, record in records.items():
-                    if rank != delay.late_rank and record.completed_s is not None:
-                        lost_s = _wait_s(record) - _wait_s(last)
-                        self._waits[rank].append((record.completed_s, lost_s, delay.late_rank, last.enqueued_s))
+                    came_s, left_s = record.times_s
+                    if rank != delay.late_rank and left_s is not None:
+                        lost_s = left_s - came_s - _wait_s(last)
+                        self._waits[rank].append((left_s, lost_s, delay.late_rank, last.times_s[0]))
         for waits in self._waits.values():
             waits.sort()
 
     def of(self, delay: _Delay) -> int:
         """The rank that came last, or whom it has waited for, for half as long or more, just before."""
-        rank, came_s, lost_s = delay.late_rank, delay.meeting.records[delay.late_rank].enqueued_s, delay.lost_s
+        rank, came_s, lost_s = delay.late_rank, delay.meeting.records[delay.late_rank].times_s[0], delay.lost_s
         passed = {rank}
         while lost_s >= _MIN_TOLD_S:
             waits = self._waits[rank]
@@ -112,8 +113,10 @@ def _delay(meeting: Meeting) -> _Delay | None:
     """None where it does not tell who was late."""
     if not len(meeting.records) == len(meeting.ranks) > 1:
         return None
-    sites, _, states, began_s, ended_s, *_ = zip(*meeting.records.values(), strict=True)
-    if states.count(State.COMPLETED) < len(states) or None in ended_s:
+    sites, _, states, began_s, ended_s, _, _, _, devices = zip(*meeting.records.values(), strict=True)
+    if all(devices):  # Who is late there is known of the devices alone: hosts don't wait.
+        began_s, ended_s = zip(*devices, strict=True)
+    if states.count(State.COMPLETED) < len(states) or None in ended_s or (any(devices) and not all(devices)):
         return None
     if any(site.operation not in SYNCHRONIZING for site in {id(site): site for site in sites}.values()):
         return None
@@ -125,4 +128,5 @@ def _delay(meeting: Meeting) -> _Delay | None:
 
 
 def _wait_s(record: Record) -> float:
-    return (record.completed_s or record.enqueued_s) - record.enqueued_s
+    came_s, left_s = record.times_s
+    return (left_s or came_s) - came_s

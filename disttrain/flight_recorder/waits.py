@@ -46,17 +46,22 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
         Wait(rank, record, _missing(found, rank, record, gone))
         for rank, dump in found.dumps.items()
         if rank not in gone
-        for record in [*_pending(dump), *_connecting(dump)]
+        for record in [*_pending(dump), *_connecting(dump), *_on_device(dump)]
         if not _has_arrived(found, rank, record)
     ]
-    held_up = {wait.rank for wait in waits} | gone
-    waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
-    return waits if any(map(partial(_is_long, found), waits)) else []
+    if not any(record.device for dump in found.dumps.values() for record in dump.records):
+        held_up = {wait.rank for wait in waits} | gone
+        waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
+    # A rank whose device has not come to an operation waits for what is queued before it.
+    reached = [wait for wait in waits if not wait.record.is_queued]
+    return reached or waits if any(map(partial(_is_long, found), waits)) else []
 
 
 def _is_long(found: Match, wait: Wait) -> bool:
-    if wait.record.state in (State.FAILED, State.ON_DEVICE):
+    if wait.record.state is State.FAILED or (wait.record.state is State.ON_DEVICE and wait.record.device is None):
         return True
+    if wait.record.state is State.ON_DEVICE:
+        return waited_s(found.dumps[wait.rank], wait.record) >= MIN_WAIT_S
     is_sure = bool(wait.for_ranks) or (wait.record.state is State.ENQUEUED and bool(found.dumps[wait.rank].threads))
     return waited_s(found.dumps[wait.rank], wait.record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
 
@@ -74,6 +79,15 @@ def _pending(dump: Dump) -> list[Record]:
     return []
 
 
+def _on_device(dump: Dump) -> list[Record]:
+    """What its host has left and its device has come to, and not left."""
+    return [
+        record._replace(state=State.ON_DEVICE)
+        for record in dump.records
+        if record.state is State.COMPLETED and record.device and record.device.came_s and not record.device.left_s
+    ]
+
+
 def _connecting(dump: Dump) -> list[Record]:
     return [connecting_record(dump, group) for group in dump.groups if group.connecting]
 
@@ -83,20 +97,21 @@ def _has_arrived(found: Match, rank: int, record: Record) -> bool:
     if record.site.operation != SEND or record.state is State.CONNECTING:
         return False
     receive = found.messages[message_key(rank, record)].receive
-    return receive is not None and receive.state is State.COMPLETED
+    return receive is not None and receive.state is State.COMPLETED and receive.times_s[1] is not None
 
 
 def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
     if record.state is State.CONNECTING or not record.site.is_message:
         meeting = found.meetings[record.site.group_name][record.sequence]
         missing = meeting.absent + meeting.unknown
-        held_up = (other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other]))
-        return missing + tuple(sorted(set(held_up).difference(missing)))
+        held_up = {other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other])}
+        held_up |= {other for other, its in meeting.records.items() if its.is_queued and other != rank}
+        return missing + tuple(sorted(held_up.difference(missing)))
     message = found.messages[message_key(rank, record)]
     peer_rank = message.dst_rank if rank == message.src_rank else message.src_rank
     is_alone = message.send is None or message.receive is None
     other = message.receive if rank == message.src_rank else message.send
-    if peer_rank in gone and other is not None and _is_under_way(other):
+    if other is not None and (other.is_queued or (peer_rank in gone and _is_under_way(other))):
         return (peer_rank,)
     return (peer_rank,) if is_alone and (message.is_absent or peer_rank not in found.dumps) else ()
 

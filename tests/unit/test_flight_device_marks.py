@@ -1,0 +1,139 @@
+"""Marks of a device that tests move by hand."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from disttrain.flight_recorder import device_marks
+from disttrain.flight_recorder.device_marks import DeviceMarks
+from disttrain.process_group import ProcessGroup
+
+
+class HandMoved:
+    """A device with one stream: it has come to the first `num_done` events of its `queue`, and it is `now_ms`."""
+
+    def __init__(self) -> None:
+        self.queue: list[Event] = []
+        self.num_done = 0
+        self.now_ms = 0.0
+        self.captures = False
+        self.has_failed = False
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+    def idle_stream(self) -> Any:
+        return "idle"
+
+    def go(self, num_events: int, until_ms: float) -> None:
+        """Come to so many more."""
+        for event in self.queue[self.num_done : self.num_done + num_events]:
+            event.done_ms = until_ms
+        self.num_done += num_events
+        self.now_ms = until_ms
+
+
+class Event:
+    def __init__(self, device: HandMoved) -> None:
+        self.device = device
+        self.done_ms: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.done_ms = None
+        if stream == "idle":
+            self.done_ms = self.device.now_ms
+        else:
+            self.device.queue.append(self)
+
+    def query(self) -> bool:
+        if self.device.has_failed:
+            raise RuntimeError("device-side assert")
+        return self.done_ms is not None
+
+    def elapsed_time(self, end_event: Any) -> float:
+        assert self.done_ms is not None
+        return float(end_event.done_ms - self.done_ms)
+
+
+class OnGpu:
+    """What the marks ask of a tensor."""
+
+    is_cuda = True
+
+
+class Group:
+    def serves(self, device_type: str) -> bool:
+        return device_type == "cuda"
+
+
+GROUP = cast(ProcessGroup, Group())
+TENSORS = [cast(torch.Tensor, OnGpu())]
+
+
+def _marked(device: HandMoved, numbers: range, num_records: int = 4) -> DeviceMarks:
+    marks = DeviceMarks(num_records, device)
+    for number in numbers:
+        marks.came(number, TENSORS, GROUP)
+        marks.left(number)
+    return marks
+
+
+def test_how_far_it_has_come() -> None:
+    device = HandMoved()
+    marks = _marked(device, range(3))
+    device.go(1, 10.0)
+    device.go(1, 12.0)
+    device.go(1, 30.0)
+    device.go(0, 32.0)
+    found = marks.read()
+    assert found[1] == (found[0][0] + 20_000_000, None)
+    assert found[0][1] == found[0][0] + 2_000_000
+    assert found[2] == (None, None)
+
+
+def test_the_last_of_a_place_counts() -> None:
+    device = HandMoved()
+    marks = _marked(device, range(6))
+    assert sorted(marks.read()) == [2, 3, 4, 5]
+
+
+def test_what_is_called_and_not_waited_for() -> None:
+    device = HandMoved()
+    marks = _marked(device, range(5))
+    marks.came(5, TENSORS, GROUP)
+    device.go(11, 5.0)
+    came_ns, left_ns = marks.read()[5]
+    assert came_ns is not None
+    assert left_ns is None
+
+
+def test_only_what_the_device_carries_out_is_marked() -> None:
+    device = HandMoved()
+    marks = DeviceMarks(4, device)
+    marks.came(0, [torch.ones(1)], GROUP)
+    marks.left(0)
+    assert marks.read() == {}
+    marks.came(1, (), GROUP)
+    device.captures = True
+    marks.came(2, TENSORS, GROUP)
+    assert list(marks.read()) == [1]
+
+
+def test_a_device_that_has_failed() -> None:
+    device = HandMoved()
+    marks = _marked(device, range(3))
+    device.has_failed = True
+    assert marks.read() == {}
+
+
+def test_a_stream_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HandMoved()
+    device.idle_stream = lambda: "taken"  # type: ignore[method-assign]
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
+    assert _marked(device, range(3)).read() == {}
