@@ -126,7 +126,6 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
     sites: dict[CallSite, int] = {}
     ranks_of = {group.group_name: group.ranks for group in dump.groups}
     labels: dict[tuple[str, str], int] = {}
-    has_device = any(record.device is not None for record in dump.records)
     for record in reversed(dump.records):
         site = record.site
         if site not in sites:
@@ -141,5 +140,5 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
             labels[label] = len(labels)
             yield ["label", *label]
         times_s = (record.enqueued_s, record.completed_s)
-        item = ["record", sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]]
-        yield [*item, record.device] if has_device else item
+        what = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
+        yield ["record", *what, record.device, record.waits_s]

@@ -39,9 +39,11 @@ _KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "labe
 _STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _INT_ONLY: Final = frozenset({int})
 _NONE: Final = type(None)
-_RECORD_TYPES: Final[tuple[set[type], ...]] = ({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int})
-_RECORD_SIZES: Final = ({len(_RECORD_TYPES)}, {len(_RECORD_TYPES) + 1})
-"""Of dumps in which nothing is known of a device, and of those in which there is."""
+_RECORD_TYPES: Final[tuple[set[Any], ...]] = (
+    *({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int}),
+    *({list, _NONE}, {float, _NONE}),
+)
+_RECORD_SIZE: Final = len(_RECORD_TYPES)
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
 _NEW_RECORD: Final[Callable[[tuple[Any, ...]], Record]] = partial(tuple.__new__, Record)
 
@@ -162,12 +164,12 @@ class _Reader:
     def records(self) -> list[Record]:
         """Oldest first. Nearly all that a dump has are records: their types are looked at all together."""
         raw = self.raw_records[::-1]
-        if not raw or set(map(len, raw)) not in _RECORD_SIZES:
+        if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
             return self._records_one_by_one()
         columns: list[Any] = list(zip(*raw, strict=True))
-        _, sites, _, states, _, _, _, labels, *devices = columns
+        _, sites, _, states, *_, labels, devices, _ = columns
         if (
-            any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=False))
+            any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=True))
             or not 0 <= min(sites) <= max(sites) < len(self.sites)
             or not 0 <= min(labels) <= max(labels) < len(self.labels)
             or not _STATES.keys() >= set(states)
@@ -177,7 +179,7 @@ class _Reader:
         columns[1] = map(self.sites.__getitem__, sites)
         columns[3] = map(_STATES.__getitem__, states)
         try:
-            columns[8:] = [list(map(_device_times, devices[0])) if devices else repeat(None)]
+            columns[8] = repeat(None) if set(devices) == {None} else list(map(_device_times, devices))
         except _WRONG:
             return self._records_one_by_one()
         columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
@@ -192,7 +194,9 @@ class _Reader:
                 what = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
                 label = _at(self.labels, more[0]) if more else ("", "")
-                found.append(Record(*what, *end, *label, _device_times(more[1]) if more[1:] else None))
+                device, waits_s, *_ = *more[1:], None, None
+                since = None if waits_s is None else _finite(waits_s)
+                found.append(Record(*what, *end, *label, _device_times(device), since))
             except _WRONG:
                 continue
         return found

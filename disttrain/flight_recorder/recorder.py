@@ -221,6 +221,14 @@ class FlightRecorder:
         _pack_into(self._memory, slot, number, site_number, label, sequence, _now_ns(), number)
         return record
 
+    def waits(self, record: tuple[int, int, int]) -> None:
+        """Record that the host begins to wait for the call of `record`: not at once, as for most, but later."""
+        words = self._words
+        number, _, word = record
+        if words[word] == number:
+            since_us = (_now_ns() - words[word + layout.BEGAN_WORD]) // 1000
+            words[word + layout.SEQUENCE_WORD] |= min(max(since_us, 1), layout.MAX_WAITS) * layout.WAITS_UNIT
+
     def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
         """Record that the host has waited for the call of `record`, unless another has got its slot."""
         words = self._words

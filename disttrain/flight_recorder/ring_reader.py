@@ -227,7 +227,7 @@ class _Entries:
     def _records(self, slots: memoryview, marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
         found = []
         num_torn = num_unknown = 0
-        for number, site, label, sequence, failed, began_ns, ended_ns, again in layout.SLOT.iter_unpack(slots):
+        for number, site, label, sequence, flags, began_ns, ended_ns, again in layout.SLOT.iter_unpack(slots):
             if not began_ns and number == again:
                 continue
             if number != again:
@@ -237,13 +237,14 @@ class _Entries:
                 num_unknown += 1
                 continue
             ended_s = self._seconds(ended_ns) if ended_ns else None
-            state = State.ENQUEUED if ended_s is None else State.FAILED if failed else State.COMPLETED
+            state = State.ENQUEUED if ended_s is None else State.FAILED if flags & 1 else State.COMPLETED
             error = self.errors.get(number) if state is State.FAILED else None
             device = None
             if number in marked_ns:
                 device = DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
             what = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
-            record = Record(*what, device)
+            waits_s = self._seconds(began_ns + (flags >> 1) * 1000) if flags > 1 else None
+            record = Record(*what, device, waits_s)
             found.append((number, record))
         if num_torn:
             self.problems.append(f"has {num_torn} records that were being written")

@@ -113,7 +113,7 @@ def _delay(meeting: Meeting) -> _Delay | None:
     """None where it does not tell who was late."""
     if not len(meeting.records) == len(meeting.ranks) > 1:
         return None
-    sites, _, states, began_s, ended_s, _, _, _, devices = zip(*meeting.records.values(), strict=True)
+    sites, _, states, began_s, ended_s, _, _, _, devices, _ = zip(*meeting.records.values(), strict=True)
     if all(devices):  # Who is late there is known of the devices alone: hosts don't wait.
         began_s, ended_s = zip(*devices, strict=True)
     if states.count(State.COMPLETED) < len(states) or None in ended_s or (any(devices) and not all(devices)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from disttrain.flight_recorder.verdict import Kind
-from tests.flight_corpus import absent, calls, gpu, healthy, messages, parallel, second, slow
+from tests.flight_corpus import absent, calls, gpu, healthy, messages, parallel, second, slow, third
 from tests.flight_corpus.case import NCCL, Case
 
 RUNS: Final = Path(__file__).parent / "runs"
@@ -57,6 +57,7 @@ class CaseSet:
 SETS: Final = (
     CaseSet("first, over Gloo", _FIRST, None),
     CaseSet("second, over Gloo", tuple(second.CASES), 15),
+    CaseSet("third, over Gloo", tuple(third.CASES), 10),
     CaseSet("over NCCL", (*gpu.CASES, *map(_as_over_nccl, _ON_NCCL)), 23),
 )
 CASES: Final = tuple(case for one in SETS for case in one.cases)
