@@ -1,8 +1,8 @@
-"""Marks on a GPU's streams, before and behind each operation: how far the device has come, whatever the host knows.
+"""Marks on a GPU's streams at each operation: how far the device has come, whatever the host knows of it.
 
 A mark is an event of CUDA's. To set it costs the host a microsecond and waits for nothing; only who dumps looks at it.
-They are set on the stream that calls the operation, not on the transport's own: it comes to the first when all that was
-queued before is done, to the second when it goes on. CUDA runtime API, "Event Management".
+They are set on the streams that call an operation and wait for it, not on the transport's own: these come to the first
+when all that was queued before is done, and to the last when they go on. CUDA runtime API, "Event Management".
 """
 
 from __future__ import annotations
@@ -69,14 +69,10 @@ class DeviceMarks:
     """The marks of the last `num_records` records, by their numbers."""
 
     def __init__(self, num_records: int, device: Device) -> None:
-        self._num_records = num_records
         self._device = device
         # Made by the first operation: the GPU is left alone until the script has chosen it.
         self._idle_stream: Any = None
-        self._came: list[Event] = []
-        self._left: list[Event] = []
-        self._came_for = [-1] * num_records
-        self._left_for = [-1] * num_records
+        self._came, self._waits, self._left = (_Kind(num_records) for _ in range(3))
 
     def came(self, number: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
         """Mark that the device comes to record `number`, if it is a device that carries it out."""
@@ -86,24 +82,23 @@ class DeviceMarks:
             if is_on_device and not self._device.is_capturing():
                 if self._idle_stream is None:
                     self._begin()
-                place = number % self._num_records
-                self._came_for[place] = number
-                self._came[place].record()
+                self._came.mark(number)
         except RuntimeError:
             pass  # The device has failed: the operation says so.
 
+    def waits(self, number: int) -> None:
+        """Mark that the current stream begins to wait for record `number`, if that `came`."""
+        if self._came.has(number):
+            self._waits.mark(number)
+
     def left(self, number: int) -> None:
         """Mark that the current stream goes on behind record `number`, if that `came`."""
-        place = number % self._num_records
-        if self._came_for[place] == number:
-            try:
-                self._left[place].record()
-            except RuntimeError:
-                return  # As above.
-            self._left_for[place] = number
+        if self._came.has(number):
+            self._left.mark(number)
 
     def read(self) -> dict[int, MarkedNs]:
-        """Of each record that was marked: when the device came to it and had left it, by the monotonic clock, or None.
+        """Of each record that was marked: when the device came to it, had left it, and began to wait for it, by the
+        monotonic clock, or None.
 
         Never waits for what the device is at. Empty where it does not answer.
         """
@@ -124,24 +119,51 @@ class DeviceMarks:
             return dict(self._read(now, now_ns))
 
     def _read(self, now: Event, now_ns: int) -> Iterator[tuple[int, MarkedNs]]:
-        for place, number in enumerate(self._came_for):
+        for number in self._came.numbers:
             if number >= 0:
                 try:
-                    came_ns = _passed_ns(self._came[place], now, now_ns)
-                    is_marked = came_ns is not None and self._left_for[place] == number
-                    left_ns = _passed_ns(self._left[place], now, now_ns) if is_marked else None
+                    kinds = self._came, self._left, self._waits
+                    came_ns, left_ns, waits_ns = [kind.passed_ns(number, now, now_ns) for kind in kinds]
                 except RuntimeError:
                     continue  # Of another device, or in a graph.
-                if self._came_for[place] == number:
-                    yield number, (came_ns, left_ns)
+                if self._came.has(number):
+                    yield number, (came_ns, left_ns, waits_ns)
 
     def _begin(self) -> None:
-        self._came, self._left = ([self._device.event() for _ in range(self._num_records)] for _ in range(2))
+        for kind in (self._came, self._waits, self._left):
+            kind.events = [self._device.event() for _ in kind.numbers]
         self._idle_stream = self._device.idle_stream()
 
 
-def _passed_ns(mark: Event, now: Event, now_ns: int) -> int | None:
-    return now_ns - int(mark.elapsed_time(now) * 1e6) if mark.query() else None
+class _Kind:
+    """Marks of one kind: that of record `number` at `number % num_records`, if it is that record's."""
+
+    __slots__ = ("_num_records", "events", "numbers")
+
+    def __init__(self, num_records: int) -> None:
+        self._num_records = num_records
+        self.events: list[Event] = []
+        self.numbers = [-1] * num_records
+
+    def mark(self, number: int) -> None:
+        place = number % self._num_records
+        # Not the earlier one's any more, and not this one's before it is set.
+        self.numbers[place] = -1
+        try:
+            self.events[place].record()
+        except RuntimeError:
+            return  # As above.
+        self.numbers[place] = number
+
+    def has(self, number: int) -> bool:
+        return self.numbers[number % self._num_records] == number
+
+    def passed_ns(self, number: int, now: Event, now_ns: int) -> int | None:
+        """When the device came to it; None where it was not set, or the device has not come to it."""
+        event = self.events[number % self._num_records]
+        if not self.has(number) or not event.query():
+            return None
+        return now_ns - int(event.elapsed_time(now) * 1e6)
 
 
 @contextmanager

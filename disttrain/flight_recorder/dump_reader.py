@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -179,7 +178,7 @@ class _Reader:
         columns[1] = map(self.sites.__getitem__, sites)
         columns[3] = map(_STATES.__getitem__, states)
         try:
-            columns[8] = repeat(None) if set(devices) == {None} else list(map(_device_times, devices))
+            columns[8] = list(map(_device_times, devices)) if any(devices) else devices
         except _WRONG:
             return self._records_one_by_one()
         columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
@@ -321,8 +320,8 @@ def as_ints(values: Any) -> tuple[int, ...]:
 def _device_times(value: Any) -> DeviceTimes | None:
     if value is None:
         return None
-    came_s, left_s, *_ = value
-    return DeviceTimes(*(None if time_s is None else _finite(time_s) for time_s in (came_s, left_s)))
+    came_s, left_s, waits_s, *_ = value
+    return DeviceTimes(*(None if time_s is None else _finite(time_s) for time_s in (came_s, left_s, waits_s)))
 
 
 def _finite(value: Any) -> float:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from disttrain.flight_recorder.absence import broke, is_victim, lifeless, raised, what_became_of
-from disttrain.flight_recorder.busiest import find_busiest
 from disttrain.flight_recorder.circle import find_circle
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.match import Match
@@ -35,11 +34,9 @@ def judge(found: Match) -> list[Verdict]:
     for find in (_contradictions, _unconnected, find_gone_together, _raised, _incomplete):
         if verdicts := find(found, waits):
             return verdicts
-    return (
-        find_straggler(found)
-        or find_busiest(found)
-        or [Verdict(Kind.NOTHING_WRONG, (), f"All {found.world_size} ranks agree, and none waits for another.")]
-    )
+    return find_straggler(found) or [
+        Verdict(Kind.NOTHING_WRONG, (), f"All {found.world_size} ranks agree, and none waits for another.")
+    ]
 
 
 def _contradictions(found: Match, waits: Sequence[Wait]) -> list[Verdict]:

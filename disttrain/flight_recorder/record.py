@@ -91,14 +91,16 @@ class CallSite:
 
 
 class DeviceTimes(NamedTuple):
-    """When a rank's device came to an operation, and when it had left it; None where it has not yet.
+    """When a rank's device came to an operation, when it had left it, and when it began to wait for it.
 
+    None where it has not yet; `waits_s` also where it has waited from the first.
     By the rank's clock. What is queued on the stream that called it counts: a device comes to an operation when all
     that was queued before is done, and has left it where the stream that waited for it goes on.
     """
 
     came_s: float | None = None
     left_s: float | None = None
+    waits_s: float | None = None
 
 
 class Record(NamedTuple):
@@ -133,6 +135,13 @@ class Record(NamedTuple):
         if device is None or device.came_s is None:
             return self.enqueued_s, self.completed_s
         return device.came_s, device.left_s
+
+    @property
+    def wait_s(self) -> tuple[float, float | None]:
+        """From when until when the rank waited for it, by the same clock."""
+        began_s, ended_s = self.times_s
+        waits_s = self.waits_s if self.device is None or self.device.came_s is None else self.device.waits_s
+        return began_s if waits_s is None else max(began_s, waits_s), ended_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,8 @@ class FlightRecorder:
         if words[word] == number:
             since_us = (_now_ns() - words[word + layout.BEGAN_WORD]) // 1000
             words[word + layout.SEQUENCE_WORD] |= min(max(since_us, 1), layout.MAX_WAITS) * layout.WAITS_UNIT
+            if self._marks is not None:
+                self._marks.waits(number)
 
     def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
         """Record that the host has waited for the call of `record`, unless another has got its slot."""

@@ -37,8 +37,8 @@ _MAX_STACKS_BYTES: Final = 1 << 20
 _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
-MarkedNs = tuple[int | None, int | None]
-"""When a device came to an operation, and had left it, by the monotonic clock; None where it has not yet."""
+MarkedNs = tuple[int | None, int | None, int | None]
+"""As `DeviceTimes`, in ns of the monotonic clock."""
 
 
 def read_ring(file: Path) -> Dump:

@@ -62,7 +62,7 @@ def test_marks_tell_how_far_the_device_has_come() -> None:
     assert begun.device.came_s is not None
     assert begun.device.left_s is not None
     assert begun.enqueued_s - 0.1 < begun.device.came_s <= begun.device.left_s < held.enqueued_s + 0.1
-    assert held.device == (None, None)
+    assert held.device == (None, None, None)
     assert held.is_queued
     assert on_host.device is None
     assert over.device is not None

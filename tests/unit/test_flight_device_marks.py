@@ -92,9 +92,13 @@ def test_how_far_it_has_come() -> None:
     device.go(1, 30.0)
     device.go(0, 32.0)
     found = marks.read()
-    assert found[1] == (found[0][0] + 20_000_000, None)
-    assert found[0][1] == found[0][0] + 2_000_000
-    assert found[2] == (None, None)
+    began_ns, *_ = found[0]
+    assert began_ns is not None
+    assert found == {
+        0: (began_ns, began_ns + 2_000_000, None),
+        1: (began_ns + 20_000_000, None, None),
+        2: (None, None, None),
+    }
 
 
 def test_the_last_of_a_place_counts() -> None:
@@ -108,9 +112,14 @@ def test_what_is_called_and_not_waited_for() -> None:
     marks = _marked(device, range(5))
     marks.came(5, TENSORS, GROUP)
     device.go(11, 5.0)
-    came_ns, left_ns = marks.read()[5]
+    came_ns, *others = marks.read()[5]
     assert came_ns is not None
-    assert left_ns is None
+    assert others == [None, None]
+    marks.waits(5)
+    marks.left(5)
+    device.go(1, 7.0)
+    device.go(1, 8.0)
+    assert marks.read()[5] == (came_ns, came_ns + 3_000_000, came_ns + 2_000_000)
 
 
 def test_only_what_the_device_carries_out_is_marked() -> None:
