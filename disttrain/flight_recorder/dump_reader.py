@@ -193,9 +193,9 @@ class _Reader:
                 what = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
                 label = _at(self.labels, more[0]) if more else ("", "")
-                device, waits_s, *_ = *more[1:], None, None
-                since = None if waits_s is None else _finite(waits_s)
-                found.append(Record(*what, *end, *label, _device_times(device), since))
+                device, waits_s = (*more[1:3], None, None)[:2]
+                waited_from_s = None if waits_s is None else _finite(waits_s)
+                found.append(Record(*what, *end, *label, _device_times(device), waited_from_s))
             except _WRONG:
                 continue
         return found
