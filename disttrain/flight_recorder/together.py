@@ -49,10 +49,11 @@ def never_started(found: Match, queued: Mapping[int, Record], evidence: Sequence
     summary += f"not end. It was called at {place(found.dumps[min(queued)], record.site.stack)}"
     lines = list(evidence)
     for rank, own in list(queued.items())[:4]:
-        left = [one for one in found.dumps[rank].records if one.device is not None and one.device.left_s is not None]
-        before = [one for one in left if one.enqueued_s < own.enqueued_s]
-        if before:
-            last = before[-1]
+        records = found.dumps[rank].records
+        before = records[: records.index(own)]
+        left = [one for one in before if one.device is not None and one.device.left_s is not None]
+        if left:
+            last = left[-1]
             where = place(found.dumps[rank], last.site.stack)
             lines.append(f"rank {rank}: the last that its device has left before is {call_text(last)} at {where}")
     return Verdict(Kind.NEVER_STARTED, tuple(sorted(queued)), f"{capitalized(summary)}.", tuple(lines))

@@ -52,7 +52,6 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
     if not any(record.device for dump in found.dumps.values() for record in dump.records):
         held_up = {wait.rank for wait in waits} | gone
         waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
-    # A rank whose device has not come to an operation waits for what is queued before it.
     reached = [wait for wait in waits if not wait.record.is_queued]
     return reached or waits if any(map(partial(_is_long, found), waits)) else []
 
@@ -101,6 +100,8 @@ def _has_arrived(found: Match, rank: int, record: Record) -> bool:
 
 
 def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
+    if record.is_queued:
+        return ()  # It waits for what is queued before it.
     if record.state is State.CONNECTING or not record.site.is_message:
         meeting = found.meetings[record.site.group_name][record.sequence]
         missing = meeting.absent + meeting.unknown

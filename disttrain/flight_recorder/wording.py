@@ -43,7 +43,7 @@ def call_text(record: Record) -> str:
 def waited_text(dump: Dump, record: Record) -> str:
     """How far this rank came with the call, and for how long it waited."""
     if record.is_queued:
-        return f"to which its device had not come {waited_s(dump, record):.1f} s later"
+        return f"to which its device had not come {dump.dumped_s - record.enqueued_s:.1f} s later"
     match record.state:
         case State.COMPLETED:
             return "which it completed"
