@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
