@@ -1,6 +1,6 @@
 """Marks on a GPU's streams at each operation: how far the device has come, whatever the host knows of it.
 
-A mark is an event of CUDA's. To set it costs the host a microsecond and waits for nothing; only who dumps looks at it.
+A mark is an event of CUDA's. To set it waits for nothing, and only who dumps looks at it.
 They are set on the streams that call an operation and wait for it, not on the transport's own: these come to the first
 when all that was queued before is done, and to the last when they go on. CUDA runtime API, "Event Management".
 """
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _MAX_ANSWER_S: Final = 0.5
 """How long an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
+MIN_BETWEEN_NS: Final = 5_000_000
+"""From an operation of which it is marked how long it takes, to the next: each mark costs a GPU a few microseconds.
+That a device comes to an operation is marked always, since any may be the one that a job hangs in."""
 _CAPTURE_MODE_RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
 
 
@@ -73,8 +76,10 @@ class DeviceMarks:
         # Made by the first operation: the GPU is left alone until the script has chosen it.
         self._idle_stream: Any = None
         self._came, self._waits, self._left = (_Kind(num_records) for _ in range(3))
+        self._timed = [-1] * num_records
+        self._time_next_ns = 0
 
-    def came(self, number: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    def came(self, number: int, now_ns: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
         """Mark that the device comes to record `number`, if it is a device that carries it out."""
         is_on_device = tensors[0].is_cuda if tensors else group.serves("cuda")
         # A mark in a graph is of no operation of this process's.
@@ -83,17 +88,20 @@ class DeviceMarks:
                 if self._idle_stream is None:
                     self._begin()
                 self._came.mark(number)
+                if now_ns >= self._time_next_ns:
+                    self._time_next_ns = now_ns + MIN_BETWEEN_NS
+                    self._timed[number % len(self._timed)] = number
         except RuntimeError:
             pass  # The device has failed: the operation says so.
 
     def waits(self, number: int) -> None:
-        """Mark that the current stream begins to wait for record `number`, if that `came`."""
-        if self._came.has(number):
+        """Mark that the current stream begins to wait for record `number`, if that is timed."""
+        if self._timed[number % len(self._timed)] == number:
             self._waits.mark(number)
 
     def left(self, number: int) -> None:
-        """Mark that the current stream goes on behind record `number`, if that `came`."""
-        if self._came.has(number):
+        """Mark that the current stream goes on behind record `number`, if that is timed."""
+        if self._timed[number % len(self._timed)] == number:
             self._left.mark(number)
 
     def read(self) -> dict[int, MarkedNs]:

@@ -93,7 +93,8 @@ class CallSite:
 class DeviceTimes(NamedTuple):
     """When a rank's device came to an operation, when it had left it, and when it began to wait for it.
 
-    None where it has not yet; `waits_s` also where it has waited from the first.
+    None where it has not yet. Not of each operation it is noted when it was left; `waits_s` is None also where it has
+    waited from the first.
     By the rank's clock. What is queued on the stream that called it counts: a device comes to an operation when all
     that was queued before is done, and has left it where the stream that waited for it goes on.
     """

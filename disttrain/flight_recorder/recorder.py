@@ -216,9 +216,10 @@ class FlightRecorder:
             label = self._new_label(world.action, world.module)
         record = number, slot, _ = self._next_place()
         self._words[counter] = sequence
+        now_ns = _now_ns()
         if self._marks is not None:
-            self._marks.came(number, inputs or outputs, group)
-        _pack_into(self._memory, slot, number, site_number, label, sequence, _now_ns(), number)
+            self._marks.came(number, now_ns, inputs or outputs, group)
+        _pack_into(self._memory, slot, number, site_number, label, sequence, now_ns, number)
         return record
 
     def waits(self, record: tuple[int, int, int]) -> None:

@@ -51,11 +51,11 @@ def never_started(found: Match, queued: Mapping[int, Record], evidence: Sequence
     for rank, own in list(queued.items())[:4]:
         records = found.dumps[rank].records
         before = records[: records.index(own)]
-        left = [one for one in before if one.device is not None and one.device.left_s is not None]
-        if left:
-            last = left[-1]
+        come = [one for one in before if one.device is not None and one.device.came_s is not None]
+        if come:
+            last = come[-1]
             where = place(found.dumps[rank], last.site.stack)
-            lines.append(f"rank {rank}: the last that its device has left before is {call_text(last)} at {where}")
+            lines.append(f"rank {rank}: the last that its device has come to before is {call_text(last)} at {where}")
     return Verdict(Kind.NEVER_STARTED, tuple(sorted(queued)), f"{capitalized(summary)}.", tuple(lines))
 
 

@@ -6,7 +6,7 @@ in a circle. Pure and torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Final
 
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.match import Match, connecting_record, message_key
-from disttrain.flight_recorder.on_device import find_device_waits
+from disttrain.flight_recorder.on_device import LOOSE, find_device_waits, members_of
 from disttrain.flight_recorder.record import SEND, Record, State
 from disttrain.flight_recorder.wording import waited_s
 
@@ -46,10 +46,12 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
         Wait(rank, record, _missing(found, rank, record, gone))
         for rank, dump in found.dumps.items()
         if rank not in gone
-        for record in [*_pending(dump), *_connecting(dump), *_on_device(dump)]
+        for record in [*_pending(dump), *_connecting(dump)]
         if not _has_arrived(found, rank, record)
     ]
-    if not any(record.device for dump in found.dumps.values() for record in dump.records):
+    if any(record.device for dump in found.dumps.values() for record in dump.records):
+        waits += [wait for wait in _on_devices(found, gone) if _is_sure(found, wait)]
+    else:
         held_up = {wait.rank for wait in waits} | gone
         waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
     reached = [wait for wait in waits if not wait.record.is_queued]
@@ -78,13 +80,32 @@ def _pending(dump: Dump) -> list[Record]:
     return []
 
 
-def _on_device(dump: Dump) -> list[Record]:
-    """What its host has left and its device has come to, and not left."""
-    return [
-        record._replace(state=State.ON_DEVICE)
-        for record in dump.records
-        if record.state is State.COMPLETED and record.device and record.device.came_s and not record.device.left_s
-    ]
+def _on_devices(found: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
+    """What hosts have left, and devices have come to and not left as far as is known: of each group the last."""
+    for rank, dump in found.dumps.items():
+        if rank not in gone:
+            last: dict[Hashable, Record] = {}
+            for record in dump.records:
+                if record.device is not None and record.device.came_s is not None:
+                    site = record.site
+                    last[site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())] = record
+            for record in last.values():
+                if record.state is State.COMPLETED and record.times_s[1] is None:
+                    held = record._replace(state=State.ON_DEVICE)
+                    yield Wait(rank, held, _missing(found, rank, held, gone))
+
+
+def _is_sure(found: Match, wait: Wait) -> bool:
+    """Whether a device cannot have left it, though that is not marked: others have not come to it.
+
+    Where these may leave it first, or nothing is known of them, or all have come, the devices must be known to be busy.
+    """
+    busy = {rank for rank, dump in found.dumps.items() if dump.device_is_busy}
+    if not wait.for_ranks:
+        return members_of(found, wait.rank, wait.record) <= busy
+    return wait.rank in busy or (
+        wait.record.site.operation not in LOOSE and not set(found.without_dump).issuperset(wait.for_ranks)
+    )
 
 
 def _connecting(dump: Dump) -> list[Record]:
@@ -96,7 +117,7 @@ def _has_arrived(found: Match, rank: int, record: Record) -> bool:
     if record.site.operation != SEND or record.state is State.CONNECTING:
         return False
     receive = found.messages[message_key(rank, record)].receive
-    return receive is not None and receive.state is State.COMPLETED and receive.times_s[1] is not None
+    return receive is not None and receive.state is State.COMPLETED and not receive.is_queued
 
 
 def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:

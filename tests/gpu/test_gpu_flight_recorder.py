@@ -11,6 +11,7 @@ import torch
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder, read_dump
+from disttrain.flight_recorder.device_marks import MIN_BETWEEN_NS
 from disttrain.flight_recorder.watchdog import Watchdog
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
@@ -52,6 +53,7 @@ def test_marks_tell_how_far_the_device_has_come() -> None:
         disttrain.all_reduce(tensor)
         torch.cuda.synchronize()
         torch.cuda._sleep(CYCLES // 5)
+        time.sleep(2e-9 * MIN_BETWEEN_NS)
         disttrain.all_reduce(tensor)
         disttrain.all_reduce(torch.ones(4))
         begun, held, on_host = recorder.snapshot("asked for").records
@@ -93,31 +95,30 @@ def test_marks_wait_for_nothing() -> None:
 def test_a_dump_beside_a_capture_leaves_it_whole() -> None:
     recorder = FlightRecorder()
     world, tensor = _world(), torch.ones(4, device="cuda")
-    num_dumps = [0]
-    stop = threading.Event()
+    stop, has_dumped = threading.Event(), threading.Semaphore(0)
 
     def dump() -> None:
         while not stop.is_set():
             recorder.snapshot("asked for")
-            num_dumps[0] += 1
+            has_dumped.release()
 
     with entered_world(world):
         recorder.attach(world)
         disttrain.all_reduce(tensor)
         recorder.snapshot("asked for")
-        dumping = threading.Thread(target=dump)
-        dumping.start()
+        dumping = threading.Thread(target=dump, daemon=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(200):
+            dumping.start()
+            for _ in range(5):
                 tensor += 1
                 disttrain.all_reduce(tensor)
+                assert has_dumped.acquire(timeout=10)
         stop.set()
         dumping.join(20)
         before = tensor.sum().item()
         graph.replay()
         first, *captured = recorder.snapshot("asked for").records
-    assert num_dumps[0] > 1
-    assert tensor.sum().item() == before + 4 * 200
+    assert tensor.sum().item() == before + 4 * 5
     assert first.device is not None
     assert {record.device for record in captured} == {None}

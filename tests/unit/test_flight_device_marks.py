@@ -72,6 +72,7 @@ class Group:
         return device_type == "cuda"
 
 
+SECOND_NS = 1_000_000_000
 GROUP = cast(ProcessGroup, Group())
 TENSORS = [cast(torch.Tensor, OnGpu())]
 
@@ -79,7 +80,7 @@ TENSORS = [cast(torch.Tensor, OnGpu())]
 def _marked(device: HandMoved, numbers: range, num_records: int = 4) -> DeviceMarks:
     marks = DeviceMarks(num_records, device)
     for number in numbers:
-        marks.came(number, TENSORS, GROUP)
+        marks.came(number, number * SECOND_NS, TENSORS, GROUP)
         marks.left(number)
     return marks
 
@@ -110,7 +111,7 @@ def test_the_last_of_a_place_counts() -> None:
 def test_what_is_called_and_not_waited_for() -> None:
     device = HandMoved()
     marks = _marked(device, range(5))
-    marks.came(5, TENSORS, GROUP)
+    marks.came(5, 5 * SECOND_NS, TENSORS, GROUP)
     device.go(11, 5.0)
     came_ns, *others = marks.read()[5]
     assert came_ns is not None
@@ -124,15 +125,27 @@ def test_what_is_called_and_not_waited_for() -> None:
     assert (left_ns, waits_ns) == (came_ns + 3_000_000, came_ns + 2_000_000)
 
 
+def test_of_calls_in_quick_succession_one_is_timed() -> None:
+    device = HandMoved()
+    marks = DeviceMarks(4, device)
+    for number in range(3):
+        marks.came(number, SECOND_NS + number, TENSORS, GROUP)
+        marks.left(number)
+    device.go(4, 1.0)
+    found = marks.read()
+    assert [came_ns is not None for came_ns, _, _ in found.values()] == [True] * 3
+    assert [left_ns is not None for _, left_ns, _ in found.values()] == [True, False, False]
+
+
 def test_only_what_the_device_carries_out_is_marked() -> None:
     device = HandMoved()
     marks = DeviceMarks(4, device)
-    marks.came(0, [torch.ones(1)], GROUP)
+    marks.came(0, 0, [torch.ones(1)], GROUP)
     marks.left(0)
     assert marks.read() == {}
-    marks.came(1, (), GROUP)
+    marks.came(1, 0, (), GROUP)
     device.captures = True
-    marks.came(2, TENSORS, GROUP)
+    marks.came(2, 0, TENSORS, GROUP)
     assert list(marks.read()) == [1]
 
 

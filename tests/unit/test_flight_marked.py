@@ -20,13 +20,14 @@ def _judge(*dumps: Dump) -> Verdict:
 
 
 def _marked(dump: Dump, num_left: int, num_come: int | None = None, since_s: float = 20.0) -> Dump:
-    """Its device has left the first `num_left` of its operations and is in all others that it has come to: one more,
-    or `num_come`."""
+    """Its device has left the first `num_left` of its operations, and may be in all others that it has come to: one
+    more, or `num_come`. Of every second one it is marked when it was left."""
     num_come = num_left + 1 if num_come is None else num_come
     records = []
     for place, record in enumerate(dump.records):
         times = [NOW_S - since_s] if place < num_come else []
-        times = [record.enqueued_s + 0.1, record.enqueued_s + 0.2] if place < num_left else times
+        if place < num_left:
+            times = [record.enqueued_s + 0.1, *([record.enqueued_s + 0.2] if place % 2 else [])]
         records.append(record._replace(device=DeviceTimes(*times)))
     return replace(dump, records=tuple(records))
 
@@ -59,7 +60,7 @@ def test_a_device_that_has_not_come() -> None:
         "not end. It was called at /job/train.py:12 in step."
     )
     assert verdict.evidence[-1] == (
-        "rank 1: the last that its device has left before is all_reduce #10 of group world (float32[4]) at "
+        "rank 1: the last that its device has come to before is all_reduce #10 of group world (float32[4]) at "
         "/job/train.py:10 in step"
     )
 
@@ -95,6 +96,19 @@ def test_a_rank_that_has_ended_comes_no_more() -> None:
     others = [_marked(_trained(rank).call("all_reduce").dump(at=READ_LOSS), 10) for rank in (0, 2)]
     verdict = _judge(others[0], _marked(_trained(1).dump(at=50, reason=EXIT), 10), others[1])
     assert (verdict.kind, verdict.ranks, verdict.cause) == (Kind.RANK_ABSENT, (1,), Cause.ENDED)
+
+
+def test_what_some_may_leave_first_holds_up_nobody() -> None:
+    others = [_marked(_trained(rank).call("broadcast", peer=0).dump(at=READ_LOSS), 10) for rank in (0, 2)]
+    assert _judge(others[0], _marked(_trained(1).dump(at=33), 10), others[1]).kind is Kind.NOTHING_WRONG
+
+
+def test_a_rank_without_a_dump() -> None:
+    """It may have come to all that the others have."""
+    first, second = (_marked(_trained(rank).dump(at=READ_LOSS), 9) for rank in (0, 2))
+    assert _judge(first, second).kind is Kind.NOT_ENOUGH_DATA
+    verdict = _judge(replace(first, device_is_busy=True), second)
+    assert (verdict.kind, verdict.ranks) == (Kind.RANK_ABSENT, (1,))
 
 
 def test_a_message_that_nobody_sends() -> None:
@@ -134,7 +148,9 @@ def test_a_circle_over_three_groups() -> None:
 
 
 def test_all_devices_have_come_and_none_leaves() -> None:
-    verdict = _judge(*(_marked(_trained(rank).dump(at=READ_LOSS), 9) for rank in range(3)))
+    dumps = [_marked(_trained(rank).dump(at=READ_LOSS), 9) for rank in range(3)]
+    assert _judge(*dumps).kind is Kind.NOTHING_WRONG
+    verdict = _judge(*(replace(dump, device_is_busy=True) for dump in dumps))
     assert (verdict.kind, verdict.ranks) == (Kind.NETWORK, (0, 1, 2))
 
 
