@@ -18,7 +18,7 @@ import signal
 import tarfile
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -190,6 +190,7 @@ def main() -> Forked | None:
     parser.add_argument("--to", type=Path, default=RUNS, help="where the archives will lie")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="how long all runs may take together")
     parser.add_argument("--at-once", type=int, help="how many runs are under way together")
+    parser.add_argument("--num-ranks", type=int, help="of each run, where GPUs are few; default: as the case says")
     given = parser.parse_args()
     cases = [case for case in CASES if case.backend == given.backend]
     if unknown := set(given.names) - {case.name for case in cases}:
@@ -197,7 +198,11 @@ def main() -> Forked | None:
     given.to.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="flight-corpus-"))
     try:
-        chosen = [case for case in cases if not given.names or case.name in given.names]
+        chosen = [
+            replace(case, num_ranks=given.num_ranks or case.num_ranks)
+            for case in cases
+            if not given.names or case.name in given.names
+        ]
         make(chosen, work, given.to, given.limit_s, given.at_once or NUM_AT_ONCE[given.backend])
     except Forked as forked:
         return forked
