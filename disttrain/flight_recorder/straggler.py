@@ -8,6 +8,7 @@ when none is late. Each rank's own clock tells its part; clocks are never compar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 from disttrain.flight_recorder.match import Match
@@ -21,12 +22,16 @@ _MIN_SHARE: Final = 0.2
 """Of the recorded time."""
 _NUM_PAUSES: Final = 2
 """That any rank may make, for a save or a connection, and be no straggler."""
+_DEVICE_OF: Final = attrgetter("device")
 
 
 def find_straggler(found: Match) -> list[Verdict]:
     """At most one verdict: the rank that works a fifth of the time longer than any other, and a second at least."""
     records = {rank: dump.records for rank, dump in found.dumps.items()}
     if not 1 < found.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
+        return []
+    # Of a rank whose device is not known only the host's time is there, which is no measure beside devices'.
+    if len({any(map(_DEVICE_OF, own)) for own in records.values()}) > 1:
         return []
     spans_s = {rank: own[-1].times_s[0] - own[0].times_s[0] for rank, own in records.items()}
     work_s = {rank: _work_s(own) for rank, own in records.items()}

@@ -58,7 +58,7 @@ SETS: Final = (
     CaseSet("first, over Gloo", _FIRST, None),
     CaseSet("second, over Gloo", tuple(second.CASES), 15),
     CaseSet("third, over Gloo", tuple(third.CASES), 10),
-    CaseSet("over NCCL", (*gpu.CASES, *map(_as_over_nccl, _ON_NCCL)), 23),
+    CaseSet("over NCCL", (*gpu.CASES, *map(_as_over_nccl, _ON_NCCL)), 25),
 )
 CASES: Final = tuple(case for one in SETS for case in one.cases)
 KEPT: Final = tuple(case for one in SETS for case in one.kept)

@@ -170,3 +170,5 @@ def test_a_slow_device() -> None:
         dumps.append(replace(dump, records=tuple(records)))
     verdict = _judge(*dumps)
     assert (verdict.kind, verdict.ranks) == (Kind.STRAGGLER, (2,))
+    unknown = replace(dumps[0], records=tuple(record._replace(device=None) for record in dumps[0].records))
+    assert _judge(unknown, *dumps[1:]).kind is Kind.NOTHING_WRONG
