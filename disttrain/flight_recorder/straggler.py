@@ -43,10 +43,8 @@ def find_straggler(found: Match) -> list[Verdict]:
         return []
     summary = f"The job moves, but waits for rank {rank}: it works {more:.0%} of the time longer than any other."
     others = ", ".join(f"rank {other} {shares[other]:.0%}" for other in sorted(shares)[:8])
-    evidence = (
-        f"between its waits, without its {_NUM_PAUSES} longest pauses, rank {rank} worked {work_s[rank]:.2f} s of "
-    )
-    evidence += f"{spans_s[rank]:.2f} s on record; of their time worked {others}"
+    evidence = f"between its waits, without its {_NUM_PAUSES} longest pauses, rank {rank} worked {work_s[rank]:.2f} s "
+    evidence += f"of {spans_s[rank]:.2f} s on record; of their time worked {others}"
     return [Verdict(Kind.STRAGGLER, (rank,), summary, (evidence,))]
 
 
