@@ -59,12 +59,12 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
 
 
 def _is_long(found: Match, wait: Wait) -> bool:
-    if wait.record.state is State.FAILED or (wait.record.state is State.ON_DEVICE and wait.record.device is None):
+    dump, record = found.dumps[wait.rank], wait.record
+    if record.state is State.FAILED or (record.state is State.ON_DEVICE and record.device is None):
         return True
-    if wait.record.state is State.ON_DEVICE:
-        return waited_s(found.dumps[wait.rank], wait.record) >= MIN_WAIT_S
-    is_sure = bool(wait.for_ranks) or (wait.record.state is State.ENQUEUED and bool(found.dumps[wait.rank].threads))
-    return waited_s(found.dumps[wait.rank], wait.record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
+    is_sure = bool(wait.for_ranks) or record.state is State.ON_DEVICE
+    is_sure |= record.state is State.ENQUEUED and bool(dump.threads)
+    return waited_s(dump, record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
 
 
 def _pending(dump: Dump) -> list[Record]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, cast
 
 import pytest
 import torch
 
-from disttrain.flight_recorder import device_marks
+import disttrain
+from disttrain.flight_recorder import FlightRecorder, device_marks
+from disttrain.flight_recorder import recorder as recorder_file
 from disttrain.flight_recorder.device_marks import DeviceMarks
-from disttrain.process_group import ProcessGroup
+from disttrain.process_group import ProcessGroup, World, entered_world
+from disttrain.store import HashStore
 
 
 class HandMoved:
@@ -147,6 +151,32 @@ def test_only_what_the_device_carries_out_is_marked() -> None:
     device.captures = True
     marks.came(2, 0, TENSORS, GROUP)
     assert list(marks.read()) == [1]
+
+
+def test_dumps_have_what_marks_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HandMoved()
+    monkeypatch.setattr(recorder_file, "Cuda", lambda: device)
+    world = World(HashStore(), 0, 2, backend="fake", timeout_s=1.0, device=torch.device("cuda"))
+    recorder = FlightRecorder(num_records=4)
+    with entered_world(world):
+        recorder.attach(world)
+        work = disttrain.barrier(async_op=True)
+        assert work is not None
+        work.wait()
+        disttrain.all_reduce(torch.ones(1))
+        device.go(2, 2000.0)
+        barrier, on_host = recorder.snapshot("asked for").records
+        assert on_host.device is None
+        assert barrier.device is not None
+        assert barrier.device.came_s == barrier.device.waits_s
+        assert barrier.times_s == (barrier.device.came_s, None)
+        assert not barrier.is_queued
+        device.go(1, 3000.0)
+        barrier, _ = recorder.snapshot("asked for").records
+    came_s, left_s = barrier.wait_s
+    assert left_s is not None
+    assert abs(left_s - came_s - 1.0) < 1e-6
+    assert abs(came_s + 1.0 - time.time()) < 60.0
 
 
 def test_a_device_that_has_failed() -> None:
