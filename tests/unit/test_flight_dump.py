@@ -157,6 +157,16 @@ def test_dumps_of_all_versions_are_read() -> None:
     assert encode(fourth) == (FILES / "version-4.flight").read_bytes()
 
 
+def test_records_with_times_of_a_device_that_cannot_be_are_left_out() -> None:
+    dump = _dump()
+    known = (DeviceTimes(1.0, 2.0, 1.5), DeviceTimes(1.0), DeviceTimes(), None, None, None)
+    records = [record._replace(device=device) for record, device in zip(dump.records, known, strict=True)]
+    assert decode(encode(replace(dump, records=tuple(records)))).records == tuple(records)
+    for wrong in ((1.0,), ("soon", None, None)):
+        bad = [*records[:-1], records[-1]._replace(device=wrong)]  # type: ignore[arg-type]
+        assert decode(encode(replace(dump, records=tuple(bad)))).records == tuple(records[:-1])
+
+
 def test_every_flipped_bit_is_noticed_and_every_cut_answered() -> None:
     whole = encode(_dump())
     for place in range(len(MAGIC), len(whole)):
