@@ -10,21 +10,18 @@ alternate; medians of all rounds with their quartiles.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import torch
+from harness import Row, command_line, finish, row
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder, device_marks
+from disttrain.process_group import World
 from disttrain.process_group._cuda import write_number
 
 NUM_ROUNDS = 60
@@ -49,78 +46,65 @@ def round_us(call: Callable[[], object]) -> tuple[float, float]:
     return host_s / NUM_CALLS * 1e6, begin.elapsed_time(end) / NUM_CALLS * 1e3
 
 
-def kinds_us(tensor: torch.Tensor) -> dict[str, list[tuple[float, float]]]:
-    """Of a kernel alone, and with each kind of mark behind it."""
-    timed = [torch.Event("cuda", enable_timing=True) for _ in range(NUM_CALLS + 1)]
-    plain = [torch.Event("cuda") for _ in range(NUM_CALLS + 1)]
-    number = torch.zeros(1, dtype=torch.int32).pin_memory()
-    stream = torch.cuda.current_stream()
-    marks: dict[str, Callable[[int], object]] = {
-        "kernel": lambda place: None,
-        "kernel, event with time": lambda place: timed[place].record(),
-        "kernel, event without": lambda place: plain[place].record(),
-        "kernel, number written": lambda place: write_number(stream, number.data_ptr(), place),
-    }
-    taken_us: dict[str, list[tuple[float, float]]] = {name: [] for name in marks}
-    for _ in range(NUM_ROUNDS):
-        for name, mark in marks.items():
-            places = itertools.count()
-            taken_us[name].append(round_us(lambda mark=mark, places=places: (tensor.add_(1), mark(next(places)))))
-    return taken_us
+def recorded_us(
+    world: World, tensor: torch.Tensor, recorder: FlightRecorder | None, between_ns: int
+) -> tuple[float, float]:
+    """Of an all_reduce with this recorder, which times one in `between_ns`."""
+    device_marks.MIN_BETWEEN_NS = between_ns
+    if recorder is not None:
+        recorder.attach(world)
+    found_us = round_us(lambda: disttrain.all_reduce(tensor))
+    if recorder is not None:
+        recorder.detach()
+    return found_us
+
+
+def marked_us(tensor: torch.Tensor, mark: Callable[[int], object]) -> tuple[float, float]:
+    """Of a kernel and a mark behind it."""
+    places = itertools.count()
+    return round_us(lambda: (tensor.add_(1), mark(next(places))))
+
+
+def rows(case: str, sides: dict[str, Callable[[], tuple[float, float]]]) -> list[Row]:
+    taken: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+    for number in range(NUM_ROUNDS + 1):
+        for side, call in sides.items():
+            found_us = call()
+            if number:  # The first round fills rings and makes events.
+                taken[side].append(found_us)
+    hosts, devices = ({side: [one[place] for one in own] for side, own in taken.items()} for place in range(2))
+    return [row(f"{case}, host", "us", hosts), row(f"{case}, device", "us", devices)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     disttrain.init_process_group(device_id=device)
     world = disttrain.current_world()
-    ways: dict[str, FlightRecorder | None] = {
-        "bare": None,
-        "records": FlightRecorder(marks_device=False),
-        "records and marks": FlightRecorder(),
-        "all timed": FlightRecorder(),
-    }
-    tensor = torch.ones(1024, device=device)
     world.recorder = None
-    between_ns = device_marks.MIN_BETWEEN_NS
-    taken_us: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for number in range(NUM_ROUNDS + 1):
-        for name, recorder in ways.items():
-            if recorder is not None:
-                recorder.attach(world)
-            device_marks.MIN_BETWEEN_NS = 0 if name == "all timed" else between_ns
-            found_us = round_us(lambda: disttrain.all_reduce(tensor))
-            if recorder is not None:
-                recorder.detach()
-            if number:  # The first fills rings and makes events.
-                taken_us[name].append(found_us)
-    results: dict[str, object] = {
-        "command": " ".join(["disttrain-launch", "--standalone", "--nproc-per-node", str(world.world_size), *sys.argv]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "versions": {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))},
-        "machine": f"{world.world_size} x {torch.cuda.get_device_name()}",
-    }
-    for name, rounds in (taken_us | kinds_us(tensor)).items():
-        for what, times_us in zip(("host", "device"), zip(*rounds, strict=True), strict=True):
-            lower, median, upper = statistics.quantiles(times_us, n=4)
-            results[f"{name}, {what}"] = {"median_us": median, "lower_us": lower, "upper_us": upper}
-            if world.rank == 0:
-                print(f"{name:24} {what:7} {median:6.2f} us [{lower:.2f}, {upper:.2f}]")
-    marked = ways["all timed"]
-    assert marked is not None
+    tensor = torch.ones(1024, device=device)
+    recorders = {"bare": None, "records": FlightRecorder(marks_device=False), "with marks": FlightRecorder()}
+    ways = {name: partial(recorded_us, world, tensor, recorder, 5_000_000) for name, recorder in recorders.items()}
+    timed = FlightRecorder()
+    ways["all timed"] = partial(recorded_us, world, tensor, timed, 0)
+    found = rows("all_reduce of 4 KiB", ways)
     start_s = time.perf_counter()
-    dump = marked.snapshot("benchmark")
-    results["snapshot_ms"] = (time.perf_counter() - start_s) * 1e3
+    dump = timed.snapshot("benchmark")
+    snapshot_s = time.perf_counter() - start_s
     assert all(record.device is not None and record.device.left_s is not None for record in dump.records)
+    events, plain = ([torch.Event("cuda", enable_timing=on) for _ in range(NUM_CALLS + 1)] for on in (True, False))
+    number, stream = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.current_stream()
+    marks: dict[str, Callable[[int], object]] = {
+        "no mark": lambda _: None,
+        "event with time": lambda place: events[place].record(),
+        "event without": lambda place: plain[place].record(),
+        "number written": lambda place: write_number(stream, number.data_ptr(), place),
+    }
+    found += rows("kernel and mark", {name: partial(marked_us, tensor, mark) for name, mark in marks.items()})
+    found.append(row(f"dump of {len(dump.records)} records with marks", "ms", {"ours": [snapshot_s * 1e3]}))
     if world.rank == 0:
-        print(f"a snapshot of {len(dump.records)} records with marks: {results['snapshot_ms']:.1f} ms")
-        if options.json is not None:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+        finish(found, options.json, gpu=torch.cuda.get_device_name())
     disttrain.destroy_process_group()
 
 
