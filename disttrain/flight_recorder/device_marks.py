@@ -1,8 +1,8 @@
 """Marks on a GPU's streams at each operation: how far the device has come, whatever the host knows of it.
 
-A mark is an event of CUDA's. To set it waits for nothing, and only who dumps looks at it.
-They are set on the streams that call an operation and wait for it, not on the transport's own: these come to the first
-when all that was queued before is done, and to the last when they go on. CUDA runtime API, "Event Management".
+A mark is an event of CUDA's. To set it waits for nothing, and only who dumps looks at it. They are set on the streams
+that call an operation and wait for it, not on the transport's own: these come to the first when all that was queued
+before is done, and to the last when they go on. CUDA runtime API, "Event Management".
 """
 
 from __future__ import annotations
