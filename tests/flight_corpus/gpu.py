@@ -54,11 +54,11 @@ def kernel_that_does_not_end_before_a_collective(rank: int) -> None:
     _loss()
 
 
-@on_gpus(Kind.NEVER_STARTED, 1)
+@on_gpus(Kind.NEVER_STARTED, 2)
 def stream_that_waits_for_an_event(rank: int) -> None:
     """Of a stream that does not get there."""
     train(5)
-    if rank == 1:
+    if rank == 2:
         other = torch.cuda.Stream()
         with torch.cuda.stream(other):
             torch.cuda._sleep(MINUTE_CYCLES)
@@ -102,10 +102,10 @@ def index_beyond_a_table(rank: int) -> None:
     step()
 
 
-@on_gpus(Kind.STRAGGLER, 1)
+@on_gpus(Kind.STRAGGLER, 2)
 def slow_kernels(rank: int) -> None:
     for _ in range(12):
-        if rank == 1:
+        if rank == 2:
             torch.cuda._sleep(LATE_CYCLES)
         _loss()
 
