@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gc
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -126,11 +126,11 @@ def test_too_many_open_files_cost_the_job_nothing(
     assert len(enable().snapshot("asked for").records) == 1
     disttrain.destroy_process_group()
     assert set(threading.enumerate()) == threads
-    # Ends of pipes that threads hold close a moment later; a ring's mapping goes with its recorder, which has cycles.
+    gc.collect()  # A ring stays mapped for as long as its recorder is there.
+    # Ends of pipes that threads hold close a moment later.
     deadline_s = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > files:
         assert time.monotonic() < deadline_s
-        gc.collect()
         time.sleep(0.01)
     assert not private.exists()
 
