@@ -23,7 +23,7 @@ _BACKWARD_WARPS: Final = 16
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x,
     residual,
     weight,
@@ -72,7 +72,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     grad,
     grad_total,
     x,
@@ -148,7 +148,7 @@ def forward(
     statistics = torch.empty((num_rows, 2 if is_centered else 1), dtype=torch.float32, device=x.device)
     block, rows, num_warps = _tile(row_size)
     with torch.cuda.device_of(x):
-        _forward[(triton.cdiv(num_rows, rows),)](
+        _norm_forward[(triton.cdiv(num_rows, rows),)](
             x,
             x if residual is None else residual,
             x if weight is None else weight,
@@ -185,7 +185,7 @@ def backward(
     programs = min(triton.cdiv(num_rows, rows), num_programs(x.device) * max(1, _BACKWARD_WARPS // num_warps))
     sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _backward[(programs,)](
+        _norm_backward[(programs,)](
             grad,
             grad if grad_total is None else grad_total,
             x,

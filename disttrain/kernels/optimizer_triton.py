@@ -17,6 +17,7 @@ import triton.language as tl
 from disttrain.kernels.optimizer_rules import Piece, Rule
 
 _BLOCK: Final = 1024
+_NUM_WARPS: Final = 4
 _ALIGNMENT: Final = 16
 """Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
 _DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -32,12 +33,14 @@ def _rounded(value, noise, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _noise(seed, places, DTYPE: tl.constexpr):
-    """32 random bits for each place, where rounding to DTYPE needs them."""
-    noise = places.to(tl.int32)
-    if tl.bfloat16 == DTYPE:
-        noise = tl.randint(seed, noise).to(tl.int32, bitcast=True)
-    return noise
+def _noise(seed, block, BLOCK: tl.constexpr):
+    """Twice 32 random bits for each place of a block: a call of Philox (Salmon et al., SC 2011) serves two places."""
+    pairs = (block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)).to(tl.int32)
+    first, second, third, fourth = tl.randint4x(seed, pairs, n_rounds=7)
+    return (
+        tl.interleave(first, second).to(tl.int32, bitcast=True),
+        tl.interleave(third, fourth).to(tl.int32, bitcast=True),
+    )
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def _stepped(
 
 @triton.jit
 def _update(
-    addresses,
+    table,
     tensors,
     blocks,
     sizes,
@@ -99,7 +102,6 @@ def _update(
     eps,
     correction1,
     correction2,
-    seed,
     KIND: tl.constexpr,
     IS_NESTEROV: tl.constexpr,
     NUM_STATES: tl.constexpr,
@@ -108,6 +110,7 @@ def _update(
     PARAMETER: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,9 +118,10 @@ def _update(
     size = tl.load(sizes + tensor)
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
-    places = tl.load(blocks + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(blocks + tl.program_id(0))
+    places = block * BLOCK + tl.arange(0, BLOCK)
     is_there = places < size
-    row = addresses + tensor * 5
+    row = table + tensor * 6
     parameter = _at(row, PARAMETER, IS_ALIGNED)
     main = parameter
     if HAS_MASTER:
@@ -148,8 +152,11 @@ def _update(
         IS_NESTEROV,
         NUM_STATES,
     )
+    noise = places.to(tl.int32)
+    other_noise = noise
+    if IS_RANDOM:
+        noise, other_noise = _noise(tl.load(row + 5), block, BLOCK)
     if NUM_STATES > 0:
-        noise = _noise(seed + tensor, places, STATE)
         tl.store(_at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
         if NUM_STATES > 1:
             tl.store(_at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
@@ -157,8 +164,7 @@ def _update(
         tl.store(main + places, value, mask=is_there)
         tl.store(parameter + places, value.to(PARAMETER), mask=is_there)
     else:
-        noise = _noise(seed + tensor, places ^ -2147483648, PARAMETER)
-        tl.store(parameter + places, _rounded(value, noise, PARAMETER), mask=is_there)
+        tl.store(parameter + places, _rounded(value, other_noise, PARAMETER), mask=is_there)
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
@@ -166,7 +172,9 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
     first = pieces[0]
     device = first.parameter.device
     tensors, blocks, sizes = _blocks(tuple(piece.parameter.numel() for piece in pieces), device)
-    rows = [_addresses(piece) for piece in pieces]
+    addresses = [_addresses(piece) for piece in pieces]
+    seeds = [piece.seed(rule.step) for piece in pieces]
+    rows = [(*own, seed) for own, seed in zip(addresses, seeds, strict=True)]
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
@@ -182,7 +190,6 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             rule.eps,
             rule.correction1,
             rule.correction2,
-            rule.seed * 100_003 % 2**31,
             KIND=rule.kind,
             IS_NESTEROV=rule.is_nesterov,
             NUM_STATES=len(first.states),
@@ -191,8 +198,10 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             PARAMETER=_DTYPES[first.parameter.dtype],
             GRAD=_DTYPES[first.grad.dtype],
             STATE=_DTYPES[first.states[0].dtype] if first.states else tl.float32,
-            IS_ALIGNED=_are_aligned(pieces, rows),
+            IS_RANDOM=first.is_rounded_at_random,
+            IS_ALIGNED=_are_aligned(pieces, addresses),
             BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
         )
 
 

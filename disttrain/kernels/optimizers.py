@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
-from disttrain.dtensor import DTensor
+from disttrain.dtensor import DTensor, Replicate
 from disttrain.errors import ShapeError
 from disttrain.kernels import optimizer_twin
 from disttrain.kernels.choice import choose, wide_dtype
@@ -67,15 +68,16 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale = self._scale(grad_scale)
+        number = count()
         for group in self.param_groups:
             self._check_options(group)
             by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
-            for parameter in group["params"]:
+            for parameter, place in zip(group["params"], number, strict=False):
                 if parameter.grad is None:
                     continue
                 state = self._state_of(parameter, group)
                 state["step"] += 1
-                piece = _piece(parameter, state, self._names(group))
+                piece = _piece(parameter, state, self._names(group), place)
                 if piece.parameter.numel():
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
             for (step, _, _), pieces in by_step.items():
@@ -163,7 +165,7 @@ class AdamW(FusedOptimizer):
         beta1, beta2 = group["betas"]
         corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
         return Rule(
-            "adamw", float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], *corrections, seed=step
+            "adamw", float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], *corrections, step=step
         )
 
 
@@ -188,7 +190,7 @@ class Lion(FusedOptimizer):
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         beta1, beta2 = group["betas"]
-        return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, seed=step)
+        return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, step=step)
 
 
 class SGD(FusedOptimizer):
@@ -217,17 +219,29 @@ class SGD(FusedOptimizer):
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         is_nesterov = bool(group["nesterov"])
         return Rule(
-            "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, seed=step
+            "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
         )
 
 
-def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str]) -> Piece:
+def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int) -> Piece:
+    """Of the optimizer's parameter number `place`."""
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)
     states = tuple(_local(state[name]) for name in names)
     master = _local(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _local(grad).contiguous(), states, master)
+    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place))
+
+
+def _part_number(parameter: torch.Tensor, place: int) -> int:
+    """Another one for each parameter, and each part of it that is not a copy of another rank's."""
+    if not isinstance(parameter, DTensor):
+        return place
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
+        place = place * size + (0 if isinstance(placement, Replicate) else position)
+    return place
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
