@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,15 @@ from models.model import Sizes
 
 import disttrain
 
-PRESETS = {"large": Sizes(), "tiny": Sizes(dim=64, layers=2, heads=8, kv_heads=4, ffn=96, vocab=320, seq=32)}
-NUM_WARMUPS = 3
+PRESETS = {
+    "large": Sizes(),
+    "small": Sizes(dim=512, layers=4, heads=8, kv_heads=4, ffn=1408, vocab=4096, seq=512),
+    "tiny": Sizes(dim=64, layers=2, heads=8, kv_heads=4, ffn=96, vocab=320, seq=32),
+}
+NUM_FOLLOWERS = 8
+"""Of each token; one of them comes next, so there is something to learn."""
+STARTED = time.perf_counter()
+NUM_WARMUPS = 2
 DEFAULT_WAYS = ["torch compiled", "ours compiled", "kernels compiled"]
 
 
@@ -58,8 +66,22 @@ def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[st
     """By way, what is printed of it."""
     sizes = PRESETS[options.preset]
     ways = [name for name in options.ways if not ("logits" in name and parallelism == "fsdp")]
-    cases = {name: Case(parallelism, WAYS[name], sizes, options.device, options.lr) for name in ways}
     batches = _batches(parallelism, options, sizes)
+    cases = {}
+    for name in ways:
+        if _slowest(time.perf_counter() - STARTED) > options.patience:
+            continue
+        case = Case(parallelism, WAYS[name], sizes, options.device, options.lr)
+        try:
+            case.step(*batches[0])
+        except Exception as error:  # noqa: BLE001  (what torch's library cannot do shall not cost the rest)
+            if WAYS[name].is_ours:
+                raise
+            print(f"{parallelism}, {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        cases[name] = case
+        if disttrain.get_rank() == 0:
+            print(f"{parallelism}, {name}: ready after {time.perf_counter() - STARTED:.0f} s", flush=True)
     times: dict[str, list[float]] = {name: [] for name in cases}
     losses: dict[str, list[float]] = {name: [] for name in cases}
     for round_number in range(options.steps + NUM_WARMUPS):
@@ -82,9 +104,9 @@ def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[st
             "peak_gib": _slowest(_peak_bytes(case, batches[0]) - resting + case.resting_bytes) / 2**30,
             "losses": losses[name],
         }
-        if name in (options.profile or ()):
+        if name in (options.profile or ()) and _slowest(time.perf_counter() - STARTED) < 1.6 * options.patience:
             rows[name] |= _profiled(case, batches[0])
-    best = max(rows[name]["tokens_per_s_gpu"] for name in rows if name.startswith("torch"))
+    best = max((rows[name]["tokens_per_s_gpu"] for name in rows if name.startswith("torch")), default=float("nan"))
     for row in rows.values():
         row["of_torch"] = row["tokens_per_s_gpu"] / best
     return rows
@@ -94,8 +116,13 @@ def _batches(parallelism: str, options: argparse.Namespace, sizes: Sizes) -> lis
     """The same for all ranks that share a batch."""
     rank = disttrain.get_rank()
     place = {"fsdp": rank, "tp": 0, "2d": rank // 2}[parallelism]
-    random = torch.Generator().manual_seed(place)
-    drawn = torch.randint(0, sizes.vocab, (4, options.batch, sizes.seq + 1), generator=random).to(options.device)
+    followers = torch.randint(0, sizes.vocab, (sizes.vocab, NUM_FOLLOWERS), generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(1 + place)
+    chosen = torch.randint(0, NUM_FOLLOWERS, (sizes.seq, options.batches, options.batch), generator=random)
+    tokens = [torch.randint(0, sizes.vocab, chosen.shape[1:], generator=random)]
+    for choice in chosen:
+        tokens.append(followers[tokens[-1], choice])
+    drawn = torch.stack(tokens, dim=-1).to(options.device)
     return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in drawn]
 
 
@@ -155,7 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", nargs="*", choices=WAYS, help="of these ways, what a step's time goes to")
     parser.add_argument("--preset", choices=PRESETS, default="large")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank, or of ranks that share a model")
+    parser.add_argument("--batches", type=int, default=4, help="steps go through so many, again and again")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--patience", type=float, default=1e9, help="after so many seconds no other way is begun with")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)

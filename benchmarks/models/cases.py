@@ -41,9 +41,12 @@ class Way:
     has_parallel_loss: bool = True
     """torch's loss_parallel, in place of a loss over gathered logits, where classes are cut."""
     attention: str | None = None
+    computes_in: torch.dtype = torch.bfloat16
+    """Where parameters are sharded."""
 
 
 WAYS = {
+    "torch fp32": Way(False, is_compiled=False, computes_in=torch.float32),
     "torch": Way(False, is_compiled=False),
     "torch compiled": Way(False),
     "torch compiled, gathered logits": Way(False, has_parallel_loss=False),
@@ -185,7 +188,7 @@ def _cut(model: nn.Module, axis: Any, way: Way) -> None:
 
 def _shard(model: Llama, mesh: Any, way: Way) -> None:
     library: Any = fsdp2 if way.is_ours else torch_fsdp
-    policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = library.MixedPrecisionPolicy(param_dtype=way.computes_in, reduce_dtype=torch.float32)
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh, mp_policy=policy)
     library.fully_shard(model, mesh=mesh, mp_policy=policy)
