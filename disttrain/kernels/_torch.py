@@ -36,3 +36,8 @@ def modes() -> tuple[Any, ...]:
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The norm of each, in one launch where they are plain tensors of one device and dtype."""
     return torch._foreach_norm(list(tensors), 2.0, dtype)
+
+
+def version_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one when torch's operators have written to the tensor, or it has other memory."""
+    return tensor.data_ptr(), tensor._version

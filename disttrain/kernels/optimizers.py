@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from disttrain.dtensor import DTensor, Replicate
 from disttrain.errors import ShapeError
 from disttrain.kernels import optimizer_twin
+from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizer_rules import Piece, Rule
 from disttrain.kernels.total_norm import total_norm
@@ -53,6 +54,8 @@ class FusedOptimizer(Optimizer):
             problem = f"lr is {defaults['lr']}, weight_decay {defaults['weight_decay']}, max_norm {max_norm}."
             raise ShapeError(type(self).__name__, problem, "Give numbers that are not negative.")
         self.max_norm = max_norm
+        self._written: dict[torch.Tensor, Any] = {}
+        """What `version_of` said of parameters with masters when they were written here."""
         super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
 
     @torch.no_grad()
@@ -82,6 +85,9 @@ class FusedOptimizer(Optimizer):
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
             for (step, _, _), pieces in by_step.items():
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
+            for parameter in group["params"]:
+                if "master" in self.state.get(parameter, ()):
+                    self._written[parameter] = version_of(_local(parameter))
         return loss
 
     def _check_options(self, group: dict[str, Any]) -> None:
@@ -119,11 +125,20 @@ class FusedOptimizer(Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if group["keep_master"] and parameter.dtype in _HALVES and "master" not in state:
             state["master"] = parameter.detach().float()
+        if "master" in state and self._written.get(parameter) != version_of(_local(parameter)):
+            # Others have written to the parameter, or nobody knows: where it is no copy of the master it is right.
+            master, own = _local(state["master"]), _local(parameter)
+            master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has."""
+        return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what comes of another optimizer, whose groups have other options."""
         super().__setstate__(state)
+        self._written = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
