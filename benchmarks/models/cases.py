@@ -38,6 +38,8 @@ class Way:
     is_ours: bool
     is_compiled: bool = True
     has_kernels: bool = False
+    """Of the loss and the optimizer, and with `in_blocks` within the model."""
+    in_blocks: bool = True
     has_parallel_loss: bool = True
     """torch's loss_parallel, in place of a loss over gathered logits, where classes are cut."""
     attention: str | None = None
@@ -55,6 +57,7 @@ WAYS = {
     "ours compiled": Way(True),
     "kernels": Way(True, is_compiled=False, has_kernels=True),
     "kernels compiled": Way(True, has_kernels=True),
+    "kernels around compiled": Way(True, has_kernels=True, in_blocks=False),
     "kernels compiled, cudnn": Way(True, has_kernels=True, attention="cudnn"),
     "kernels compiled, flash": Way(True, has_kernels=True, attention="flash"),
 }
@@ -145,7 +148,7 @@ def _parallelize(model: Llama, parallelism: str, way: Way, device: str) -> Any:
     make: Callable[..., Any] = disttrain.init_device_mesh if way.is_ours else torch_mesh
     mesh = make(device, shape, mesh_dim_names=names)
     axis = None if parallelism == "fsdp" else mesh["tp"]
-    if way.has_kernels:
+    if way.has_kernels and way.in_blocks:
         kernels.use_kernels(model, report=lambda line: print(line) if not disttrain.get_rank() else None)
     if axis is not None:
         _cut(model, axis, way)
