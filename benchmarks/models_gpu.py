@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By way, what is printed of it."""
-    sizes = PRESETS[options.preset]
+    sizes = _sizes(options)
     ways = [name for name in options.ways if not ("logits" in name and parallelism == "fsdp")]
     batches = _batches(parallelism, options, sizes)
     cases = {}
@@ -110,6 +110,11 @@ def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[st
     for row in rows.values():
         row["of_torch"] = row["tokens_per_s_gpu"] / best
     return rows
+
+
+def _sizes(options: argparse.Namespace) -> Sizes:
+    preset = PRESETS[options.preset]
+    return replace(preset, layers=options.layers or preset.layers)
 
 
 def _batches(parallelism: str, options: argparse.Namespace, sizes: Sizes) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,7 +175,7 @@ def _report(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
         "torch_version": torch.__version__,
         "topology": f"one node, {disttrain.get_world_size()} x {device}",
         "command": f"disttrain-launch --standalone --nproc-per-node {disttrain.get_world_size()} {' '.join(sys.argv)}",
-        "sizes": asdict(PRESETS[options.preset]) | {"batch": options.batch},
+        "sizes": asdict(_sizes(options)) | {"batch": options.batch},
         "results": results,
     }
 
@@ -181,6 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=DEFAULT_WAYS)
     parser.add_argument("--profile", nargs="*", choices=WAYS, help="of these ways, what a step's time goes to")
     parser.add_argument("--preset", choices=PRESETS, default="large")
+    parser.add_argument("--layers", type=int, help="in place of the preset's")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank, or of ranks that share a model")
     parser.add_argument("--batches", type=int, default=4, help="steps go through so many, again and again")
     parser.add_argument("--steps", type=int, default=6)
