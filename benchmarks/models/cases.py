@@ -28,6 +28,8 @@ from models.model import Llama, Sizes
 
 PARALLELISMS = ("fsdp", "tp", "2d")
 ATTENTIONS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+LOGITS_BYTES = 2 << 30
+"""What a block of logits may take with kernels; all of them take twice as much."""
 SEED = 1
 
 
@@ -107,7 +109,7 @@ class Case:
             loss.backward()
             return loss
         if way.has_kernels:
-            with kernels.loss_from_head(model.head, targets):
+            with kernels.loss_from_head(model.head, targets, block_bytes=LOGITS_BYTES):
                 loss = model(tokens)
             loss.backward()
             return loss
