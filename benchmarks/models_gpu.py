@@ -74,7 +74,8 @@ def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[st
         case = Case(parallelism, WAYS[name], sizes, options.device, options.lr)
         try:
             case.step(*batches[0])
-        except Exception as error:  # noqa: BLE001  (what torch's library cannot do shall not cost the rest)
+        except Exception as error:
+            # What torch's library cannot do shall not cost the rest.
             if WAYS[name].is_ours:
                 raise
             print(f"{parallelism}, {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)

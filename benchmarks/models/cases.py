@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models.model import Llama, Sizes
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed import tensor as torch_tensor
@@ -24,7 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import disttrain
 from disttrain import dtensor, fsdp2, kernels, tp
 from disttrain.compiling import compile_blocks
-from models.model import Llama, Sizes
 
 PARALLELISMS = ("fsdp", "tp", "2d")
 ATTENTIONS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -86,6 +86,8 @@ class Case:
                 keep_master=False,
                 state_dtype=next(model.parameters()).dtype,
             )
+            if parallelism != "tp":
+                model.round_in_step(self.optimizer)
         else:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 

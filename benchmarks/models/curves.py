@@ -1,6 +1,6 @@
 """Draws the losses of a run of models_gpu.py, and how far those in bf16 are from those in fp32.
 
-    python benchmarks/models/curves.py RESULTS.json > docs/images/kernels_loss.svg
+python benchmarks/models/curves.py RESULTS.json > docs/images/kernels_loss.svg
 """
 
 from __future__ import annotations

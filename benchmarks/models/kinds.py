@@ -69,7 +69,9 @@ def spans_of(profile: torch.profiler.profile) -> list[Span]:
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in profile.events() or ()
-        if event.device_type == DeviceType.CUDA and event.time_range.end > event.time_range.start
+        if event.device_type == DeviceType.CUDA
+        and event.time_range.end > event.time_range.start
+        and not event.is_user_annotation
     ]
 
 

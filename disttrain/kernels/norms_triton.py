@@ -21,6 +21,9 @@ _TILE_ELEMENTS: Final = 4096
 _BACKWARD_WARPS: Final = 16
 """Of persistent programs on each multiprocessor."""
 
+_STAGED_BYTES: Final = 64 << 10
+"""Of a tile of each of three tensors, that shared memory holds while another is computed with."""
+
 
 @triton.jit
 def _norm_forward(
@@ -193,7 +196,7 @@ def backward(
     """As in `norms_twin`."""
     num_rows, row_size = x.shape
     grad_x = torch.empty_like(x)
-    block, rows, num_warps, num_stages = _backward_tile(row_size)
+    block, rows, num_warps, num_stages = _backward_tile(row_size, x.element_size())
     programs = min(triton.cdiv(num_rows, rows), num_programs(x.device) * max(1, _BACKWARD_WARPS // num_warps))
     sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
@@ -234,13 +237,12 @@ def _tile(row_size: int) -> tuple[int, int, int]:
     """Elements of a padded row, rows at once, and warps."""
     block = int(triton.next_power_of_2(row_size))
     rows = max(1, _TILE_ELEMENTS // block) if block < _TILE_ELEMENTS else 1
-    return block, rows, min(16, max(4, block * rows // 1024))
+    return block, rows, min(16, max(4, block * rows // 2048))
 
 
-def _backward_tile(row_size: int) -> tuple[int, int, int, int]:
+def _backward_tile(row_size: int, element_size: int) -> tuple[int, int, int, int]:
     """The same, and how many rows are under way; sums over rows take registers too."""
-    block, rows, num_warps = _tile(row_size)
-    if block > _TILE_ELEMENTS:
-        # Two such rows would take the shared memory from other programs.
-        return block, rows, num_warps, 1
-    return block, rows, 2 * num_warps, 2
+    block, rows, _ = _tile(row_size)
+    tile_bytes = block * rows * element_size
+    num_stages = 3 if tile_bytes <= _STAGED_BYTES // 2 else 2 if tile_bytes <= _STAGED_BYTES else 1
+    return block, rows, 8 if block <= _TILE_ELEMENTS else 16, num_stages

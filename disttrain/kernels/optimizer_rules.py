@@ -45,6 +45,9 @@ class Piece(NamedTuple):
     number: int
     """Another one for each part of each parameter; the same on ranks that hold copies of a part."""
 
+    copy: torch.Tensor | None = None
+    """Where the new value is written once more, rounded to that dtype."""
+
     def seed(self, step: int) -> int:
         """Of the random numbers that round to bf16 in this step: copies stay alike, nothing else is."""
         # Of CPUs' generators only the low half counts.
@@ -60,4 +63,5 @@ class Piece(NamedTuple):
     def kind(self) -> tuple[torch.dtype | None, ...]:
         """Pieces of one kind can be updated together."""
         state = self.states[0].dtype if self.states else None
-        return self.parameter.dtype, self.grad.dtype, state, None if self.master is None else self.master.dtype
+        others = (None if one is None else one.dtype for one in (self.master, self.copy))
+        return self.parameter.dtype, self.grad.dtype, state, *others

@@ -6,21 +6,17 @@ A launch finds its tensors by their addresses, in a table. A program takes a blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels.launch_table import DTYPES, are_aligned, at, blocks_of, table_of
 from disttrain.kernels.optimizer_rules import Piece, Rule
 
 _BLOCK: Final = 1024
 _NUM_WARPS: Final = 4
-_ALIGNMENT: Final = 16
-"""Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
-_DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -41,14 +37,6 @@ def _noise(seed, block, BLOCK: tl.constexpr):
         tl.interleave(first, second).to(tl.int32, bitcast=True),
         tl.interleave(third, fourth).to(tl.int32, bitcast=True),
     )
-
-
-@triton.jit
-def _at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    place = tl.load(address).to(tl.pointer_type(DTYPE))
-    if IS_ALIGNED:
-        place = tl.multiple_of(place, 16)
-    return place
 
 
 @triton.jit
@@ -107,9 +95,11 @@ def _update(
     NUM_STATES: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     PARAMETER: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
+    COPY: tl.constexpr,
     IS_RANDOM: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -121,21 +111,21 @@ def _update(
     block = tl.load(blocks + tl.program_id(0))
     places = block * BLOCK + tl.arange(0, BLOCK)
     is_there = places < size
-    row = table + tensor * 6
-    parameter = _at(row, PARAMETER, IS_ALIGNED)
+    row = table + tensor * 7
+    parameter = at(row, PARAMETER, IS_ALIGNED)
     main = parameter
     if HAS_MASTER:
-        main = _at(row + 4, tl.float32, IS_ALIGNED)
+        main = at(row + 4, tl.float32, IS_ALIGNED)
     value = tl.load(main + places, mask=is_there, other=0.0).to(tl.float32)
-    grad = tl.load(_at(row + 1, GRAD, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+    grad = tl.load(at(row + 1, GRAD, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     if HAS_SCALE:
         grad *= tl.load(scale)
     first = tl.zeros((BLOCK,), tl.float32)
     second = first
     if NUM_STATES > 0:
-        first = tl.load(_at(row + 2, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        first = tl.load(at(row + 2, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     if NUM_STATES > 1:
-        second = tl.load(_at(row + 3, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        second = tl.load(at(row + 3, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     value, first, second = _stepped(
         value,
         grad,
@@ -155,27 +145,29 @@ def _update(
     noise = places.to(tl.int32)
     other_noise = noise
     if IS_RANDOM:
-        noise, other_noise = _noise(tl.load(row + 5), block, BLOCK)
+        noise, other_noise = _noise(tl.load(row + 6), block, BLOCK)
     if NUM_STATES > 0:
-        tl.store(_at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
+        tl.store(at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
         if NUM_STATES > 1:
-            tl.store(_at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
+            tl.store(at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
     if HAS_MASTER:
         tl.store(main + places, value, mask=is_there)
         tl.store(parameter + places, value.to(PARAMETER), mask=is_there)
     else:
         tl.store(parameter + places, _rounded(value, other_noise, PARAMETER), mask=is_there)
+    if HAS_COPY:
+        tl.store(at(row + 5, COPY, IS_ALIGNED) + places, value.to(COPY), mask=is_there)
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
     """As in `optimizer_twin`; of 32 bits at most."""
     first = pieces[0]
     device = first.parameter.device
-    tensors, blocks, sizes = _blocks(tuple(piece.parameter.numel() for piece in pieces), device)
+    tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
     addresses = [_addresses(piece) for piece in pieces]
     seeds = [piece.seed(rule.step) for piece in pieces]
     rows = [(*own, seed) for own, seed in zip(addresses, seeds, strict=True)]
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    table = table_of(rows, device)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
             table,
@@ -195,33 +187,20 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             NUM_STATES=len(first.states),
             HAS_SCALE=scale is not None,
             HAS_MASTER=first.master is not None,
-            PARAMETER=_DTYPES[first.parameter.dtype],
-            GRAD=_DTYPES[first.grad.dtype],
-            STATE=_DTYPES[first.states[0].dtype] if first.states else tl.float32,
+            HAS_COPY=first.copy is not None,
+            PARAMETER=DTYPES[first.parameter.dtype],
+            GRAD=DTYPES[first.grad.dtype],
+            STATE=DTYPES[first.states[0].dtype] if first.states else tl.float32,
+            COPY=tl.float32 if first.copy is None else DTYPES[first.copy.dtype],
             IS_RANDOM=first.is_rounded_at_random,
-            IS_ALIGNED=_are_aligned(pieces, addresses),
+            IS_ALIGNED=are_aligned((piece.parameter for piece in pieces), addresses),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
         )
 
 
 def _addresses(piece: Piece) -> list[int]:
-    """Of parameter, gradient, two states and the master; 0 for what is not there."""
+    """Of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
     states = [state.data_ptr() for state in piece.states]
-    master = 0 if piece.master is None else piece.master.data_ptr()
-    return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), master]
-
-
-def _are_aligned(pieces: Sequence[Piece], rows: Sequence[Sequence[int]]) -> bool:
-    sizes = (piece.parameter.numel() for piece in pieces)
-    return not any(number % _ALIGNMENT for number in chain(sizes, *rows))
-
-
-@lru_cache(maxsize=64)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Any, Any, Any]:
-    """For each program its tensor and which block of it, and each tensor's size; on the device."""
-    counts = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    begins = counts.cumsum(0) - counts
-    blocks = torch.arange(len(tensors)) - begins[tensors]
-    return tensors.to(device), blocks.to(device), torch.tensor(sizes).to(device)
+    others = [0 if one is None else one.data_ptr() for one in (piece.master, piece.copy)]
+    return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), *others]

@@ -28,6 +28,8 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
         else:
             piece.master.copy_(value)
             piece.parameter.copy_(value)
+        if piece.copy is not None:
+            piece.copy.copy_(piece.parameter)
 
 
 def _updated(

@@ -7,9 +7,9 @@ and rounding to a copy add no pass over memory here, and states in bf16 take 8 b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -26,6 +26,16 @@ _HALVES: Final = (torch.bfloat16, torch.float16)
 _STATE_DTYPES: Final = (None, torch.float32, torch.float64, torch.bfloat16)
 
 _UNKNOWN_OPTIONS: Final = ("amsgrad", "maximize", "dampening")
+
+
+class Copies(Protocol):
+    """Somebody who wants parameters once more in another dtype."""
+
+    def begin(self) -> Mapping[Any, torch.Tensor]:
+        """A step begins: by parameter, memory of its own part's shape that is to be written."""
+
+    def end(self, written: Iterable[torch.Tensor]) -> None:
+        """The step is over, and has written these parameters and their copies."""
 
 
 class FusedOptimizer(Optimizer):
@@ -54,6 +64,7 @@ class FusedOptimizer(Optimizer):
             problem = f"lr is {defaults['lr']}, weight_decay {defaults['weight_decay']}, max_norm {max_norm}."
             raise ShapeError(type(self).__name__, problem, "Give numbers that are not negative.")
         self.max_norm = max_norm
+        self._copies: list[Copies] = []
         self._written: dict[torch.Tensor, Any] = {}
         """What `version_of` said of parameters with masters when they were written here."""
         super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
@@ -72,6 +83,10 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         scale = self._scale(grad_scale)
         number = count()
+        places: dict[Any, torch.Tensor] = {}
+        for copies in self._copies:
+            places |= copies.begin()
+        updated: list[torch.Tensor] = []
         for group in self.param_groups:
             self._check_options(group)
             by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
@@ -80,15 +95,22 @@ class FusedOptimizer(Optimizer):
                     continue
                 state = self._state_of(parameter, group)
                 state["step"] += 1
-                piece = _piece(parameter, state, self._names(group), place)
+                piece = _piece(parameter, state, self._names(group), place, places.get(parameter))
+                updated.append(parameter)
                 if piece.parameter.numel():
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
             for (step, _, _), pieces in by_step.items():
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
             for parameter in group["params"]:
                 if "master" in self.state.get(parameter, ()):
-                    self._written[parameter] = version_of(_local(parameter))
+                    self._written[parameter] = version_of(parameter, _local(parameter))
+        for copies in self._copies:
+            copies.end(updated)
         return loss
+
+    def write_copies(self, copies: Copies) -> None:
+        """Write parameters once more in each step, where `copies` say."""
+        self._copies.append(copies)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """A loaded state may bring options of torch's optimizers that there are not here."""
@@ -125,7 +147,7 @@ class FusedOptimizer(Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if group["keep_master"] and parameter.dtype in _HALVES and "master" not in state:
             state["master"] = parameter.detach().float()
-        if "master" in state and self._written.get(parameter) != version_of(_local(parameter)):
+        if "master" in state and self._written.get(parameter) != version_of(parameter, _local(parameter)):
             # Others have written to the parameter, or nobody knows: where it is no copy of the master it is right.
             master, own = _local(state["master"]), _local(parameter)
             master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
@@ -138,6 +160,7 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what comes of another optimizer, whose groups have other options."""
         super().__setstate__(state)
+        self._copies = vars(self).get("_copies", [])
         self._written = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -238,14 +261,14 @@ class SGD(FusedOptimizer):
         )
 
 
-def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int) -> Piece:
+def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int, copy: torch.Tensor | None) -> Piece:
     """Of the optimizer's parameter number `place`."""
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)
     states = tuple(_local(state[name]) for name in names)
     master = _local(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place))
+    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place), copy)
 
 
 def _part_number(parameter: torch.Tensor, place: int) -> int:
