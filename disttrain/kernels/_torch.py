@@ -39,7 +39,7 @@ def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
 
 
 def version_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
-    """Another one when torch's operators have written to the tensor, or to `local`, its part, or that is another one."""
+    """Another one when torch's operators have written to the tensor or to `local`, its part, or that is another one."""
     # What goes through a DTensor counts there alone.
     return local.data_ptr(), local._version, tensor._version
 
