@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -58,8 +58,8 @@ class RoundedCopies:
         known = set(written)
         for group, values in self._begun:
             flat = group.flat_to_round
-            parts = [param.sharded for param in group.params]
-            if flat is not None and all(part in known or not part.to_local().numel() for part in parts):
+            parts: list[Any] = [param.sharded for param in group.params]
+            if flat is not None and all(part in known or not part._local_tensor.numel() for part in parts):
                 group.rounded = RoundedShards(values, flat, _versions(group, flat))
         self._begun = []
 
