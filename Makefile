@@ -35,8 +35,8 @@ format: $(READY) ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Run the benchmarks, each against its twin in torch.distributed.
-	@for script in benchmarks/*.py; do echo "$$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+bench: $(READY) ## Run the benchmarks of this machine's processors: one table against torch.
+	$(BIN)/python benchmarks $(ARGS)
 
 clean: ## Remove caches and builds; .venv stays.
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

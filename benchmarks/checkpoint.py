@@ -9,22 +9,14 @@ asynchronous save gives the caller its tensors back, when it has been used befor
 processor's time of the calling thread. Bytes read: three ranks load what four have saved. "4 ranks, replicated": all
 want the same bytes, and read them for each other, or each for itself. The load of the machine is that at the beginning
 and at the end.
-Writes benchmarks/results/checkpoint.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
 import io
-import json
 import os
-import platform
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from harness import OURS, TORCH, command_line, finish, row
 
 from disttrain import barrier, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, LocalStorage, load, save
@@ -49,7 +42,6 @@ NUM_SMALL = 10_000
 NUM_SMALL_STAGED = 2_000
 NUM_RANKS = 4
 PIECE_BYTES = 16 << 20
-RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 State = dict[str, torch.Tensor]
 
 
@@ -127,12 +119,12 @@ def one_round(directory: Path, state: State, memory: memoryview, small: State) -
     writes: dict[str, Callable[[Path], Any]] = {
         "write: plain": lambda folder: write_plainly(folder, memory, 0),
         "write: plain direct": lambda folder: write_plainly(folder, memory, os.O_DIRECT),
-        "write: disttrain": lambda folder: save(state, folder),
+        f"write: {OURS}": lambda folder: save(state, folder),
         "write: torch": lambda folder: torch_save(state, folder),
     }
     reads: dict[str, Callable[[Path], Any]] = {
         "plain direct": lambda folder: read_plainly(folder, memory),
-        "disttrain": lambda folder: load(state, folder),
+        OURS: lambda folder: load(state, folder),
         "torch": lambda folder: torch_load(state, folder),
     }
     for name, write in writes.items():
@@ -142,7 +134,7 @@ def one_round(directory: Path, state: State, memory: memoryview, small: State) -
         if side in reads:
             taken[f"read: {side.removesuffix(' direct')}"] = seconds(reads[side], folder)
         shutil.rmtree(folder)
-    for side, write, read in (("disttrain", save, load), ("torch", torch_save, torch_load)):
+    for side, write, read in ((OURS, save, load), (TORCH, torch_save, torch_load)):
         folder = directory / "small"
         taken[f"{NUM_SMALL} small tensors, write: {side}"] = seconds(write, small, folder)
         taken[f"{NUM_SMALL} small tensors, read: {side}"] = seconds(read, small, folder)
@@ -153,7 +145,7 @@ def one_round(directory: Path, state: State, memory: memoryview, small: State) -
 def stalls(directory: Path, state: State, rounds: int) -> dict[str, list[float]]:
     """The first asynchronous save's and the others', when nothing else is under way; and a copy of the same bytes."""
     copies = {name: tensor.clone() for name, tensor in state.items()}
-    taken: dict[str, list[float]] = {"stall: first": [], "stall: warm": [], "stall: a copy in memory": []}
+    taken: dict[str, list[float]] = {"stall: first": [], "stall: warm": [], "stall: copy in memory": []}
     with Checkpointer(directory / "async", keep=1) as checkpointer:
         for step in range(rounds + 2):
             start_s = time.perf_counter()
@@ -162,7 +154,7 @@ def stalls(directory: Path, state: State, rounds: int) -> dict[str, list[float]]
             pending.result()
             # Two places take turns, and each is made when it is first needed.
             taken["stall: first" if step < 1 else "stall: warm"].append(stall_s)
-            taken["stall: a copy in memory"].append(
+            taken["stall: copy in memory"].append(
                 seconds(lambda: [copies[name].copy_(tensor) for name, tensor in state.items()])
             )
     shutil.rmtree(directory / "async")
@@ -251,21 +243,12 @@ def read_ratio(directory: Path) -> float:
     return max(run_threads(3, body, False))
 
 
-def commit() -> str | None:
-    """The commit that is measured, if this is a repository that has one."""
-    answer = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return answer.stdout.strip() if answer.returncode == 0 else None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="on the disk that is measured; default: the temporary one")
     arguments = parser.parse_args()
-    loads = [os.getloadavg()[0]]
     directory = Path(tempfile.mkdtemp(dir=arguments.directory))
     state, small = large_state(arguments.mib), small_state()
     memory = aligned_memory(arguments.mib << 20)
@@ -277,44 +260,18 @@ def main() -> None:
             for name, time_s in one_round(directory, state, memory, small).items():
                 taken.setdefault(name, []).append(time_s)
         taken |= stalls(directory, state, arguments.rounds)
-        taken[f"stall: {NUM_SMALL_STAGED} small tensors, processor"] = small_stalls(directory)
+        taken[f"stall of {NUM_SMALL_STAGED} small tensors, CPU: {OURS}"] = small_stalls(directory)
         taken |= shared_reads(directory, state, arguments.rounds)
         ratio = read_ratio(directory)
     finally:
         shutil.rmtree(directory)
-    medians = {name: statistics.median(times) for name, times in taken.items()}
-    for name, median in medians.items():
-        print(f"{name:<42}{median:10.3f} s   ({min(taken[name]):.3f} to {max(taken[name]):.3f})")
-    ratios = {
-        "write / plain": medians["write: disttrain"] / medians["write: plain"],
-        "write / plain direct": medians["write: disttrain"] / medians["write: plain direct"],
-        "write / torch": medians["write: disttrain"] / medians["write: torch"],
-        "read / plain": medians["read: disttrain"] / medians["read: plain"],
-        "read / torch": medians["read: disttrain"] / medians["read: torch"],
-        "bytes read / bytes needed": ratio,
-        "replicated: read for each other / for itself": medians[f"{NUM_RANKS} ranks, replicated: read for each other"]
-        / medians[f"{NUM_RANKS} ranks, replicated: read for itself"],
-    }
-    for kind in ("write", "read"):
-        case = f"{NUM_SMALL} small tensors, {kind}"
-        ratios[f"{case} / torch"] = medians[f"{case}: disttrain"] / medians[f"{case}: torch"]
-    for name, value in ratios.items():
-        print(f"{name:<42}{value:10.2f}")
-    packages = ["disttrain", "torch", "numpy", "xxhash"]
-    result = {
-        "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release(), "load": [*loads, os.getloadavg()[0]]},
-        "mib": arguments.mib,
-        "ratios": ratios,
-        "median_s": medians,
-        "rounds_s": taken,
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    by_case: dict[str, dict[str, list[float]]] = {}
+    for name, times_s in taken.items():
+        case, _, side = name.rpartition(": ")
+        by_case.setdefault(case, {})[side] = times_s
+    rows = [row(case, "s", sides) for case, sides in by_case.items()]
+    rows.append(row("bytes read over bytes needed, from 4 ranks to 3", "ratio", {OURS: [ratio]}))
+    finish(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,33 +4,26 @@
 
 "stall" is the time until `async_save` returns, "commit" until the save is on the disk, with and without copies; both of
 the slowest rank. A load brings all bytes: "memory" with every copy there, "one node lost" with those of the second node
-removed, "disk" with all copies removed and the files dropped from the page cache. Writes
-benchmarks/results/checkpoint_memory.json.
+removed, "disk" with all copies removed and the files dropped from the page cache.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import command_line, finish, row
 
 from disttrain import barrier, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, PeerMemory
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.testing import RankPool
 
-RESULTS = Path(__file__).parent / "results" / "checkpoint_memory.json"
 NUM_TENSORS = 16
 WARM_UP = 2
 
@@ -107,7 +100,7 @@ def measure(pool: RankPool, disk: Path, memory: Path, mib: int, rounds: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = command_line(__doc__)
     parser.add_argument("--mib", type=int, default=256, help="per rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk; default: a temporary one")
@@ -121,19 +114,11 @@ def main() -> None:
         pool.close()
         shutil.rmtree(disk)
         shutil.rmtree(memory)
-    seconds = {name: [statistics.median(runs), min(runs), max(runs)] for name, runs in taken.items()}
-    for name, (median, least, most) in seconds.items():
-        print(f"{name:22} {median:8.3f} s  ({least:.3f} to {most:.3f})")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "command": " ".join(["python", "benchmarks/checkpoint_memory.py", *sys.argv[1:]]),
-        "commit": commit,
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors",
-        "mib_per_rank": options.mib,
-        "seconds: median, least, most": seconds,
-    }
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    by_case: dict[str, dict[str, list[float]]] = {}
+    for name, times_s in taken.items():
+        case, _, side = name.partition(": ")
+        by_case.setdefault(case, {})[side] = times_s
+    finish([row(case, "s", sides) for case, sides in by_case.items()], options.json)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import Row, command_line, finish, in_turns, row, spread
 
 from disttrain.compiling import compile_blocks
 
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm.model import PRESETS, Llama
 
 WAYS = ("blocks", "whole", "eager")
+SIZES = ("preset", "layers", "batch", "seq", "threads")
 
 
 def make_model(way: str, options: argparse.Namespace) -> Llama:
@@ -55,7 +57,10 @@ def step(model: Llama, length: int, options: argparse.Namespace) -> float:
 def first_steps(way: str, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of the first step of a process, and of the first one of another length."""
     model = make_model(way, options)
-    return {"first_s": step(model, options.seq, options), "other_length_s": step(model, options.seq // 2, options)}
+    return {
+        "first step": step(model, options.seq, options),
+        "first step of another length": step(model, options.seq // 2, options),
+    }
 
 
 def in_process(way: str, cache: str) -> dict[str, float]:
@@ -67,46 +72,36 @@ def in_process(way: str, cache: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     parser.add_argument("--first-steps", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.first_steps:
         print(json.dumps(first_steps(options.first_steps, options)))
         return
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "torch": torch.__version__,
-        "sizes": {name: getattr(options, name) for name in ("preset", "layers", "batch", "seq", "threads")},
-    }
+    starts: dict[str, dict[str, list[float]]] = {}
     for way in WAYS:
         with tempfile.TemporaryDirectory() as cache:
-            results[way] = {"cold": in_process(way, cache), "warm": in_process(way, cache)}
+            for start in ("empty caches", "full caches"):
+                for what, seconds in in_process(way, cache).items():
+                    starts.setdefault(f"{what}, {start}", {})[way] = [seconds]
     models = {way: make_model(way, options) for way in WAYS}
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for round_number in range(options.rounds + 2):
-        for way, model in models.items():
-            taken_s = step(model, options.seq, options)
-            if round_number >= 2:
-                times[way].append(taken_s)
-    print(f"{'':8}{'cold start':>12}{'warm start':>12}{'other length':>14}{'step':>12}{'eager over it':>15}")
-    eager_s = statistics.median(times["eager"])
-    for way in WAYS:
-        results[way]["step_s"] = statistics.median(times[way])
-        cold, warm, step_s = results[way]["cold"], results[way]["warm"], results[way]["step_s"]
-        print(
-            f"{way:8}{cold['first_s']:10.1f} s{warm['first_s']:10.1f} s{cold['other_length_s']:12.1f} s"
-            f"{1e3 * step_s:9.1f} ms{eager_s / step_s:15.2f}"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    steps = {way: partial(step, model, options.seq, options) for way, model in models.items()}
+    taken = in_turns(steps, options.rounds, 2)
+    eager_s = statistics.median(taken["eager"])
+    faster = {way: [eager_s / each for each in times] for way, times in taken.items() if way != "eager"}
+    rows = [row(case, "s", times) for case, times in starts.items()]
+    rows += [
+        row("a step", "ms", taken, 1e3),
+        Row("eager over it", "ratio", {way: spread(of) for way, of in faster.items()}, True),
+    ]
+    finish(rows, options.json, sizes={name: getattr(options, name) for name in SIZES})
 
 
 if __name__ == "__main__":

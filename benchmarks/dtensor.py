@@ -3,8 +3,8 @@
     python benchmarks/dtensor.py [--rounds 40] [--json FILE]
 
 A hit is a call like one before; a new length is the same call with a first dim that was never seen; a miss is a call
-never seen in any form. Figures are medians over the rounds with quartiles, in microseconds of this thread's CPU time,
-which other processes on the machine disturb less than the clock on the wall. "local" is the same on this rank's part
+never seen in any form. Figures are of this thread's CPU time, which other processes on the machine disturb less than
+the clock on the wall. "local" is the same on this rank's part
 as a plain tensor: what remains when dispatch costs nothing.
 
 The leaves of "forward and backward" are plain tensors that require gradients. Of a replicated nn.Parameter we would
@@ -13,29 +13,20 @@ also reduce the gradient there, which torch leaves to whoever reads it.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import platform
-import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
+from harness import OURS, TORCH, command_line, finish, in_turns, row
 from torch.distributed import tensor as torch_dtensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from without_peers import without_peers
 
 import disttrain
 from disttrain import dtensor
-from disttrain.process_group import World, entered_world
-from disttrain.store import HashStore
 
 WORLD_SIZE = 16
 CALLS_PER_ROUND = 200
@@ -49,8 +40,8 @@ class Side:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        package: Any = dtensor if name == "ours" else torch_dtensor
-        make = disttrain.init_device_mesh if name == "ours" else torch_mesh
+        package: Any = dtensor if name == OURS else torch_dtensor
+        make = disttrain.init_device_mesh if name == OURS else torch_mesh
         sizes: list[tuple[int, ...]] = [] if name == "local" else [(16,), (4, 4), (2, 4, 2), (2, 2, 2, 2)]
         self.meshes: dict[tuple[int, ...], Any] = {size: make("cpu", size) for size in sizes}
         self.package = package
@@ -60,12 +51,12 @@ class Side:
         if self.name == "local":
             return part
         made = [getattr(self.package, kind)(*arguments) for kind, *arguments in placements]
-        extra: dict[str, Any] = {"run_check": False} if self.name == "torch" else {}
+        extra: dict[str, Any] = {"run_check": False} if self.name == TORCH else {}
         tensor: torch.Tensor = self.package.DTensor.from_local(part, self.meshes[mesh_size], made, **extra)
         return tensor
 
 
-SIDES = ("local", "ours", "torch")
+SIDES = ("local", OURS, TORCH)
 
 
 def hits(side: Side, mesh_size: tuple[int, ...]) -> Iterator[tuple[str, Case]]:
@@ -172,17 +163,17 @@ def cpu_us(call: Case, num_calls: int) -> float:
     return (time.thread_time() - start_s) / num_calls * 1e6
 
 
-def in_turns(cases: dict[str, dict[str, Case]], num_rounds: int, num_calls: int) -> dict[str, dict[str, list[float]]]:
-    taken: dict[str, dict[str, list[float]]] = {name: {side: [] for side in sides} for name, sides in cases.items()}
+def all_in_turns(
+    cases: dict[str, dict[str, Case]], num_rounds: int, num_calls: int
+) -> dict[str, dict[str, list[float]]]:
     for sides in cases.values():
         for call in sides.values():
             for _ in range(3):
                 call()
-    for _ in range(num_rounds):
-        for name, sides in cases.items():
-            for side, call in sides.items():
-                taken[name][side].append(cpu_us(call, num_calls))
-    return taken
+    return {
+        name: in_turns({side: functools.partial(cpu_us, call, num_calls) for side, call in sides.items()}, num_rounds)
+        for name, sides in cases.items()
+    }
 
 
 def by_case(sides: Sequence[Side], cases: Callable[[Side], Iterator[tuple[str, Case]]]) -> dict[str, dict[str, Case]]:
@@ -193,54 +184,25 @@ def by_case(sides: Sequence[Side], cases: Callable[[Side], Iterator[tuple[str, C
     return found
 
 
-def report(taken: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
-    """Print a line per case; returns what it says."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, sides in taken.items():
-        entry: dict[str, Any] = {}
-        for side, times_us in sides.items():
-            lower, median, upper = statistics.quantiles(times_us, n=4)
-            entry[side] = {"median_us": median, "lower_us": lower, "upper_us": upper, "best_us": min(times_us)}
-        entry["ratio"] = entry["ours"]["median_us"] / entry["torch"]["median_us"]
-        found[name] = entry
-        cells = "".join(f"{entry[side]['median_us']:12.1f}" if side in entry else " " * 12 for side in SIDES)
-        print(f"{name:44}{cells}{entry['ratio']:10.2f}", flush=True)
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    world = World(HashStore(), 0, WORLD_SIZE, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "versions": f"disttrain {disttrain.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-    }
-    print(f"{'us of CPU time, median':44}{'local':>12}{'ours':>12}{'torch':>12}{'ratio':>10}")
-    with entered_world(world), torch.no_grad():
+    taken: dict[str, dict[str, list[float]]] = {}
+    with without_peers(WORLD_SIZE), torch.no_grad():
         sides = [Side(name) for name in SIDES]
-        first = [side for side in sides if side.name != "local"]
-        missed = {side.name: misses(side) for side in first}
-        results |= report({name: {side: missed[side][name] for side in missed} for name in missed["ours"]})
+        missed = {side.name: misses(side) for side in sides if side.name != "local"}
+        taken |= {name: {side: missed[side][name] for side in missed} for name in missed[OURS]}
         for mesh_name, mesh_size in MESHES.items():
             cases = by_case(sides, functools.partial(hits, mesh_size=mesh_size))
-            taken = in_turns(cases, options.rounds, CALLS_PER_ROUND)
-            results |= report({f"{name}, {mesh_name}": times for name, times in taken.items()})
+            of_mesh = all_in_turns(cases, options.rounds, CALLS_PER_ROUND)
+            taken |= {f"{name}, {mesh_name}": times for name, times in of_mesh.items()}
         lengths = {side.name: new_lengths(side, options.rounds) for side in sides}
-        results |= report({name: {side: lengths[side][name] for side in lengths} for name in lengths["ours"]})
-        results |= report(in_turns(by_case(sides, redistributions), options.rounds, CALLS_PER_ROUND))
-        results |= report(in_turns(by_case(sides, optimizers), options.rounds, 3))
-    torch.distributed.destroy_process_group()
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        taken |= {name: {side: lengths[side][name] for side in lengths} for name in lengths[OURS]}
+        taken |= all_in_turns(by_case(sides, redistributions), options.rounds, CALLS_PER_ROUND)
+        taken |= all_in_turns(by_case(sides, optimizers), options.rounds, 3)
+    finish([row(name, "us of CPU", times) for name, times in taken.items()], options.json)
 
 
 if __name__ == "__main__":

@@ -4,38 +4,31 @@
 
 Forward and backward of blocks of layer_norm, linear, gelu, linear, with our DTensors and torch's under a transport
 without peers, in turn, in one process. "local" is the same on this rank's parts as plain tensors, without collectives.
-Figures are medians over the rounds, in microseconds of this thread's CPU time; "compile" is what the first step took,
-and "new size" the first step on another batch size, which is compiled for all sizes.
+Figures are of this thread's CPU time; "compiling" is the first step, "compiling for all sizes" the first one on another
+batch size.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.nn.functional as F
+from harness import OURS, TORCH, command_line, finish, row
 from torch.distributed import tensor as torch_dtensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from without_peers import without_peers
 
 import disttrain
 from disttrain import dtensor
-from disttrain.process_group import World, entered_world
-from disttrain.store import HashStore
 
 WORLD_SIZE = 4
 WIDTH = 16
 NUM_BLOCKS = 4
-SIDES = ("local", "ours", "torch")
+SIDES = ("local", OURS, TORCH)
 
 Lay = Callable[[torch.Tensor, Any], torch.Tensor]
 """Makes a tensor of a part and of how it lies: 0 or 1 for the dim that is cut, None where it is whole."""
@@ -95,39 +88,35 @@ def timed(run: Callable[[], object]) -> float:
     return 1e6 * (time.thread_time() - start)
 
 
-def measured(name: str, side: Side, rounds: int) -> dict[str, float]:
-    found = {}
-    for kind, num_rows in (("compile", 8), ("new size", 24)):
+def measured(side: Side, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for kind, num_rows in (("compiling", 8), ("compiling for all sizes", 24)):
         x = side.batch(num_rows)
-        found[kind] = timed(lambda x=x: side.step(x))  # type: ignore[misc]
+        found[kind] = [timed(lambda x=x: side.step(x))]  # type: ignore[misc]
     x = side.batch(24)
     side.step(x)
-    found["step"] = statistics.median(timed(lambda: side.step(x)) for _ in range(rounds))
-    print(f"{name:22}" + "".join(f"{found[kind]:14.0f}" for kind in ("step", "compile", "new size")), flush=True)
+    found["step"] = [timed(lambda: side.step(x)) for _ in range(rounds)]
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--backend", default="aot_eager", help="of torch.compile")
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    world = World(HashStore(), 0, WORLD_SIZE, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
-    results: dict[str, Any] = {"command": " ".join(sys.argv), "torch": torch.__version__}
-    print(f"{'us of CPU time':22}{'step':>14}{'compile':>14}{'new size':>14}")
-    with entered_world(world):
+    rows = []
+    with without_peers(WORLD_SIZE):
         for backend in (None, options.backend):
+            taken = {}
             for side in SIDES:
                 torch._dynamo.reset()
-                name = f"{side}, {backend or 'eager'}"
-                results[name] = measured(name, Side(side, backend), options.rounds)
-    torch.distributed.destroy_process_group()
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+                taken[side] = measured(Side(side, backend), options.rounds)
+            kinds = ("step",) if backend is None else ("step", "compiling", "compiling for all sizes")
+            for kind in kinds:
+                times = {side: of_side[kind] for side, of_side in taken.items()}
+                rows.append(row(f"{kind}, {backend or 'eager'}", "ms of CPU", times, 1e-3))
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,15 @@ all of them there, when every wait of every rank is looked at for a straggler.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import disttrain
+from harness import OURS, command_line, finish, row
+
 from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
 from disttrain.flight_recorder.record import CallSite, Frame, GroupProgress, Record, State, ThreadStack
 
@@ -110,34 +107,20 @@ def run(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--num-ranks", type=int, default=100, help="ranks whose dumps are analyzed (default 100)")
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
-    results: dict[str, object] = {
-        "command": " ".join(sys.argv),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "versions": f"disttrain {disttrain.__version__}, Python {platform.python_version()}",
-        "cores": os.cpu_count(),
-    }
+    rows = []
     cases = (("hang", options.num_ranks, True), ("no hang", options.num_ranks, False), ("start", 2, True))
     for name, num_ranks, hangs in cases:
         with tempfile.TemporaryDirectory() as folder:
             write_all(Path(folder), num_ranks, hangs=hangs)
-            if name == "start":
-                taken = [run(Path(folder)) for _ in range(NUM_STARTS)]
-                found = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
-            else:
-                found = run(Path(folder))
-        results[name] = {"num_ranks": num_ranks, **found}
-        print(
-            f"{name}: {num_ranks} ranks x {NUM_RECORDS} records: {found['wall_s']:.2f} s "
-            f"(processor {found['cpu_s']:.2f} s), peak {found['peak_bytes'] / 2**20:.0f} MiB"
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+            taken = [run(Path(folder)) for _ in range(NUM_STARTS if name == "start" else 1)]
+        case = f"{name}, {num_ranks} ranks x {NUM_RECORDS} records"
+        rows.append(row(case, "s", {OURS: [one["wall_s"] for one in taken]}))
+        rows.append(row(case, "s of CPU", {OURS: [one["cpu_s"] for one in taken]}))
+        rows.append(row(case, "MiB at most", {OURS: [one["peak_bytes"] for one in taken]}, 2**-20))
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

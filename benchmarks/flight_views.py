@@ -7,16 +7,12 @@ Torch has no twin of any of it.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from harness import OURS, command_line, finish, row
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder, StepSummaries, analyze, write_dump
@@ -36,8 +32,8 @@ def fake_world(rank: int = 0, world_size: int = 1, store: HashStore | None = Non
     return World(store or HashStore(), rank, world_size, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
 
 
-def step_us() -> dict[str, float]:
-    """Microseconds that `step` takes for each call recorded since the step before."""
+def step_us() -> list[float]:
+    """Microseconds that `step` takes for each call recorded since the step before, of many steps."""
     tensor = torch.ones(4)
     took_us = []
     with entered_world(fake_world()) as world:
@@ -51,8 +47,7 @@ def step_us() -> dict[str, float]:
             summaries.step()
             took_us.append((time.perf_counter() - start_s) / CALLS_PER_STEP * 1e6)
         recorder.close()
-    low, middle, high = statistics.quantiles(took_us)
-    return {"fastest": min(took_us), "quartile_1": low, "median": middle, "quartile_3": high}
+    return took_us
 
 
 def watch_s(num_ranks: int, folder: Path) -> float:
@@ -71,18 +66,13 @@ def watch_s(num_ranks: int, folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--num-ranks", type=int, default=256)
-    num_ranks = parser.parse_args().num_ranks
-    found: dict[str, object] = {
-        "command": " ".join(sys.argv),
-        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-        "step_us_per_call": step_us(),
-        "num_ranks": num_ranks,
-    }
+    options = parser.parse_args()
+    rows = [row("a step's summary, per call", "us", {OURS: step_us()})]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        dumps = job(num_ranks, num_steps=50, stuck_rank=num_ranks // 3)
+        dumps = job(options.num_ranks, num_steps=50, stuck_rank=options.num_ranks // 3)
         for dump in dumps:
             write_dump(folder / dump_name(dump), dump)
         analysis = analyze(folder)
@@ -90,12 +80,18 @@ def main() -> None:
         page = as_html(analysis)
         drawn_s = time.perf_counter()
         write_trace(folder / "trace.json", analysis.dumps)
-        found["num_records"] = sum(len(dump.records) for dump in dumps)
-        found["page_s"], found["page_bytes"] = drawn_s - start_s, len(page)
-        found["trace_s"], found["trace_bytes"] = time.perf_counter() - drawn_s, (folder / "trace.json").stat().st_size
+        written_s = time.perf_counter()
+        trace_bytes = (folder / "trace.json").stat().st_size
+    what = f"of {options.num_ranks} ranks, {sum(len(dump.records) for dump in dumps)} records"
+    rows += [
+        row(f"page {what}", "s", {OURS: [drawn_s - start_s]}),
+        row(f"page {what}", "MB", {OURS: [len(page) / 1e6]}),
+        row(f"trace {what}", "s", {OURS: [written_s - drawn_s]}),
+        row(f"trace {what}", "MB", {OURS: [trace_bytes / 1e6]}),
+    ]
     with tempfile.TemporaryDirectory() as name:
-        found["watch_32_ranks_s"] = watch_s(32, Path(name))
-    print(json.dumps(found, indent=2))
+        rows.append(row("one look at 32 running ranks", "s", {OURS: [watch_s(32, Path(name))]}))
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -3,38 +3,31 @@
     python benchmarks/fsdp2_host.py [--rounds 20] [--layers 16] [--json FILE]
 
 One iteration is a forward and a backward of layers with eleven parameters each, too small to compute for long. Figures
-are milliseconds of CPU time (of the whole process, whose autograd thread takes part) per layer, medians over the rounds
-with quartiles; "plain" is the same model without sharding, and taken away from both.
+are of CPU time (of the whole process, whose autograd thread takes part); "plain" is the same model without sharding,
+and taken away from both.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed
+from harness import OURS, TORCH, command_line, finish, in_turns, row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from without_peers import without_peers
 
 import disttrain
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
-from disttrain.process_group import World, entered_world
-from disttrain.store import HashStore
 
 WORLD_SIZE = 8
 DIM = 16
+PLAIN = "plain"
 
 
 class Layer(nn.Module):
@@ -75,52 +68,27 @@ def cpu_ms(sharded: nn.Module, x: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    world = World(HashStore(), 0, WORLD_SIZE, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "versions": f"disttrain {disttrain.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-    }
-    with entered_world(world):
+    with without_peers(WORLD_SIZE):
         mesh = disttrain.init_device_mesh("cpu", (WORLD_SIZE,))
         other_mesh = torch_mesh("cpu", (WORLD_SIZE,))
-        cases = {
-            "plain": model(options.layers, None).to(torch.bfloat16),
-            "ours": model(
-                options.layers, lambda one: fully_shard(one, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
-            ),
-            "torch": model(
-                options.layers, lambda one: torch_fully_shard(one, mesh=other_mesh, mp_policy=TorchPolicy(**dtypes))
-            ),
+        policy, torch_policy = MixedPrecisionPolicy(**dtypes), TorchPolicy(**dtypes)
+        models = {
+            PLAIN: model(options.layers, None).to(torch.bfloat16),
+            OURS: model(options.layers, lambda one: fully_shard(one, mesh=mesh, mp_policy=policy)),
+            TORCH: model(options.layers, lambda one: torch_fully_shard(one, mesh=other_mesh, mp_policy=torch_policy)),
         }
-        taken: dict[str, list[float]] = {name: [] for name in cases}
         x = torch.randn(2, DIM, dtype=torch.bfloat16)
-        for round_number in range(options.rounds + 3):
-            for name, case in cases.items():
-                elapsed = cpu_ms(case, x)
-                if round_number >= 3:
-                    taken[name].append(elapsed / options.layers)
-    plain = statistics.median(taken["plain"])
-    for name in ("ours", "torch"):
-        lower, median, upper = statistics.quantiles([value - plain for value in taken[name]], n=4)
-        results[name] = {"median_ms": median, "lower_ms": lower, "upper_ms": upper}
-        print(f"{name:8}{median:8.3f} ms per layer [{lower:.3f}, {upper:.3f}]")
-    results["plain_ms"] = plain
-    results["ratio"] = results["ours"]["median_ms"] / results["torch"]["median_ms"]
-    print(f"ratio   {results['ratio']:8.3f}  (plain {plain:.3f} ms)")
-    torch.distributed.destroy_process_group()
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        taken = in_turns({side: partial(cpu_ms, one, x) for side, one in models.items()}, options.rounds, 3)
+    plain = statistics.median(taken[PLAIN])
+    added = {side: [value - plain for value in taken[side]] for side in (OURS, TORCH)}
+    rows = [row("added by sharding, per layer", "ms of CPU", added, 1 / options.layers)]
+    rows.append(row("a layer without sharding", "ms of CPU", {PLAIN: taken[PLAIN]}, 1 / options.layers))
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -2,33 +2,25 @@
 
     python benchmarks/functional.py [--rounds 40] [--json FILE]
 
-Nothing is communicated, so this is all that Python and dispatch take. Both sides run in turns in one process, on one
-thread; the figures are medians over the rounds, with quartiles, in microseconds of this thread's CPU time, which other
-processes on the machine disturb less than the clock on the wall.
+Nothing is communicated, so this is all that Python and dispatch take. Figures are of this thread's CPU time, which
+other processes on the machine disturb less than the clock on the wall.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.distributed._functional_collectives as torch_functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from harness import OURS, TORCH, command_line, finish, in_turns, row
+from without_peers import without_peers
 
-import disttrain
-from disttrain.process_group import World, entered_world, functional
-from disttrain.store import HashStore
+from disttrain.process_group import functional
 
 GROUP_SIZE = 8
 NUM_CALLS = 300
@@ -59,51 +51,18 @@ def round_us(case: Case, side: ModuleType, group: Any, tensor: torch.Tensor) -> 
     return (time.thread_time() - start_s) / NUM_CALLS * 1e6
 
 
-def measure(group: Any, num_rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Microseconds per case, side and round."""
-    tensor = torch.ones(GROUP_SIZE * 2)
-    sides = {"disttrain": (functional, None), "torch": (torch_functional, group)}
-    taken: dict[str, dict[str, list[float]]] = {case: {name: [] for name in sides} for case in CASES}
-    for _ in range(num_rounds):
-        for name, case in CASES.items():
-            for side_name, (side, its_group) in sides.items():
-                taken[name][side_name].append(round_us(case, side, its_group, tensor))
-    return taken
-
-
-def shown(times_us: list[float]) -> str:
-    lower, median, upper = statistics.quantiles(times_us, n=4)
-    return f"{median:6.1f} [{lower:.1f}, {upper:.1f}]"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=GROUP_SIZE)
-    world = World(HashStore(), 0, GROUP_SIZE, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
-    with entered_world(world):
-        taken = measure(torch.distributed.group.WORLD, options.rounds)
-    print(f"{'us of CPU time':<28} {'disttrain':<22} {'torch':<24} ratio")
-    for case, sides in taken.items():
-        ratio = statistics.median(sides["disttrain"]) / statistics.median(sides["torch"])
-        print(f"{case:<28} {shown(sides['disttrain']):<22} {shown(sides['torch']):<24} {ratio:.2f}")
-    torch.distributed.destroy_process_group()
-    if options.json is not None:
-        revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "commit": revision.stdout.strip(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "disttrain": disttrain.__version__,
-            },
-            "rounds_us": taken,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    tensor = torch.ones(GROUP_SIZE * 2)
+    with without_peers(GROUP_SIZE):
+        sides = {OURS: (functional, None), TORCH: (torch_functional, torch.distributed.group.WORLD)}
+        rows = []
+        for name, case in CASES.items():
+            calls = {side: partial(round_us, case, *of, tensor) for side, of in sides.items()}
+            rows.append(row(name, "us of CPU", in_turns(calls, options.rounds)))
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

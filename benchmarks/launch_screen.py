@@ -5,27 +5,24 @@
 A report is compared with a datagram to a socket that somebody reads, which is how it could be done with system calls.
 Lines of all ranks go into a pipe that is read at once: folded, one by one (`--no-fold`), and by torchrun with `--tee
 3`; nothing is folded here, since each line has its rank in it. Runs are interleaved, times medians of whole runs,
-starting Python included. Writes benchmarks/results/launch_screen.json.
+starting Python included.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgpack
+from harness import OURS, TORCH, command_line, finish, in_turns, row
 
 import disttrain
 from disttrain import settings
@@ -61,38 +58,15 @@ def by_command(num_ranks: int, *command: str) -> None:
     assert done.stdout.count("says line") == num_ranks * int(command[-1])
 
 
-def interleaved(cases: dict[str, Callable[[], None]], num_repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run."""
-    times_s: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(num_repeats):
-        for name, run in cases.items():
-            began_s = time.perf_counter()
-            run()
-            times_s[name].append(time.perf_counter() - began_s)
-    return times_s
-
-
-def rows(what: str, times_s: dict[str, list[float]], count: int, unit: str, scale: float) -> list[dict[str, Any]]:
-    """`unit`: of one of `count`, `scale` times a second."""
-    found = []
-    for name, runs in times_s.items():
-        each = sorted(run / count * scale for run in runs)
-        ratio = statistics.median(run / first for run, first in zip(runs, next(iter(times_s.values())), strict=True))
-        spread = [round(each[0], 2), round(each[-1], 2)]
-        row = {
-            "what": what,
-            "how": name,
-            unit: round(statistics.median(each), 2),
-            "spread": spread,
-            "ratio": round(ratio, 2),
-        }
-        print(json.dumps(row))
-        found.append(row)
-    return found
+def timed(run: Callable[[], None]) -> float:
+    """Seconds."""
+    began_s = time.perf_counter()
+    run()
+    return time.perf_counter() - began_s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--lines", type=int, default=50_000)
@@ -102,33 +76,21 @@ def main() -> None:
         make_page(page)
         os.environ[settings.REPORT_FILE.name] = str(page)
         script.write_text(SCRIPT)
-        reports = interleaved({"report": by_report, "datagram": by_datagram}, flags.repeats)
+        reports = in_turns({OURS: partial(timed, by_report), "datagram": partial(timed, by_datagram)}, flags.repeats)
         job = ("--nproc-per-node", str(flags.ranks))
         ends = (str(script), str(flags.lines))
         commands = {
-            "folded": ("disttrain_launch", *job, *ends),
+            OURS: ("disttrain_launch", *job, *ends),
             "one by one": ("disttrain_launch", "--no-fold", *job, *ends),
-            "torchrun": ("torch.distributed.run", "--tee", "3", *job, *ends),
+            TORCH: ("torch.distributed.run", "--tee", "3", *job, *ends),
         }
-        runs: dict[str, Callable[[], None]] = {
-            name: lambda command=command: by_command(flags.ranks, *command)  # type: ignore[misc]
-            for name, command in commands.items()
-        }
-        lines = interleaved(runs, flags.repeats)
-    found = [
-        *rows("report", reports, NUM_REPORTS, "us", 1e6),
-        *rows("line", lines, flags.ranks * flags.lines, "us", 1e6),
+        runs = {name: partial(by_command, flags.ranks, *command) for name, command in commands.items()}
+        lines = in_turns({name: partial(timed, run) for name, run in runs.items()}, flags.repeats)
+    rows = [
+        row("a report", "us", reports, 1e6 / NUM_REPORTS),
+        row("a worker's line", "us", lines, 1e6 / (flags.ranks * flags.lines)),
     ]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    sizes = f"--repeats {flags.repeats} --ranks {flags.ranks} --lines {flags.lines}"
-    about = {
-        "command": f"python benchmarks/launch_screen.py {sizes}",
-        "commit": commit,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
-    out = Path(__file__).parent / "results" / "launch_screen.json"
-    out.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
+    finish(rows, flags.json)
 
 
 if __name__ == "__main__":

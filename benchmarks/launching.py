@@ -7,16 +7,12 @@ torchrun. A step is an all_reduce that all workers have been through; times are 
 when Python runs the script's first line, also without any launcher ("bare"). After a kill: until the command has ended
 (without restarts), and until the next step is done (with one restart), the latter also as a ratio to the side's own
 start. A lost node is a second launcher on this machine that is killed with SIGKILL together with its workers: until the
-other node's workers are through their next step, alone. Sides take turns; medians, all times in the results.
-Writes benchmarks/results/launching.json.
+other node's workers are through their next step, alone. Sides take turns.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import select
 import signal
 import socket
@@ -29,10 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from harness import OURS, TORCH, Row, command_line, finish, row
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "launching.json"
 LIMIT_S = 120.0
 STEP_LIMIT_S = 40.0
 SCRIPT = """
@@ -77,8 +72,8 @@ class Side:
         return [*given, *meeting]
 
 
-OURS = Side("disttrain-launch", (sys.executable, "-m", "disttrain_launch"))
-TORCHRUN = Side("torchrun", (sys.executable, "-m", "torch.distributed.run"))
+LAUNCH = Side(OURS, (sys.executable, "-m", "disttrain_launch"))
+TORCHRUN = Side(TORCH, (sys.executable, "-m", "torch.distributed.run"))
 
 
 @dataclass
@@ -193,8 +188,8 @@ class Bench:
 
 def cases(bench: Bench) -> dict[str, dict[str, Callable[[], float]]]:
     """Measurements by case and side."""
-    own = {OURS: "disttrain", TORCHRUN: "torch"}
-    sides = (OURS, TORCHRUN)
+    own = {LAUNCH: "disttrain", TORCHRUN: "torch"}
+    sides = (LAUNCH, TORCHRUN)
     return {
         "first line": {
             "bare": lambda: bench.first("line", None, "line"),
@@ -216,55 +211,39 @@ def cases(bench: Bench) -> dict[str, dict[str, Callable[[], float]]]:
     }
 
 
-def measure(bench: Bench, num_repeats: int) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    starts_s: dict[str, float] = {}
+def measure(bench: Bench, num_repeats: int) -> tuple[list[Row], dict[str, int]]:
+    """Rows, and how often no step came: by case and side."""
+    rows: list[Row] = []
+    starts: dict[str, float] = {}
+    num_failed: dict[str, int] = {}
     for case, measured in cases(bench).items():
         times_s: dict[str, list[float]] = {name: [] for name in measured}
-        num_failed = dict.fromkeys(measured, 0)
         # A node's silence takes its time, and the same each time.
         for _ in range(2 if case.startswith("lost") else num_repeats):
             for name, one in measured.items():
                 try:
-                    times_s[name].append(round(one(), 4))
+                    times_s[name].append(one())
                 except NoStepError:
-                    num_failed[name] += 1
+                    num_failed[f"{case}, {name}"] = num_failed.get(f"{case}, {name}", 0) + 1
                 bench.clean()
-        medians_s = {name: round(statistics.median(times), 3) for name, times in times_s.items() if times}
-        row: dict[str, object] = {"case": case, "median_s": medians_s, "times_s": times_s, "failed": num_failed}
-        if TORCHRUN.name in medians_s:
-            row["of_torchrun"] = round(medians_s[OURS.name] / medians_s[TORCHRUN.name], 3)
-        if case == "first line":
-            row["after_bare_s"] = round(medians_s[OURS.name] - medians_s["bare"], 3)
+        times_s = {name: times for name, times in times_s.items() if times}
+        rows.append(row(case, "s", times_s))
         if case == "first step, own library":
-            starts_s = medians_s
+            starts = {name: statistics.median(times) for name, times in times_s.items()}
         if case == "killed worker to next step":
-            row["of_own_start"] = {name: round(median_s / starts_s[name], 3) for name, median_s in medians_s.items()}
-        rows.append(row)
-        print(json.dumps({name: value for name, value in row.items() if name != "times_s"}), flush=True)
-    return rows
+            again = {name: [each / starts[name] for each in times] for name, times in times_s.items()}
+            rows.append(row(case, "own first steps", again))
+    return rows, num_failed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)
     flags = parser.parse_args()
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Bench(flags.workers, Path(folder)), flags.repeats)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    about = {
-        "command": f"python benchmarks/launching.py --repeats {flags.repeats} --workers {flags.workers}",
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_before": load,
-    }
-    RESULTS.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        rows, num_failed = measure(Bench(flags.workers, Path(folder)), flags.repeats)
+    finish(rows, flags.json, without_a_step=num_failed)
 
 
 if __name__ == "__main__":

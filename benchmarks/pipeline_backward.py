@@ -2,15 +2,13 @@
 
     python benchmarks/pipeline_backward.py [--dim 4096 --seq 4096 --dtype bfloat16]
 
-Prints, as JSON, the median seconds of each, of a stage of `--layers` layers, and per layer what the split adds to a
-plain backward. On the CPU use small sizes: then it is the cost of calls that shows.
+Per layer of a stage of `--layers` layers, and what a split adds to a plain backward. On the CPU use small sizes: then
+it is the cost of calls that shows.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import OURS, TORCH, command_line, finish, row
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -84,8 +83,8 @@ def ways(stage: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, dic
 
     return {
         "plain": {"F": forward, "B": lambda: state.pop("y").backward(grad)},
-        "split": {"F": our_forward, "I": our_input, "W": our_weight},
-        "torch": {
+        OURS: {"F": our_forward, "I": our_input, "W": our_weight},
+        TORCH: {
             "F": forward,
             "I": torch_input,
             "W": torch_weight,
@@ -106,7 +105,7 @@ def peaks(all_ways: dict[str, dict[str, Callable[[], None]]]) -> dict[str, dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = command_line(__doc__)
     for name, default in (
         ("dim", 64),
         ("heads", 4),
@@ -133,14 +132,25 @@ def main() -> None:
                 seconds = timed(run, device)
                 if run_number >= 3:
                     times[name][step].append(seconds)
-    medians = {name: {step: statistics.median(of) for step, of in steps.items()} for name, steps in times.items()}
-    totals = {name: sum(steps.values()) for name, steps in medians.items()}
-    added = {name: (totals[name] - totals["plain"]) / options.layers for name in ("split", "torch")}
-    report = {"device": str(device), "torch": torch.__version__, **vars(options)}
-    report |= {"median_s": medians, "total_s": totals, "added_s_per_layer": added}
+    totals = {name: [sum(of) for of in zip(*steps.values(), strict=True)] for name, steps in times.items()}
+    plain = statistics.median(totals["plain"])
+    added = {name: [each - plain for each in totals[name]] for name in (OURS, TORCH)}
+    rows = [
+        row("forward and backward of a layer", "ms", totals, 1e3 / options.layers),
+        row("what the split adds to a layer", "ms", added, 1e3 / options.layers),
+    ]
     if device.type == "cuda":
-        report["kept_gib"] = peaks(all_ways)
-    print(json.dumps(report, indent=1))
+        kept = peaks(all_ways)
+        rows += [
+            row(f"kept after {step}", "GiB", {name: [of[step]] for name, of in kept.items() if step in of})
+            for step in ("F", "I")
+        ]
+    finish(
+        rows,
+        options.json,
+        device=str(device),
+        sizes={name: value for name, value in vars(options).items() if name != "json"},
+    )
 
 
 if __name__ == "__main__":

@@ -10,19 +10,14 @@ thread computes, which is the scheduler's and that of handing messages over; "wa
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+from harness import OURS, TORCH, Row, Spread, command_line, finish
 from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -56,7 +51,7 @@ def stepping(library: str, plan: Schedule) -> Step:
     """A step of the schedule on this rank."""
     rank, num_stages, device = disttrain.get_rank(), plan.num_stages, torch.device("cpu")
     indices = plan.placement.stages[rank]
-    if library == "disttrain":
+    if library == OURS:
         stage_class, schedule_class = pipelining.PipelineStage, pipelining.get_schedule_class(plan.name)
     else:
         stage_class, schedule_class = torch_pipelining.PipelineStage, torch_schedules.get_schedule_class(plan.name)
@@ -152,10 +147,10 @@ def costlier(values: list[float]) -> list[float]:
     return found.tolist()
 
 
-def measure(plan: Schedule, libraries: list[str], num_rounds: int) -> dict[str, Any]:
-    """By library. Collective."""
+def measure(name: str, plan: Schedule, libraries: list[str], num_rounds: int) -> list[Row]:
+    """Collective."""
     num_actions = len(lower(plan).ranks[disttrain.get_rank()])
-    loops = {"disttrain": PlainOurs, "torch": PlainTorch}
+    loops = {OURS: PlainOurs, TORCH: PlainTorch}
     runs = {library: (stepping(library, plan), loops[library](plan)) for library in libraries}
     costs: dict[str, list[tuple[float, ...]]] = {library: [] for library in libraries}
     for round_number in range(NUM_WARMUPS + num_rounds):
@@ -163,45 +158,31 @@ def measure(plan: Schedule, libraries: list[str], num_rounds: int) -> dict[str, 
             pairs = zip(timed(step), timed(loop), strict=True)
             if round_number >= NUM_WARMUPS:
                 costs[library].append(tuple(1e6 * (whole - bare) / num_actions for whole, bare in pairs))
-    rows: dict[str, Any] = {}
+    found: dict[str, dict[str, Spread]] = {"us of CPU": {}, "us": {}}
     for library, of_rounds in costs.items():
         quartiles = [statistics.quantiles(column, n=4) for column in zip(*of_rounds, strict=True)]
-        found = costlier([value for column in quartiles for value in column])
-        rows[library] = {
-            f"{clock}_us_per_action": dict(zip(("lower", "median", "upper"), found[at : at + 3], strict=True))
-            for clock, at in (("cpu", 0), ("wall", 3))
-        }
-    return rows
+        of_both = costlier([value for column in quartiles for value in column])
+        for unit, (least, median, most) in zip(found, (of_both[:3], of_both[3:]), strict=True):
+            found[unit][library] = Spread(median, least, most)
+    return [Row(f"{name}, an action", unit, sides) for unit, sides in found.items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="+", default=["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-    parser.add_argument("--libraries", nargs="+", choices=["disttrain", "torch"], default=["disttrain", "torch"])
+    parser.add_argument("--libraries", nargs="+", choices=[OURS, TORCH], default=[OURS, TORCH])
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="write the results to this file too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     disttrain.init_process_group("gloo")
     torch.distributed.init_process_group("gloo")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "commit": commit.stdout.strip(),
-        "versions": f"disttrain {disttrain.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-    }
+    rows: list[Row] = []
     for name in options.schedules:
         plan = make_schedule(name, disttrain.get_world_size(), options.microbatches)
-        results[name] = measure(plan, options.libraries, options.rounds)
-        for library, row in results[name].items() if disttrain.get_rank() == 0 else ():
-            texts = (
-                f"{key.partition('_')[0]} {of['median']:7.1f} [{of['lower']:.1f}, {of['upper']:.1f}]"
-                for key, of in row.items()
-            )
-            print(f"{name:18}{library:11}us per action: ", "   ".join(texts), flush=True)
-    if options.json and disttrain.get_rank() == 0:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        rows += measure(name, plan, options.libraries, options.rounds)
+    if disttrain.get_rank() == 0:
+        finish(rows, options.json)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

@@ -5,20 +5,15 @@
 Node 0's shell is the real one, over a store in memory that counts requests (a request and its answer are one message
 here); the nodes are played by this process, which sends what their links would. Beats are left out: they take one
 message per node and second whether rounds begin or not. Times are medians of whole rounds, with all nodes' part in
-them, so that they are bounds for node 0's. Writes benchmarks/results/rendezvous.json.
+them, so that they are bounds for node 0's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
+
+from harness import OURS, command_line, finish, row
 
 from disttrain.store import HashStore
 from disttrain_launch.events import Chronicle
@@ -29,7 +24,6 @@ from disttrain_launch.rendezvous_state import NodeLost, Rendezvous
 from disttrain_launch.rounds import Node, Terms
 from disttrain_launch.view import JobState
 
-RESULTS = Path(__file__).parent / "results" / "rendezvous.json"
 NUM_LOCAL_WORKERS = 8
 FAILED = Failed(0, 0, 0, "host", 7, 1, 60.0, "", "")
 
@@ -120,7 +114,7 @@ def play(num_nodes: int) -> dict[str, tuple[int, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
@@ -129,26 +123,10 @@ def main() -> None:
         plays = [play(num_nodes) for _ in range(flags.repeats)]
         for name in plays[0]:
             (num_messages,) = {costs[name][0] for costs in plays}
-            times_s = [costs[name][1] for costs in plays]
-            row = {
-                "round": name,
-                "nodes": num_nodes,
-                "messages": num_messages,
-                "messages_per_node": round(num_messages / num_nodes, 3),
-                "median_s": round(statistics.median(times_s), 4),
-                "spread_s": [round(min(times_s), 4), round(max(times_s), 4)],
-            }
-            rows.append(row)
-            print(json.dumps(row))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    sizes = " ".join(map(str, flags.nodes))
-    about = {
-        "command": f"python benchmarks/rendezvous.py --nodes {sizes} --repeats {flags.repeats}",
-        "commit": commit,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
-    RESULTS.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            case = f"{name}, {num_nodes} nodes"
+            rows.append(row(case, "ms", {OURS: [costs[name][1] for costs in plays]}, 1e3))
+            rows.append(row(case, "messages per node", {OURS: [num_messages / num_nodes]}))
+    finish(rows, flags.json)
 
 
 if __name__ == "__main__":

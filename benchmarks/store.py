@@ -7,19 +7,13 @@ connection between two processes: what the machine itself takes. torch has no ba
 the last one sets the key that all wait for. A set of torch's does not wait for an answer; "set and get" compares like
 with like. torch's server looks up each peer's name in the DNS, which its connects wait for, and
 for seconds where no DNS answers: see whether `hosts` in nsswitch.conf is `files` only. The crowd's clients are threads
-of two processes; its times are those of the last client, and go with the CPU time that the server took. Writes
-benchmarks/results/store.json.
+of two processes; its times are those of the last client, and go with the CPU time that the server took.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib.metadata
-import json
 import multiprocessing
-import os
-import platform
 import resource
 import socket
 import statistics
@@ -34,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from harness import OURS, TORCH, command_line, finish, row
 
 from disttrain.store import ServerProcess, TCPStore, spawn_server
 
@@ -50,7 +45,6 @@ CALLS_PER_ROUND = 200
 CONNECTS_PER_ROUND = 20
 KEYS = [f"key{number}" for number in range(NUM_KEYS)]
 VALUES = ["0123456789abcdef"] * NUM_KEYS
-RESULTS = Path(__file__).parent / "results" / "store.json"
 
 TORCH_SERVER = """
 import sys
@@ -85,7 +79,7 @@ class Child:
 
 def connect(name: str, port: int) -> Any:
     """A client of the server of that name."""
-    if name == "torch":
+    if name == TORCH:
         return torch.distributed.TCPStore(
             HOST, port, None, False, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False
         )
@@ -105,8 +99,8 @@ def meet(store: Any, key: str, num_members: int) -> None:
 class Ours:
     """disttrain's store on one engine."""
 
-    def __init__(self, engine: str) -> None:
-        self.name = f"disttrain ({engine})"
+    def __init__(self, name: str, engine: str) -> None:
+        self.name = name
         self.server: ServerProcess = spawn_server(HOST, 0, engine=engine)
         self.store = connect(self.name, self.server.port)
         self.members = [connect(self.name, self.server.port) for _ in range(NUM_MEMBERS)]
@@ -124,7 +118,7 @@ class Torchs:
     """torch's store."""
 
     def __init__(self) -> None:
-        self.name = "torch"
+        self.name = TORCH
         self.server = Child(TORCH_SERVER)
         self.store = connect(self.name, self.server.port)
         self.members = [connect(self.name, self.server.port) for _ in range(NUM_MEMBERS)]
@@ -250,7 +244,7 @@ def connects_seconds(side: Side) -> float:
     started_s = time.perf_counter()
     stores = [connect(side.name, side.server.port) for _ in range(NUM_CONNECTS)]
     taken_s = time.perf_counter() - started_s
-    if side.name != "torch":
+    if side.name != TORCH:
         for store in stores:
             store.close()
     return taken_s
@@ -279,6 +273,8 @@ def measure_crowd(sides: list[Side], num_rounds: int) -> dict[str, dict[str, lis
         pipes.append(pipe)
         workers.append(context.Process(target=run_clients, args=(other, ports, NUM_CROWD // NUM_PROCESSES)))
         workers[-1].start()
+        # Nobody else has it then: when the process ends, `recv` says so.
+        other.close()
     for pipe in pipes:
         pipe.recv()
     cases = [name for case in CROWD for name in (case, f"server of {case}")]
@@ -305,60 +301,27 @@ def floor_microseconds() -> float:
     return trip
 
 
-def table(taken: dict[str, dict[str, list[float]]], floor_us: float) -> str:
-    """Medians in microseconds, and ours over torch's."""
-    names = list(next(iter(taken.values())))
-    heads = [head for name in names for head in ([name] if name == "torch" else [name, "ratio"])]
-    rows = [f"{'us, median':<26}" + "".join(f"{head:>20}" for head in heads)]
-    for case, sides in taken.items():
-        medians = {name: statistics.median(times) for name, times in sides.items()}
-        cells = []
-        for name, median in medians.items():
-            cells.append(f"{median:20.1f}")
-            if name != "torch":
-                cells.append(f"{median / medians['torch']:20.2f}")
-        rows.append(f"{case:<26}" + "".join(cells))
-    return "\n".join([*rows, f"floor: {floor_us:.1f} us for a bare loopback round trip"])
-
-
-def commit() -> str | None:
-    """The commit that is measured, if this is a repository that has one."""
-    answer = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return answer.stdout.strip() if answer.returncode == 0 else None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--engines", nargs="+", default=["pyuv", "uvloop"])
     arguments = parser.parse_args()
     # Children inherit it: torch's server does not ask for more than it is given, and then no longer answers.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    sides: list[Side] = [Torchs(), *(Ours(engine) for engine in arguments.engines)]
+    sides: list[Side] = [
+        Torchs(),
+        *(Ours(f"{OURS}, {engine}" if later else OURS, engine) for later, engine in enumerate(arguments.engines)),
+    ]
     for side in sides:
         side.store.multi_set(KEYS, VALUES)
     floor_us = floor_microseconds()
     taken = measure(sides, arguments.rounds) | measure_crowd(sides, arguments.rounds)
     for side in sides:
         side.close()
-    print(table(taken, floor_us))
-    packages = ["disttrain", "torch", "msgpack", "uvloop", "pyuv"]
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    result = {
-        "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version(), **{name: found.get(name) for name in packages}},
-        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release()},
-        "floor_us": floor_us,
-        "median_us": {
-            case: {name: statistics.median(times) for name, times in sides.items()} for case, sides in taken.items()
-        },
-        "rounds_us": taken,
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    rows = [row(case, "us", times) for case, times in taken.items()]
+    floor = row("a bare round trip of 30 bytes over loopback", "us", {"floor": [floor_us]})
+    finish([*rows, floor], arguments.json)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,18 @@
 
     python benchmarks/store_startup.py [--clients 500] [--rounds 7] [--simulated 100000]
 
-The clients are threads of a few processes. In torch, "get" reads the addresses one by one, as its transports do;
-"multi_get" waits for all keys and asks for their values together, the best that its interface allows. Its barrier is
+The clients are threads of a few processes. torch's transports read the addresses "one by one"; "torch" is multi_get: it
+waits for all keys and asks for their values together, the best that its interface allows. Its barrier is
 a counter and a key that all wait for. torch looks up each peer's name in the DNS; where no DNS answers, that alone
 takes seconds, so measure where `hosts` in nsswitch.conf is `files` only. Sides take turns; times are from the signal
 to start until the last client is through, in the slowest process. Then the server's state machine alone, without
 sockets: the same start with 100,000 simulated clients, which each wait for their right neighbour's key and meet at a
-barrier. Writes benchmarks/results/store_startup.json.
+barrier.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import threading
@@ -26,8 +21,9 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
+
+from harness import OURS, TORCH, command_line, finish, row
 
 from disttrain.store import TCPStore, spawn_server
 from disttrain.store.state import StoreState
@@ -36,7 +32,6 @@ from disttrain.store.wire import Op
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
 NUM_PROCESSES = 2
-RESULTS = Path(__file__).parent / "results" / "store_startup.json"
 TORCH_SERVER = """
 import sys
 from torch.distributed import TCPStore
@@ -95,10 +90,10 @@ def torch_multi_get(port: int, rank: int, num_clients: int) -> object:
 
 Client = Callable[[int, int, int], object]
 SIDES: dict[str, Client] = {
-    "disttrain (pyuv)": ours,
-    "disttrain (uvloop)": ours,
-    "torch, multi_get": torch_multi_get,
-    "torch, get": torch_get,
+    OURS: ours,
+    "ours, uvloop": ours,
+    TORCH: torch_multi_get,
+    "torch, one by one": torch_get,
 }
 
 
@@ -138,12 +133,12 @@ def run_once(pipe: Any, name: str, port: int, ranks: range, num_clients: int) ->
 
 def start_up_seconds(name: str, pipes: list[Any], num_clients: int) -> float:
     """One start of `num_clients`, on a server of its own."""
-    if name.startswith("torch"):
+    if name.startswith(TORCH):
         process = subprocess.Popen([sys.executable, "-c", TORCH_SERVER], stdin=-1, stdout=-1)
         assert process.stdout is not None
         port, end = int(process.stdout.readline()), process.communicate
     else:
-        server = spawn_server(HOST, 0, engine=name[name.index("(") + 1 : -1])
+        server = spawn_server(HOST, 0, engine="pyuv" if name == OURS else "uvloop")
         port, end = server.port, server.close  # type: ignore[assignment]
     for number, pipe in enumerate(pipes):
         pipe.send((name, port, range(number, num_clients, len(pipes)), num_clients))
@@ -179,16 +174,8 @@ def simulate(num_clients: int, is_traced: bool) -> float:
     return float(most_bytes)
 
 
-def commit() -> str | None:
-    """The commit that is measured, if this is a repository that has one."""
-    answer = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return answer.stdout.strip() if answer.returncode == 0 else None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--clients", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--simulated", type=int, default=100_000)
@@ -200,6 +187,8 @@ def main() -> None:
         pipes.append(pipe)
         workers.append(context.Process(target=run_clients, args=(other,)))
         workers[-1].start()
+        # Nobody else has it then: when the process ends, `recv` says so.
+        other.close()
     taken: dict[str, list[float]] = {name: [] for name in SIDES}
     for _ in range(arguments.rounds):
         for name in SIDES:
@@ -207,32 +196,15 @@ def main() -> None:
     for pipe, worker in zip(pipes, workers, strict=True):
         pipe.send(None)
         worker.join()
-    medians = {name: statistics.median(times) for name, times in taken.items()}
-    for name, median in medians.items():
-        ratios = ", ".join(f"{median / medians[twin]:.2f} of {twin}" for twin in medians if twin.startswith("torch"))
-        print(f"{name:<20} {median * 1e3:8.1f} ms for {arguments.clients} clients  ({ratios})")
-    seconds = min(simulate(arguments.simulated, False) for _ in range(3))
+    simulated_s = [simulate(arguments.simulated, False) for _ in range(3)]
     most_bytes = simulate(arguments.simulated, True)
-    microseconds_each, bytes_each = seconds / arguments.simulated * 1e6, most_bytes / arguments.simulated
-    print(
-        f"state machine, {arguments.simulated} clients: {microseconds_each:.1f} us and {bytes_each:.0f} bytes each "
-        "for a get that waits, a set that wakes and a barrier"
-    )
-    result = {
-        "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
-        "python": platform.python_version(),
-        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release()},
-        "num_clients": arguments.clients,
-        "median_s": medians,
-        "rounds_s": taken,
-        "simulated": {
-            "num_clients": arguments.simulated,
-            "us_per_client": microseconds_each,
-            "bytes_per_client": bytes_each,
-        },
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    each = 1 / arguments.simulated
+    rows = [
+        row(f"start of {arguments.clients} clients", "ms", taken, 1e3),
+        row(f"state machine, {arguments.simulated} clients, each", "us", {OURS: simulated_s}, 1e6 * each),
+        row(f"state machine, {arguments.simulated} clients, each", "bytes", {OURS: [most_bytes]}, each),
+    ]
+    finish(rows, arguments.json)
 
 
 if __name__ == "__main__":

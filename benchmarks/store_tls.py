@@ -2,21 +2,14 @@
 
     python benchmarks/store_tls.py [--rounds 15] [--engine pyuv]
 
-Both sides check certificates (EC P-256) and the token. "us" is the median wall time of a call, "cpu us" what client and
-server together compute for one. torch's store has no TLS to compare with. Writes benchmarks/results/store_tls.json.
+Both sides check certificates (EC P-256) and the token. Besides the wall time of a call there is the CPU time that
+client and server together take for one. torch's store has no TLS to compare with.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import trustme
+from harness import command_line, finish, row
 
 from disttrain.store import Certificates, TCPStore, new_token, spawn_server
 
@@ -31,7 +25,6 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 LARGE = bytes(16 << 20)
 CALLS = {"connect": 20, "add": 500, "get 16 B": 500, "set 16 MiB": 2, "get 16 MiB": 2}
-RESULTS = Path(__file__).parent / "results" / "store_tls.json"
 
 
 class Side:
@@ -98,43 +91,21 @@ def measure(sides: list[Side], num_rounds: int) -> dict[str, dict[str, list[tupl
     return taken
 
 
-def summarized(taken: dict[str, dict[str, list[tuple[float, float]]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """CPU times have a grain of 10 ms in the server: their mean over the rounds says more than their median."""
-    return {
-        case: {
-            name: {
-                "us": statistics.median(wall_us for wall_us, _ in rounds),
-                "cpu_us": statistics.fmean(cpu_us for _, cpu_us in rounds),
-            }
-            for name, rounds in of_sides.items()
-        }
-        for case, of_sides in taken.items()
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--engine", choices=("pyuv", "uvloop"))
-    args = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        sides = [Side("plain", args.engine, None), Side("tls", args.engine, make_certificates(Path(folder)))]
-        taken = measure(sides, args.rounds)
-    summary = summarized(taken)
-    print(f"{'':<12}{'plain us':>12}{'tls us':>12}{'ratio':>8}{'plain cpu us':>15}{'tls cpu us':>12}{'ratio':>8}")
-    for case, of_sides in summary.items():
-        plain, tls = of_sides["plain"], of_sides["tls"]
-        walls = f"{plain['us']:>12.1f}{tls['us']:>12.1f}{tls['us'] / plain['us']:>8.2f}"
-        print(f"{case:<12}{walls}{plain['cpu_us']:>15.1f}{tls['cpu_us']:>12.1f}{tls['cpu_us'] / plain['cpu_us']:>8.2f}")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {"python": platform.python_version(), "disttrain": importlib.metadata.version("disttrain")},
-        "machine": {"num_cores": os.cpu_count(), "kernel": platform.release()},
-        "summary": summary,
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        sides = [Side("plain", options.engine, None), Side("tls", options.engine, make_certificates(Path(folder)))]
+        taken = measure(sides, options.rounds)
+    rows = []
+    for case, of_sides in taken.items():
+        walls = {side: [wall_us for wall_us, _ in rounds] for side, rounds in of_sides.items()}
+        # The server's have a grain of 10 ms: their mean over the rounds says more than their median.
+        cpus = {side: [statistics.fmean(cpu_us for _, cpu_us in rounds)] for side, rounds in of_sides.items()}
+        rows += [row(case, "us", walls), row(case, "us of CPU", cpus)]
+    finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""The page of all results, made from their files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from harness import OURS, TORCH, Row, brief, read, shown
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HEAD = """# Benchmarks
+
+Each row is one case, measured in turns with torch's way of doing the same, in the same run: medians, with quartiles in
+brackets (least and most where there are fewer than four rounds). The ratio is ours over torch's; **bold** where torch
+is ahead by more than a twentieth. What torch has no twin for is compared with a floor or another way, or stands alone.
+
+    make bench                                  # all that need no GPU, on this machine, as one table
+    .venv/bin/python benchmarks --keep --page   # ... and this page
+
+The files are in `benchmarks/results/`.
+"""
+
+
+def as_page(folder: Path) -> str:
+    """Markdown of all results in `folder`, those on processors before those on GPUs."""
+    files = [path for path in sorted(folder.glob("*.json"), key=_place) if "rows" in json.loads(path.read_text())]
+    parts = [HEAD]
+    for on_gpus, group in itertools.groupby(files, lambda path: _place(path)[0]):
+        parts.append(f"## On {'GPUs' if on_gpus else 'processors'}\n")
+        parts += [_section(path.stem, *read(path)) for path in group]
+    return "\n".join(parts)
+
+
+def _place(path: Path) -> tuple[bool, str]:
+    return "gpu" in path.stem, path.stem
+
+
+def _section(name: str, about: dict[str, Any], rows: list[Row]) -> str:
+    versions, machine = about["versions"], about["machine"]
+    where = machine["name"] if "name" in machine else f"{machine['num_cores']} cores, load {machine.get('load', '?')}"
+    torch = f", torch {versions['torch']}" if "torch" in versions else ""
+    lines = [f"### {name}", "", f"`{about['command']}`: {where}{torch}, commit {about['commit'][:9] or 'unknown'}", ""]
+    for sides, group in itertools.groupby(rows, lambda row: row.columns):
+        both = OURS in sides and TORCH in sides
+        heads = ["case", "unit", *sides, *(["ours / torch"] if both else [])]
+        lines += [_line(heads), _line(["---"] * len(heads))]
+        lines += [
+            _line([row.case, row.unit, *(shown(row.sides[side]) for side in sides), *_ratio(row)]) for row in group
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row) -> list[str]:
+    if row.ratio is None:
+        return []
+    text = brief(row.ratio)
+    return [f"**{text}**" if row.is_behind else text]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
