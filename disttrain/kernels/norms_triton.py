@@ -51,9 +51,11 @@ def _norm_forward(
     # Only where the program begins may be far; within its rows 32 bits will do.
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
     places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
-    values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
+    # Rows are read once, parameters by every program.
+    values = tl.load(x + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if HAS_RESIDUAL:
-        values += tl.load(residual + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        added = tl.load(residual + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first")
+        values += added.to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + begin + places, rounded, mask=is_there)
         values = rounded.to(tl.float32)
@@ -68,9 +70,13 @@ def _norm_forward(
         tl.store(statistics + rows, scale, mask=rows < num_rows)
     values *= scale[:, None]
     if HAS_WEIGHT:
-        values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        values *= tl.load(weight + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
+            None, :
+        ]
     if HAS_BIAS:
-        values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        values += tl.load(bias + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
+            None, :
+        ]
     tl.store(y + begin + places, values.to(y.dtype.element_ty), mask=is_there)
 
 
