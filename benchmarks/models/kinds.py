@@ -14,11 +14,11 @@ PATTERNS = {
     "communication": r"nccl",
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated",
     "matmul": r"gemm|nvjet|cutlass|xmma|splitK|cublas",
-    "optimizer": r"multi_tensor_apply|adam|_update",
+    "optimizer": r"adam|FusedOptimizer|^_update",
     "loss": r"softmax|nll_loss|_statistics|_gradient|_combine",
     "kernels of blocks": r"^_\w*(forward|backward|turn)",
     "Inductor's": r"^triton_",
-    "copies and casts": r"memcpy|memset|copy|cat|split_with_sizes",
+    "copies and casts": r"memcpy|memset|copy|cat|split_with_sizes|multi_tensor_apply",
 }
 OTHER = "other"
 
