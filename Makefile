@@ -18,7 +18,7 @@ help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(READY) ## Train a small language model on two processes of this machine.
-	$(BIN)/disttrain-launch --standalone --nproc-per-node 2 examples/train_lm.py $(ARGS)
+	$(BIN)/disttrain-launch --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
 
 test: $(READY) ## Run all tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

@@ -28,16 +28,16 @@ from harness import Row, command_line, finish, in_turns, row, spread
 from disttrain.compiling import compile_blocks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 
 WAYS = ("blocks", "whole", "eager")
 SIZES = ("preset", "layers", "batch", "seq", "threads")
 
 
 def make_model(way: str, options: argparse.Namespace) -> Llama:
-    torch.manual_seed(0)
-    model = Llama(replace(PRESETS[options.preset], num_layers=options.layers))
-    model.init()
+    model = Llama(replace(PRESETS[options.preset], num_layers=options.layers, max_length=options.seq))
+    model.init(seed=0)
     if way == "blocks":
         compile_blocks(model)
     elif way == "whole":

@@ -9,69 +9,23 @@ ranks: `python -m disttrain.pipelining compare` says what differs.
 from __future__ import annotations
 
 import argparse
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from llama.config import LlamaConfig
+from llama.model import Llama
 
 import disttrain
 from disttrain.pipelining import clip_grad_norm_, draw_text, get_schedule_class, make_schedule, simulate, split_blocks
 
-VOCABULARY, WIDTH, HEAD, HIDDEN, LAYERS = 256, 64, 16, 160, 8
+# Embedding and head are one matrix: two stages have it, and add up their gradients.
+SIZES = LlamaConfig(dim=64, num_layers=8, num_heads=4, num_kv_heads=4, hidden_size=160, is_tied=True)
 ROWS, LENGTH, MICROBATCHES, STEPS = 16, 64, 8, 8
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (m(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        return self.output(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
-        self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), MLP()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:  # pairs of numbers of each head, by their place in the sequence
-    angles = (torch.arange(x.shape[-2])[:, None] * 1e4 ** -torch.linspace(0, 1, HEAD // 2)).to(x.device)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-def llama() -> nn.Sequential:
-    torch.manual_seed(0)  # all ranks make the same model, and keep their stages of it
-    blocks, head = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.Linear(WIDTH, VOCABULARY, bias=False)
-    embedding = nn.Embedding(VOCABULARY, WIDTH)
-    head.weight = embedding.weight  # two stages have it, and add up their gradients
-    return nn.Sequential(OrderedDict(embedding=embedding, blocks=blocks, norm=nn.RMSNorm(WIDTH), head=head))
-
-
 def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    # Rows of an embedding are about as long as this: as a head it makes logits that are too large otherwise.
-    return F.cross_entropy(logits.flatten(0, 1) / WIDTH**0.5, target.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def train(name: str, text: torch.Tensor) -> None:
@@ -79,7 +33,9 @@ def train(name: str, text: torch.Tensor) -> None:
     plan = make_schedule(name, num_ranks, MICROBATCHES)  # torch-free: what each rank does, in its order
     if rank == 0:
         print(draw_text(simulate(plan), width=120), flush=True)
-    model = split_blocks(llama(), plan.num_stages)
+    whole = Llama(SIZES)
+    whole.init(seed=0)  # all ranks make the same model, and keep their stages of it
+    model = split_blocks(whole, plan.num_stages)
     stages = [model.build_stage(stage, device) for stage in plan.placement.stages[rank]]
     schedule = get_schedule_class(name)(stages, MICROBATCHES, loss_fn)
     optimizer = torch.optim.AdamW(schedule.parameters(), lr=3e-3)

@@ -8,11 +8,11 @@ what is left of the parameters. What `tp` sends is said before, and counted.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from llama.config import LlamaConfig
+from llama.model import Llama
 from torch import nn
 
 import disttrain
@@ -20,56 +20,8 @@ from disttrain import tp
 from disttrain.dtensor import CommDebugMode
 from disttrain.fsdp2 import fully_shard
 
-VOCABULARY, WIDTH, HEAD, KV_HEADS, HIDDEN, LAYERS = 256, 64, 16, 2, 160, 2
+SIZES = LlamaConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=160)
 ROWS, LENGTH, STEPS = 8, 64, 20
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.key, self.value = (nn.Linear(WIDTH, KV_HEADS * HEAD, bias=False) for _ in range(2))
-        self.output = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # -1: as many heads as this rank has.
-        q, k, v = (m(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        y = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
-        return self.output(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
-        self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), MLP()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:  # pairs of numbers of each head, by their place in the sequence
-    angles = (torch.arange(x.shape[-2])[:, None] * 1e4 ** -torch.linspace(0, 1, HEAD // 2)).to(x.device)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-def llama() -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks, head = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.Linear(WIDTH, VOCABULARY, bias=False)
-    parts = {"embedding": nn.Embedding(VOCABULARY, WIDTH), "blocks": blocks, "norm": nn.RMSNorm(WIDTH), "head": head}
-    return nn.Sequential(OrderedDict(parts))
 
 
 def main() -> None:
@@ -84,10 +36,14 @@ def main() -> None:
         starts = torch.randint(len(text) - LENGTH, (ROWS,), generator=torch.Generator().manual_seed(step))
         own = starts.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].to(device)
         rows = text[own[:, None] + torch.arange(LENGTH + 1, device=device)]
-        return tp.vocab_parallel_cross_entropy(model(rows[:, :-1]), rows[:, 1:], mesh["tp"], vocab_size=VOCABULARY)
+        return tp.vocab_parallel_cross_entropy(
+            model(rows[:, :-1]), rows[:, 1:], mesh["tp"], vocab_size=SIZES.vocabulary_size
+        )
 
-    model = llama().to(device)
-    plan = tp.plan_for(model, loss_parallel=True, head_dim=HEAD)  # a dict: entries may be changed
+    model = Llama(SIZES)
+    model.init(seed=0)
+    model.to(device)
+    plan = tp.plan_for(model, loss_parallel=True, head_dim=SIZES.head_size)  # a dict: entries may be changed
     num_tokens = ROWS * LENGTH // mesh["dp"].size()
     say(plan.table(num_tp, num_tokens, torch.float32))
     tp.parallelize_module(model, mesh["tp"], plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disttrain.checkpoint.box import Box
@@ -31,6 +31,11 @@ class Sharding:
     @property
     def is_plain(self) -> bool:
         return not self.mesh_ranks
+
+    def is_copy_of(self, other: Sharding) -> bool:
+        """Whether it lies as the other does, on a mesh of other ranks."""
+        lies_alike = replace(self, mesh_ranks=()) == replace(other, mesh_ranks=())
+        return lies_alike and not self.is_plain and not set(self.mesh_ranks) & set(other.mesh_ranks)
 
     def boxes(self) -> dict[Box, tuple[int, ...]]:
         """Each part of a tensor on a mesh, and the ranks that hold it; empty parts are left out."""

@@ -61,9 +61,9 @@ def plan_save(outlines: Sequence[Outline]) -> list[RankPlan]:
     plans = [RankPlan() for _ in outlines]
     load_bytes = [0] * len(outlines)
     shared: list[tuple[int, str, Box, tuple[int, ...]]] = []
-    for name, (sharding, ranks) in _merged(outlines).items():
-        item_size = dtype_named(sharding.dtype).itemsize
-        for box, holders in _parts(name, sharding, ranks).items():
+    for name, shardings in _merged(outlines).items():
+        item_size = dtype_named(next(iter(shardings)).dtype).itemsize
+        for box, holders in _parts(name, shardings).items():
             if len(holders) == 1:
                 plans[holders[0]].parts.append((name, box))
                 load_bytes[holders[0]] += box.num_elements * item_size
@@ -99,28 +99,33 @@ def _split_elements(box: Box, item_size: int, num_holders: int) -> int:
     return max(SPLIT_BYTES // item_size, -(-box.num_elements // num_holders))
 
 
-def _merged(outlines: Sequence[Outline]) -> dict[str, tuple[Sharding, tuple[int, ...]]]:
-    """Each tensor and the ranks that have it."""
+def _merged(outlines: Sequence[Outline]) -> dict[str, dict[Sharding, tuple[int, ...]]]:
+    """Each tensor: how it lies, and the ranks that have it so.
+
+    It may lie alike on several meshes that have no rank in common, as the parameters that tensor parallel leaves whole
+    and `fully_shard` cuts along the other axis do: these hold copies.
+    """
     if all(outline is outlines[0] for outline in outlines):
         every = tuple(range(len(outlines)))
-        return {name: (sharding, every) for name, sharding in outlines[0].tensors.items()}
-    ranks: dict[str, list[int]] = {}
+        return {name: {sharding: every} for name, sharding in outlines[0].tensors.items()}
+    ranks: dict[str, dict[Sharding, list[int]]] = {}
     for rank, outline in enumerate(outlines):
         for name, sharding in outline.tensors.items():
-            first = ranks.setdefault(name, [rank])
-            if outlines[first[0]].tensors[name] != sharding:
+            ways = ranks.setdefault(name, {})
+            if sharding not in ways and not all(sharding.is_copy_of(other) for other in ways):
+                other, others = next(iter(ways.items()))
                 raise CheckpointError(
                     "save",
-                    f"{name!r} is {outlines[first[0]].tensors[name]} on rank {first[0]}, {sharding} on rank {rank}.",
+                    f"{name!r} is {other} on rank {others[0]}, {sharding} on rank {rank}.",
                     "Give tensors that differ between ranks names of their own, or wrap small ones in PerRank.",
                 )
-            if rank != first[0]:
-                first.append(rank)
-    return {name: (outlines[holders[0]].tensors[name], tuple(holders)) for name, holders in ranks.items()}
+            ways.setdefault(sharding, []).append(rank)
+    return {name: {way: tuple(holders) for way, holders in ways.items()} for name, ways in ranks.items()}
 
 
-def _parts(name: str, sharding: Sharding, ranks: tuple[int, ...]) -> dict[Box, tuple[int, ...]]:
-    if not sharding.is_plain:
+def _parts(name: str, shardings: Mapping[Sharding, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
+    parts: dict[Box, tuple[int, ...]] = {}
+    for sharding, ranks in shardings.items():
         absent = sorted(set(sharding.mesh_ranks) - set(ranks))
         if absent:
             raise CheckpointError(
@@ -128,9 +133,11 @@ def _parts(name: str, sharding: Sharding, ranks: tuple[int, ...]) -> dict[Box, t
                 f"{name!r} lies on ranks {absent} too, whose states lack it.",
                 "Save it on all ranks of its mesh.",
             )
-        return sharding.boxes()
-    whole = Box.whole(sharding.shape)
-    return {whole: ranks} if whole.num_elements else {}
+        whole = Box.whole(sharding.shape)
+        boxes = sharding.boxes() if not sharding.is_plain else {whole: ranks} if whole.num_elements else {}
+        for box, holders in boxes.items():
+            parts[box] = (*parts.get(box, ()), *holders)
+    return parts
 
 
 def _plan_values(outlines: Sequence[Outline], plans: list[RankPlan]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 from torch import nn
 
 import disttrain

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import train_lm
-from lm.model import PRESETS, Llama
-from lm.ranks import mean_over_ranks, own_rows
-from lm.text import read_text
+import train_llama
+from llama.batches import Batches
+from llama.config import PRESETS
+from llama.meshes import parse_mesh
+from llama.model import Llama
+from llama.parallel import Ways, place
+from llama.steps import Loss, mean_loss
+from llama.tokens import read_tokens
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,11 +25,13 @@ from disttrain.testing import RankPool
 
 NUM_RANKS = 2
 NUM_STEPS = 50
+ROWS = 4
 SEED = 4
 
 
 def sharded() -> nn.Module:
-    return train_lm.make_model("tiny", seed=SEED, device=torch.device("cpu"), dtype=torch.float32)
+    mesh = train_llama.make_mesh(parse_mesh("dp=2", NUM_RANKS), torch.device("cpu"))
+    return place(PRESETS["tiny"], mesh, None, Ways(), length=32, seed=SEED).model
 
 
 def copied() -> nn.Module:
@@ -37,21 +43,28 @@ def copied() -> nn.Module:
         store=PrefixStore("ddp", store), rank=rank, world_size=size, timeout=30, register_with_torch=True
     )
     model = Llama(PRESETS["tiny"])
-    torch.manual_seed(SEED)
-    model.init()
+    model.init(SEED)
     return DistributedDataParallel(model)
 
 
 def run(kind: str) -> dict[str, Any]:
     """Rank task: the loss of each step, averaged over the ranks, and the parameters in the end."""
     model = {"sharded": sharded, "ddp": copied}[kind]()
-    optimizer = train_lm.make_optimizer(model)
-    text = read_text(str(Path(train_lm.__file__).parent), 32)
+    optimizer = train_llama.make_optimizer(model, uses_kernels=False)
+    plan = parse_mesh("dp=2", NUM_RANKS)
+    loss_of = Loss(PRESETS["tiny"], train_llama.make_mesh(plan, torch.device("cpu"))["tp"])
+    batches = Batches(read_tokens(str(Path(train_llama.__file__).parent), "bytes", 32), 32, SEED)
     losses = []
     for step in range(NUM_STEPS):
-        rows = own_rows(text.batch(step, seed=SEED, batch_size=8, seq_size=32))
-        rate = train_lm.learning_rate(step, NUM_STEPS, 0.003)
-        losses.append(mean_over_ranks(train_lm.train_step(model, optimizer, rows, rate)))
+        rows = batches.training((step * NUM_RANKS + disttrain.get_rank()) * ROWS, ROWS)
+        for group in optimizer.param_groups:
+            group["lr"] = train_llama.learning_rate(step, NUM_STEPS, 0.003)
+        loss = loss_of(model(rows[:, :-1]), rows[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_loss(loss, plan))
     wholes = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return {"losses": torch.tensor(losses), "parameters": torch.cat([whole.detach().flatten() for whole in wholes])}
 

@@ -210,6 +210,17 @@ def test_different_tensors_of_one_name_are_refused() -> None:
         plan_save(outlines)
 
 
+def test_copies_on_meshes_beside_each_other_are_written_once() -> None:
+    columns = [Sharding((5, 2), "int16", ranks, (2,), (0,)) for ranks in ((0, 2), (1, 3))]
+    plans = plan_save([Outline({"norm": columns[rank % 2], "bias": columns[rank % 2]}) for rank in range(4)])
+    for name in ("norm", "bias"):
+        assert (count(plans, name, (5, 2)) == 1).all()
+    assert all(len(plan.parts) == 1 for plan in plans)
+    for other in (Sharding((5, 2), "int16", (1, 3), (2,), (1,)), Sharding((5, 2), "int16", (0, 3), (2,), (0,))):
+        with pytest.raises(CheckpointError, match="Give tensors that differ between ranks names of their own"):
+            plan_save([Outline({"norm": columns[0]}), Outline({"norm": other}), Outline({"norm": columns[0]})])
+
+
 def test_a_tensor_is_on_all_ranks_of_its_mesh() -> None:
     sharded = Outline({"w": Sharding((4,), "int16", (0, 1), (2,), (0,))})
     with pytest.raises(CheckpointError, match=r"'w' lies on ranks \[1\] too, whose states lack it"):

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 from torch import nn
 
 from disttrain.kernels import use_kernels

@@ -201,7 +201,7 @@ def losses(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_training_goes_on_from_its_checkpoint_with_the_same_losses(launches: Launches) -> None:
-    flags = ["--preset", "tiny", "--seq", "32", "--batch", "4", "--seed", "1", "--data", str(ROOT / "examples")]
+    flags = ["--model", "tiny", "--seq", "32", "--batch", "4", "--seed", "1", "--data", str(ROOT / "examples")]
     flags += ["--steps", "12", "--save-every", "4", "--eval-every", "12"]
     script = launches.script(f"""
         import os, runpy, signal, sys, threading, time
@@ -217,7 +217,7 @@ def test_training_goes_on_from_its_checkpoint_with_the_same_losses(launches: Lau
             sys.argv.remove("--fails")
             if attempt == "0" and os.environ["RANK"] == "1":
                 threading.Thread(target=die, daemon=True).start()
-        sys.argv[0] = {str(ROOT / "examples" / "train_lm.py")!r}
+        sys.argv[0] = {str(ROOT / "examples" / "train_llama.py")!r}
         runpy.run_path(sys.argv[0], run_name="__main__")
     """)
     launcher = ("--nproc-per-node", "2", "--max-restarts", "1", script)

@@ -160,9 +160,9 @@ def wait_for_step(folder: Path, num_steps: int) -> None:
 @pytest.mark.timeout(300)
 def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(launches: Launches, hosts: Hosts) -> None:
     num_steps = 24
-    flags = ["--preset", "tiny", "--seq", "32", "--batch", "12", "--seed", "1", "--data", str(EXAMPLES)]
+    flags = ["--model", "tiny", "--seq", "32", "--batch", "12", "--seed", "1", "--data", str(EXAMPLES)]
     flags += ["--steps", str(num_steps), "--save-every", "4", "--eval-every", "40"]
-    script = str(EXAMPLES / "train_lm.py")
+    script = str(EXAMPLES / "train_llama.py")
     out = launches.folder / "disturbed"
     nodes = [launch(launches, hosts, name, script, *flags, "--out", out.name) for name in NAMES]
     wait_for_step(out, 6)

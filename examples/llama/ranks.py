@@ -1,20 +1,22 @@
-"""What concerns all ranks: to join, to stop together, to average."""
+"""What concerns all ranks: to join, to stop together."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 import disttrain
 from disttrain import settings
 from disttrain.errors import DisttrainError
-from disttrain.store import HashStore
+from disttrain.store import FileStore
 
 EXIT_CODE = 2
 
@@ -24,7 +26,10 @@ def join() -> torch.device:
     if settings.RANK.is_set():
         disttrain.init_process_group()
     else:
-        disttrain.init_process_group(store=HashStore(), rank=0, world_size=1)
+        folder = tempfile.mkdtemp(prefix="llama-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        # In a file, for the process that writes checkpoints beside this one.
+        disttrain.init_process_group(store=FileStore(os.path.join(folder, "store")), rank=0, world_size=1)
     device = disttrain.current_world().device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -59,18 +64,6 @@ def together() -> Iterator[None]:
         # The launcher stops all ranks when the first one ends: not before the message is out.
         disttrain.barrier()
         sys.exit(EXIT_CODE)
-
-
-def own_rows(batch: Tensor) -> Tensor:
-    """This rank's part of a batch that all ranks have; its size is a multiple of their number."""
-    return batch.chunk(disttrain.get_world_size())[disttrain.get_rank()]
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    """The average of a number that each rank has."""
-    total = value.detach().clone()
-    disttrain.all_reduce(total)
-    return total.item() / disttrain.get_world_size()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

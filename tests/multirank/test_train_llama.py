@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -12,8 +13,8 @@ import pytest
 
 from tests.launching import EXAMPLES, command, environment
 
-SCRIPT = EXAMPLES / "train_lm.py"
-TINY = ("--preset", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
+SCRIPT = EXAMPLES / "train_llama.py"
+TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
 RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
@@ -37,10 +38,14 @@ def run(folder: Path, *flags: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
-    """End one worker as the kernel does when memory runs out."""
+def kill_rank(process: subprocess.Popen[str], rank: int, save: Path) -> None:
+    """End one worker as the kernel does when memory runs out, once the save is there that is written beside it."""
     workers = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank)]
     assert len(workers) == 1
+    workers[0].suspend()  # else the run may end before that
+    until_s = time.monotonic() + LIMIT_S / 2
+    while not save.exists() and time.monotonic() < until_s:
+        time.sleep(0.02)  # a folder that comes tells nobody
     workers[0].send_signal(signal.SIGKILL)
 
 
@@ -55,7 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("undisturbed")
     exit_code, output = run(folder, *RUN)
     assert exit_code == 0, output
-    return folder / "runs" / "lm-1", output
+    return folder / "runs" / "llama-1", output
 
 
 def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Path, str]) -> None:
@@ -77,10 +82,11 @@ def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> 
     rows = losses(out / "loss.csv")
     first, last = float(rows[0]["held_out_loss"]), float(rows[-1]["held_out_loss"])
     lines = [line.removeprefix("[rank 0]").strip() for line in output.splitlines()]
-    assert "ranks       2 on CPU, fp32; each keeps 1/2 of the parameters" in lines
+    assert "ranks       2 on CPU, fp32" in lines
+    assert "mesh        dp=2: each keeps 1/2 of the parameters" in lines
     assert f"step     0   held out {first:.3f}" in lines
-    assert f"held out    {first:.3f} \N{RIGHTWARDS ARROW} {last:.3f} nats per byte" in lines
-    assert f"curve       {Path('runs', 'lm-1', 'loss.png')}" in lines
+    assert f"held out    {first:.3f} \N{RIGHTWARDS ARROW} {last:.3f} nats per token" in lines
+    assert f"curve       {Path('runs', 'llama-1', 'loss.png')}" in lines
 
 
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
@@ -89,8 +95,8 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
     process = start(tmp_path, *RUN)
     assert process.stdout is not None
     for line in process.stdout:
-        if "step     7   held out" in line:
-            kill_rank(process, 1)
+        if "step    12   held out" in line:
+            kill_rank(process, 1, tmp_path / "runs" / "llama-1" / "checkpoints" / "step-00000005")
             break
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + signal.SIGKILL, output
@@ -98,16 +104,19 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
     exit_code, output = run(tmp_path, "--resume")
     assert exit_code == 0, output
     table = Path("loss.csv")
-    assert losses(tmp_path / "runs" / "lm-1" / table) == losses(undisturbed[0] / table)
+    assert losses(tmp_path / "runs" / "llama-1" / table) == losses(undisturbed[0] / table)
 
 
 @pytest.mark.parametrize(
     ("flags", "answer"),
     [
-        (("--batch", "3"), "train_lm: 2 ranks cannot share --batch 3 evenly. Give a multiple of 2."),
+        (
+            ("--batch", "3"),
+            "train_llama: 2 ranks along dp and replicate, 1 microbatches each, cannot share --batch 3 evenly. Give a",
+        ),
         (
             ("--data", "."),
-            "train_lm: --data . has 0 bytes of text in 0 files; 0 of them are held out, fewer than --seq",
+            "train_llama --data: . has 0 bytes of text in 0 files; 0 of them are held out, and either side needs",
         ),
     ],
 )

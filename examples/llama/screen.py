@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -28,6 +29,12 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
         self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self.communication_share: float | None = None
+        """Of a step's time, by the last summary; None before the first."""
+
+    def take_summary(self, summary: Mapping[str, Any]) -> None:
+        """What the flight recorder says of the last steps."""
+        self.communication_share = summary["communication_share"]
 
     def add(self, loss: float, time_s: float) -> None:
         self.step += 1
@@ -90,8 +97,8 @@ class Screen:
         training = "" if self._meter.loss is None else f"   training {self._meter.loss:.3f}"
         self._print(f"step {self._meter.step:>5}   held out [bold red]{held_out_loss:.3f}[/]{training}")
 
-    def show_continuation(self, prompt: bytes, continuation: bytes) -> None:
-        """Both as text, the prompt in another colour."""
+    def show_continuation(self, prompt: str, continuation: str) -> None:
+        """The prompt in another colour."""
         text = Text.assemble((readable(prompt), "bold magenta"), readable(continuation))
         if self.console.is_terminal:
             self.console.print(Panel(text, title="a continuation", title_align="left", border_style="magenta"))
@@ -131,7 +138,6 @@ class Screen:
             self.console.print(" " * (self.console.width - 1), end="\r")
 
 
-def readable(data: bytes) -> str:
-    """Bytes as text, with marks for what is none, so that no control sequence reaches the terminal."""
-    text = data.decode("utf-8", "replace")
+def readable(text: str) -> str:
+    """With marks for what cannot be printed, so that no control sequence reaches the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -6,11 +6,12 @@ import csv
 import os
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from matplotlib.figure import Figure
+from disttrain.errors import SettingError
 
 SMOOTHING = 0.9
+TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Row:
 class Record:
     """The rows of a run, each written to `folder`/loss.csv at once, so that a run that is killed leaves them too.
 
-    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written.
+    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written. `has_tensorboard`: numbers
+    go to `folder`/tensorboard as well; SettingError where there is no TensorBoard.
     """
 
-    def __init__(self, folder: Path | None, title: str, first_step: int) -> None:
+    def __init__(self, folder: Path | None, title: str, first_step: int, *, has_tensorboard: bool = False) -> None:
         self.folder = folder
+        self._board = _board(folder) if folder is not None and has_tensorboard else None
         self._title = title
         table = Path(os.devnull) if folder is None else folder / "loss.csv"
         # A run that is resumed goes back to its checkpoint: what came after will be done again.
@@ -43,6 +46,9 @@ class Record:
         self.rows.append(row)
         self._writer.writerow(astuple(row))
         self._file.flush()
+        for name, value in (("loss/training", row.loss), ("loss/held out", row.held_out_loss)):
+            if self._board is not None and value is not None:
+                self._board.add_scalar(name, value, row.step)
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss of its batch)."""
@@ -57,8 +63,19 @@ class Record:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
         if self.folder is not None:
             draw(self.folder / "loss.png", self._title, self.losses(), self.held_out_losses())
+
+
+def _board(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # optional
+    except ImportError:
+        problem = "there is no TensorBoard here."
+        raise SettingError("train_llama --tensorboard", problem, "Run: pip install tensorboard") from None
+    return SummaryWriter(str(folder / TENSORBOARD))
 
 
 def _read(table: Path) -> list[Row]:
@@ -85,6 +102,8 @@ def smooth(losses: list[float]) -> list[float]:
 
 def draw(path: Path, title: str, training: list[tuple[int, float]], held_out: list[tuple[int, float]]) -> None:
     """Both losses over steps, as PNG."""
+    from matplotlib.figure import Figure  # takes seconds to load, and one rank draws
+
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if training:
@@ -104,7 +123,7 @@ def draw(path: Path, title: str, training: list[tuple[int, float]], held_out: li
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
+    axes.set_ylabel("loss (nats per token)")
     axes.set_ylim(bottom=0)
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

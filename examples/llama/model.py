@@ -1,41 +1,26 @@
-"""A byte-level Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Sources: Touvron et al., "LLaMA" (arXiv 2302.13971); Su et al., "RoFormer" (2104.09864); Ainslie et al., "GQA"
 (2305.13245); Shazeer, "GLU Variants Improve Transformer" (2002.05202).
 
-Shapes: B sequences, S bytes, D elements of a byte's vector, H heads of E = D / H elements each.
+Shapes: B sequences, S tokens, L positions at most, D elements of a token's vector, H heads of E = D / H elements each.
+On ranks that cut layers by heads and activations along the sequence, each sees its heads, and between layers its part
+of S. So nothing below asks for a number of heads, nor for S outside attention.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import zlib
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-VOCABULARY_SIZE = 256
-"""One token per byte: there is no tokenizer to train or to download, and any file is text."""
-ROTARY_BASE = 10_000.0
+from llama.config import LlamaConfig
+
 EMBEDDING_STD = 0.5
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes; `hidden_size` is that of the feed-forward layers."""
-
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    hidden_size: int
-
-
-PRESETS = {
-    "tiny": LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=96),
-    "small": LlamaConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=1, hidden_size=352),
-    "base": LlamaConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_size=2048),
-}
 
 
 class Attention(nn.Module):
@@ -43,7 +28,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_size = config.dim // config.num_heads
+        self.head_size = config.head_size
         kv_size = config.num_kv_heads * self.head_size
         self.query = nn.Linear(config.dim, config.dim, bias=False)
         self.key = nn.Linear(config.dim, kv_size, bias=False)
@@ -51,11 +36,12 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """x (B, S, D), rotation (2, S, E / 2) -> (B, S, D)."""
+        """x (B, S, D), rotation (2, L, E / 2) -> (B, S, D)."""
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, heads, S, E)
             for project in (self.query, self.key, self.value)
         )
+        rotation = rotation[:, : query.shape[-2]]
         query, key = rotate(query, rotation), rotate(key, rotation)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(attended.transpose(1, 2).flatten(-2))
@@ -79,9 +65,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
@@ -90,46 +76,72 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The network. Made on the meta device it costs no memory; `init` fills it once it has some."""
+    """The network. Made on the meta device it costs no memory; `init` fills it once it has some.
+
+    Set `recomputes` and only the blocks' inputs are kept for backward, which computes them again; set `length` to the
+    longest sequence that will come, where it is shorter than the model's, and no angles are made beyond it.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY_SIZE, config.dim)
+        self.recomputes = False
+        self.length = config.max_length
+        self.embedding = nn.Embedding(config.vocabulary_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.head = nn.Linear(config.dim, VOCABULARY_SIZE, bias=False)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocabulary_size, bias=False)
+        if config.is_tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S) int64 -> logits of each one's next byte (B, S, 256)."""
+        """tokens (B, S) int64 -> logits of each one's next token (B, S, vocabulary)."""
         x = self.embedding(tokens)
-        rotation = rotation_at(torch.arange(tokens.shape[1], device=tokens.device), self.config)
+        rotation = rotation_of(self.config, self.length, tokens.device)
         for block in self.blocks:
-            x = block(x, rotation)
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotation, use_reentrant=False)
+            else:
+                x = block(x, rotation)
         return self.head(self.norm(x))
 
-    def init(self) -> None:
-        """Draw all parameters from torch's default generator; seed it alike on all ranks."""
+    def init(self, seed: int = 0) -> None:
+        """Draw all parameters that are there: each from its own name's seed, so that it matters not who has which."""
         for name, parameter in self.named_parameters():
+            torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if parameter.ndim == 1:  # a norm's
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=self._std(name, input_size=parameter.shape[1]))
 
     def _std(self, name: str, input_size: int) -> float:
-        if name.startswith("embedding"):
+        if name.startswith("embedding") and not self.config.is_tied:
             return EMBEDDING_STD
         if name.endswith(("output.weight", "down.weight")):
             return (input_size * 2 * self.config.num_layers) ** -0.5  # layers add up along the residual path
         return input_size**-0.5
 
 
-def rotation_at(positions: Tensor, config: LlamaConfig) -> Tensor:
-    """Cosines and sines of the positions' angles: (S,) -> (2, S, E / 2) float32."""
-    E = config.dim // config.num_heads
-    frequencies = ROTARY_BASE ** -(torch.arange(0, E, 2, device=positions.device) / E)
-    angles = torch.outer(positions, frequencies)
+def rotation_of(config: LlamaConfig, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines of the first `length` positions' angles: (2, L, E / 2), in fp32."""
+    angles = torch.outer(torch.arange(length, device=device), frequencies(config).to(device))
     return torch.stack((angles.cos(), angles.sin()))
+
+
+def frequencies(config: LlamaConfig) -> Tensor:
+    """Angles per position: (E / 2,), in fp32.
+
+    Llama 3.1 slows down those that turn less than `high_frequency_factor` times within the original length, those that
+    turn less than `low_frequency_factor` times by all of `factor` (transformers, modeling_rope_utils, "llama3").
+    """
+    E, scaling = config.head_size, config.rotary_scaling
+    plain = 1.0 / config.rotary_base ** (torch.arange(0, E, 2) / E)
+    if scaling is None:
+        return plain
+    num_turns = scaling.original_length * plain / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = ((num_turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""The sizes of a Llama: presets by name, or all of them as `dim=64,num_layers=2,...`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from disttrain.errors import SettingError
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How positions beyond `original_length` are squeezed into it, as Llama 3.1 does: see `model.frequencies`."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes; `hidden_size` is that of the feed-forward layers, `max_length` the longest sequence.
+
+    is_tied  whether embedding and head are one matrix.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    vocabulary_size: int = 256
+    max_length: int = 2048
+    rotary_base: float = 10_000.0
+    rotary_scaling: RotaryScaling | None = None
+    norm_eps: float = 1e-5
+    is_tied: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.dim // self.num_heads
+
+
+PRESETS = {
+    "tiny": LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=96),
+    "small": LlamaConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=1, hidden_size=352),
+    "base": LlamaConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_size=2048),
+    "1b": LlamaConfig(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_size=8192, rotary_base=5e5),
+    "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336, rotary_base=5e5),
+}
+NEEDED = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_size")
+KINDS = dict.fromkeys(NEEDED, int) | {
+    "rotary_base": float,
+    "norm_eps": float,
+    "is_tied": lambda text: text == "True",
+}
+
+
+def config_named(text: str) -> LlamaConfig:
+    """A preset, or one from sizes. Raises SettingError with what would do."""
+    if text in PRESETS:
+        return PRESETS[text]
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    unknown, missing = sorted(given.keys() - KINDS.keys()), [name for name in NEEDED if name not in given]
+    if unknown or missing:
+        problem = f"{text!r} is neither one of {', '.join(PRESETS)}, nor a folder with a config.json, nor sizes"
+        problem += f": {', '.join(unknown)} is no size." if "=" in text and unknown else "."
+        raise SettingError("train_llama --model", problem, f"Sizes are {', '.join(f'{name}=N' for name in NEEDED)}.")
+    try:
+        config = LlamaConfig(**{name: KINDS[name](value) for name, value in given.items()})
+    except ValueError as error:
+        raise SettingError("train_llama --model", f"{text!r}: {error}.", "Give numbers.") from error
+    return checked(config)
+
+
+def checked(config: LlamaConfig) -> LlamaConfig:
+    """Raises SettingError where heads do not divide."""
+    if min(asdict(config)[name] for name in NEEDED) < 1:
+        raise SettingError("train_llama --model", "a size is below 1.", f"Sizes are {', '.join(NEEDED)}.")
+    if config.dim % (2 * config.num_heads) or config.num_heads % config.num_kv_heads:
+        problem = (
+            f"dim {config.dim} has {config.num_heads} heads, of which {config.num_kv_heads} are of keys and values"
+        )
+        remedy = "Heads need an even number of elements each, and a whole number of them for each of keys and values."
+        raise SettingError("train_llama --model", f"{problem}.", remedy)
+    return config
+
+
+def spelled(config: LlamaConfig) -> str:
+    """The sizes as `config_named` reads them."""
+    known = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ",".join(f"{name}={value}" for name, value in known.items() if name in KINDS)

@@ -1,0 +1,225 @@
+"""The command line of `train_llama.py`, the file of it (`--config`), and what is wrong with either in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tomllib
+from argparse import BooleanOptionalAction, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from disttrain import settings
+from disttrain.errors import ScheduleError, SettingError
+from disttrain.pipelining import Schedule, make_schedule
+from llama.config import PRESETS, LlamaConfig, config_named
+from llama.huggingface import CONFIG, read_config
+from llama.meshes import MeshPlan, check_fit, parse_mesh
+from llama.parallel import DTYPES
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+RUNS = Path("runs")
+CHECKPOINTS = "checkpoints"
+MEMO = "flags.json"
+FIXED = ("model", "data", "tokenizer", "seq", "seed")
+"""What a run keeps until its end: a resumed run with another value would be another run."""
+CHANGEABLE = (
+    "steps",
+    "batch",
+    "lr",
+    "dtype",
+    "compile",
+    "kernels",
+    "recompute",
+    "tensorboard",
+    "save_every",
+    "eval_every",
+)
+"""What a resumed run takes on as well, unless told otherwise. The mesh it is told anew, as the ranks are."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Every rank finds the same mistake, and raises; one of them will say it. Help is for one rank to print, too."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        if (settings.RANK.read() or 0) == 0:
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError("train_llama", f"{message}.", "See --help.")
+
+
+def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
+    """The flags, checked, with `out` resolved to a folder; a run that is resumed has its own flags back.
+
+    `mesh` is a MeshPlan, and beside the flags there are `sizes`, a LlamaConfig, and `plan`, the pipeline's Schedule or
+    None. When the launcher has started the job's workers again, the run in --out is resumed without being asked for.
+    Raises: SettingError.
+    """
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    if settings.ROUND.read() and flags.out is not None:
+        flags.resume |= _has_run(flags.out)
+    out = _choose_folder(flags.out, is_resumed=flags.resume)
+    saved: dict[str, Any] = {}
+    if flags.resume:
+        saved = json.loads((out / MEMO).read_text(encoding="utf-8"))
+        parser.set_defaults(**saved, resume=True)
+    if flags.config is not None or flags.resume:
+        command_line = sys.argv[1:] if arguments is None else arguments
+        flags = parser.parse_args([*_from_file(flags.config), *command_line])
+    for name in FIXED if saved else ():
+        if getattr(flags, name) != saved[name]:
+            problem = f"the run in {out} has --{name} {saved[name]}, not {getattr(flags, name)}."
+            raise SettingError("train_llama --resume", problem, f"Leave --{name} out, or start another run.")
+    flags.out = out
+    flags.sizes = _sizes(flags.model)
+    flags.mesh = parse_mesh(flags.mesh, num_ranks)
+    flags.plan, flags.microbatches = _schedule(flags.schedule, flags.mesh, flags.microbatches, flags.sizes)
+    check_fit(flags.mesh, flags.sizes, batch_size=flags.batch, seq_size=flags.seq, num_microbatches=flags.microbatches)
+    return flags
+
+
+def save(flags: Namespace) -> None:
+    """Make the run's folder, with the flags in it that resuming it takes."""
+    flags.out.mkdir(parents=True, exist_ok=True)
+    kept = {name: getattr(flags, name) for name in FIXED + CHANGEABLE}
+    (flags.out / MEMO).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> _Parser:
+    parser = _Parser("train_llama.py", description="Train a Llama on text.", allow_abbrev=False)
+    add = parser.add_argument
+    flag = BooleanOptionalAction
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML with any of these, by their names; the command line comes first",
+    )
+    add("--data", metavar="DIR", help="folder of text or of shards (default: the source of Python's standard library)")
+    add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json, or bytes (the default)")
+    sizes = f"{', '.join(PRESETS)}, sizes as dim=64,num_layers=2,..., or a folder in Hugging Face's form"
+    add("--model", default="small", metavar="M", help=f"{sizes}, whose weights are taken as well (default: small)")
+    add("--mesh", metavar="AXES", help="such as dp=2,tp=2,pp=2 or replicate=2,dp=2 (default: all ranks along dp)")
+    add("--schedule", default="1F1B", metavar="NAME", help="of the pipeline, where there is one (default: 1F1B)")
+    add("--microbatches", type=_count, metavar="N", help="parts of a rank's rows (default: 1, or 2 for each pp)")
+    add("--steps", type=_count, default=400, metavar="N", help="optimizer steps in all (default: 400)")
+    add("--batch", type=_count, default=16, metavar="N", help="sequences per step, over all ranks (default: 16)")
+    add("--seq", type=_count, default=128, metavar="N", help="tokens per sequence (default: 128)")
+    add("--lr", type=_rate, default=3e-3, metavar="X", help="highest learning rate (default: 0.003)")
+    add("--seed", type=_whole, default=0, metavar="N", help="of parameters, batches and continuation (default: 0)")
+    add("--dtype", choices=DTYPES, help="to compute in (default: bf16 on GPUs, fp32 on CPUs)")
+    add("--kernels", action=flag, default=False, help="fused kernels for norms, products, the loss and the optimizer")
+    add(
+        "--recompute", action=flag, default=False, help="keep blocks' inputs only, and compute them again (less memory)"
+    )
+    add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
+    add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
+    add("--save-every", type=_whole, default=100, metavar="N", help="steps between checkpoints (default: 100; 0: none)")
+    add("--eval-every", type=_count, default=40, metavar="N", help="steps between evaluations (default: 40)")
+    add("--tensorboard", action=flag, default=False, help="write the numbers for TensorBoard, too, into --out")
+    add("--export", type=Path, metavar="DIR", help="write the weights there at the end, in Hugging Face's form")
+    add("--prompt", metavar="TEXT", help="what is continued at the end (default: some of the text)")
+    add("--sample", type=_whole, default=240, metavar="N", help="tokens of the continuation (default: 240)")
+    return parser
+
+
+def _from_file(path: Path | None) -> list[str]:
+    """A file's entries as a command line. Tables are for the reader's eyes; [model] may have sizes in it."""
+    if path is None:
+        return []
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingError("train_llama --config", f"{path}: {error}.", "Name a TOML file.") from error
+    line: list[str] = []
+    for name, value in entries.items():
+        if name == "model" and isinstance(value, dict):
+            line.append("--model=" + ",".join(f"{size}={number}" for size, number in value.items()))
+        else:
+            line += [_as_flag(*entry) for entry in (value.items() if isinstance(value, dict) else [(name, value)])]
+    return line
+
+
+def _as_flag(name: str, value: object) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"
+
+
+def is_folder(model: str) -> bool:
+    """Whether `--model` names one in Hugging Face's form."""
+    return (Path(model) / CONFIG).is_file()
+
+
+def _sizes(model: str) -> LlamaConfig:
+    return read_config(Path(model)) if is_folder(model) else config_named(model)
+
+
+def _schedule(
+    name: str, mesh: MeshPlan, num_microbatches: int | None, sizes: LlamaConfig
+) -> tuple[Schedule | None, int]:
+    """The pipeline's plan, where there is one, and the number of microbatches."""
+    if mesh.pp == 1:
+        return None, num_microbatches or 1
+    num_microbatches = num_microbatches or 2 * mesh.pp
+    try:
+        plan = make_schedule(name, mesh.pp, num_microbatches)
+    except ScheduleError as error:
+        raise SettingError("train_llama --schedule", error.problem, error.remedy) from error
+    if plan.num_stages > sizes.num_layers:
+        problem = f"{plan.name} on pp={mesh.pp} has {plan.num_stages} stages, the model {sizes.num_layers} layers."
+        raise SettingError("train_llama --schedule", problem, "Take another schedule, a smaller pp, or more layers.")
+    return plan, num_microbatches
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return rate
+
+
+def _choose_folder(out: Path | None, *, is_resumed: bool) -> Path:
+    """Where the run writes: a folder with no run in it, or, to resume, with one."""
+    runs = sorted(RUNS.glob("llama-*"), key=_number)
+    if is_resumed:
+        folder = out or next((run for run in reversed(runs) if _has_run(run)), RUNS)
+        if not _has_run(folder):
+            raise SettingError("train_llama --resume", f"there is no checkpoint in {folder}.", "Name another --out.")
+        return folder
+    if out is not None and _has_run(out):
+        raise SettingError("train_llama", f"--out {out} has a run in it.", "Add --resume, or name another folder.")
+    return out or RUNS / f"llama-{_number(runs[-1]) + 1 if runs else 1}"
+
+
+def _has_run(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _number(folder: Path) -> int:
+    digits = folder.name.removeprefix("llama-")
+    return int(digits) if digits.isdecimal() else 0

@@ -1,0 +1,95 @@
+"""A model on its ranks: cut into stages, each stage's layers cut, then sharded. No rank ever holds the whole.
+
+The order matters. Stages first, since each is a module of its own; layers (tp) before parameters are sharded (dp);
+kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay outside of graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import disttrain
+from disttrain import kernels, tp
+from disttrain.compiling import compile_blocks
+from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.pipelining import PipelineStage, Schedule, split_blocks
+from llama.config import LlamaConfig
+from llama.model import Block, Llama
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How to compute what is the same whichever way."""
+
+    dtype: str = "fp32"
+    kernels: bool = False
+    recompute: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`model` has the whole's names, and the parameters that are this rank's; `stages` are a pipeline's, else none."""
+
+    model: Llama
+    stages: tuple[PipelineStage, ...] = ()
+
+
+def place(
+    config: LlamaConfig, mesh: disttrain.DeviceMesh, schedule: Schedule | None, ways: Ways, *, length: int, seed: int
+) -> Placed:
+    """Make the model, all of it on its ranks, with parameters that follow from the seed alone, on any mesh.
+
+    `length`: the longest sequence that will come.
+    """
+    device = mesh.world.device
+    with torch.device("meta"):
+        model = Llama(config).to(torch.float64 if ways.dtype == "fp64" else torch.float32)
+    model.recomputes, model.length = ways.recompute, length
+    if schedule is None:
+        _fit_out(model, config, mesh, ways)
+        model.to_empty(device=device)
+        model.init(seed)
+        return Placed(model)
+    split = split_blocks(model, schedule.num_stages)
+    own = schedule.placement.stages[mesh.get_local_rank("pp")]
+    for index in own:
+        _fit_out(split.stages[index], config, mesh, ways)
+        split.stages[index].to_empty(device=device)
+    _let_go_of_others(model, [split.stages[index] for index in own])
+    model.init(seed)
+    return Placed(model, tuple(split.build_stage(index, device, mesh["pp"].get_group()) for index in own))
+
+
+def _fit_out(module: nn.Module, config: LlamaConfig, mesh: disttrain.DeviceMesh, ways: Ways) -> None:
+    """The whole model, or one stage of it."""
+    if mesh["tp"].size() > 1:
+        plan = tp.plan_for(module, loss_parallel=True, head_dim=config.head_size)
+        tp.parallelize_module(module, mesh["tp"], plan)
+    if ways.kernels:
+        kernels.use_kernels(module, report=lambda _: None)
+    shards = mesh["replicate", "dp"] if mesh["replicate"].size() > 1 else mesh["dp"]
+    # Gradients are averaged in fp32; the rotation's angles stay in it too, so inputs are not cast.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if ways.dtype == "bf16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for block in module.modules():
+        if isinstance(block, Block):
+            fully_shard(block, mesh=shards, mp_policy=policy)
+    fully_shard(module, mesh=shards, mp_policy=policy)
+    if ways.compile:
+        compile_blocks(module, Block)
+
+
+def _let_go_of_others(model: Llama, stages: list[nn.Module]) -> None:
+    """Leave in the whole model only what it shares with this rank's stages, so that its names are those of a save."""
+    own = {part for stage in stages for part in stage.modules()}
+    for parent in (model, model.blocks):
+        for name, part in list(parent.named_children()):
+            if part not in own and part is not model.blocks:
+                parent.add_module(name, nn.Identity())

@@ -1,0 +1,144 @@
+"""What one step computes on one rank: the same for a model that is whole on each rank and for one in a pipeline."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import disttrain
+from disttrain import kernels, tp
+from disttrain.dtensor import DTensor, Shard
+from disttrain.pipelining import PipelineSchedule, Schedule, clip_grad_norm_, forward_only
+from llama.config import LlamaConfig
+from llama.meshes import MeshPlan
+from llama.parallel import Placed
+
+
+class Stepper(Protocol):
+    """Batches are this rank's rows: (rows, S + 1) int64, inputs and, one further, targets. All ranks call alike."""
+
+    def train(self, batch: Tensor) -> Tensor:
+        """Leave the gradients of the mean loss over all ranks' rows; returns that of this rank's, of no dims.
+
+        Where another rank of the pipeline has it, 0: `mean_loss` knows.
+        """
+        ...
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """The same without gradients."""
+        ...
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all ranks by their norm; returns the norm."""
+        ...
+
+    def logits(self, tokens: Tensor, place: int) -> Tensor | None:
+        """Of the token after `tokens[0, place]`: (vocabulary,), on ranks of the last stage; None on others."""
+        ...
+
+
+class Whole:
+    """Every rank runs the model from end to end, on rows of its own; gradients of microbatches add up."""
+
+    def __init__(
+        self, placed: Placed, mesh: disttrain.DeviceMesh, num_microbatches: int, *, uses_kernels: bool
+    ) -> None:
+        self._model = placed.model
+        self._loss = Loss(placed.model.config, mesh["tp"])
+        self._num_microbatches = num_microbatches
+        # The head computes the loss itself, without logits, where it is not cut.
+        self._has_loss_in_head = uses_kernels and mesh["tp"].size() == 1
+
+    def train(self, batch: Tensor) -> Tensor:
+        total = torch.zeros((), device=batch.device, dtype=torch.float64)
+        for number, rows in enumerate(batch.chunk(self._num_microbatches)):
+            self._model.set_requires_gradient_sync(number == self._num_microbatches - 1)
+            loss = self._loss_of(rows) / self._num_microbatches
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def loss(self, batch: Tensor) -> Tensor:
+        losses = [self._loss_of(rows).double() for rows in batch.chunk(self._num_microbatches)]
+        return torch.stack(losses).mean()
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, place: int) -> Tensor:
+        return self._loss.whole(self._model(tokens)[0, place])
+
+    def _loss_of(self, rows: Tensor) -> Tensor:
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        if self._has_loss_in_head:
+            with kernels.loss_from_head(self._model.head, targets):
+                return self._model(tokens)
+        return self._loss(self._model(tokens), targets)
+
+
+class Pipelined:
+    """Each rank has stages of the model; a schedule says when which of them runs on which microbatch."""
+
+    def __init__(self, placed: Placed, mesh: disttrain.DeviceMesh, schedule: Schedule) -> None:
+        self._loss = Loss(placed.model.config, mesh["tp"])
+        self._running = PipelineSchedule(placed.stages, schedule, self._loss)
+        # One row at a time, for sampling.
+        self._rows = PipelineSchedule(placed.stages, forward_only(schedule.placement, 1))
+        self._device = mesh.world.device
+
+    def train(self, batch: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        self._running.step(batch[:, :-1], target=batch[:, 1:], losses=losses, return_outputs=False)
+        return self._mean(losses)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        self._running.eval(batch[:, :-1], target=batch[:, 1:], losses=losses, return_outputs=False)
+        return self._mean(losses)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(self._running, max_norm)
+
+    def logits(self, tokens: Tensor, place: int) -> Tensor | None:
+        outputs = self._rows.eval(tokens)
+        return None if outputs is None else self._loss.whole(outputs[0, place])
+
+    def _mean(self, losses: list[Tensor]) -> Tensor:
+        if not losses:
+            return torch.zeros((), device=self._device, dtype=torch.float64)
+        return torch.stack(losses).double().mean()
+
+
+class Loss:
+    """Mean negative log-likelihood of each next token, in nats; logits may be cut along the vocabulary by `tp`."""
+
+    def __init__(self, config: LlamaConfig, mesh: disttrain.DeviceMesh) -> None:
+        self._vocabulary_size = config.vocabulary_size
+        self._mesh = mesh
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+        if self._mesh.size() > 1:
+            return tp.vocab_parallel_cross_entropy(logits, targets, self._mesh, vocab_size=self._vocabulary_size)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """(own part of the vocabulary,) -> (vocabulary,), on all ranks along `tp`."""
+        if self._mesh.size() == 1:
+            return logits
+        shape = torch.Size([self._vocabulary_size])
+        return DTensor.from_local(logits, self._mesh, [Shard(0)], shape=shape, stride=(1,)).full_tensor()
+
+
+def mean_loss(loss: Tensor, plan: MeshPlan) -> float:
+    """Over all ranks' rows, of what each rank's `train` or `loss` returned."""
+    total = loss.detach().double()
+    disttrain.all_reduce(total)
+    # Of a pipeline only the last stage's ranks have any.
+    return total.item() * plan.pp / disttrain.get_world_size()

@@ -1,0 +1,49 @@
+"""Make tokens of a folder of text once, for `train_llama.py --data SHARDS`, which then maps them into memory.
+
+python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from llama.shards import SIDES, ShardWriter, write_memo
+from llama.tokenizer import tokenizer_named
+from llama.tokens import read_text
+
+from disttrain.errors import SettingError
+
+FILES_AT_ONCE = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("text", help="folder of text")
+    parser.add_argument("shards", type=Path, help="new folder of tokens")
+    parser.add_argument("--tokenizer", default="bytes", help="a tokenizer.json, or bytes (the default)")
+    parser.add_argument("--shard-size", type=int, default=100_000_000, metavar="N", help="tokens per file")
+    options = parser.parse_args()
+    try:
+        tokenizer = tokenizer_named(options.tokenizer)
+        if options.shard_size < 1 or options.shards.exists():
+            raise SettingError("tokenize_text", f"{options.shards} is there already.", "Name a new folder.")
+    except SettingError as error:
+        sys.exit(str(error))
+    text = read_text(options.text)
+    options.shards.mkdir(parents=True)
+    num_tokens = {}
+    for side, files in zip(SIDES, (text.training, text.held_out), strict=True):
+        writer = ShardWriter(options.shards, side, options.shard_size)
+        for first in range(0, len(files), FILES_AT_ONCE):
+            # Not all at once, since tokens take more room than text.
+            writer.add(tokenizer.encode(files[first : first + FILES_AT_ONCE]))
+        writer.close()
+        num_tokens[side] = writer.num_tokens
+        print(f"{side}: {writer.num_tokens} tokens in {writer.num_files} files")
+    write_memo(options.shards, tokenizer, text.num_files, num_tokens)
+
+
+if __name__ == "__main__":
+    main()

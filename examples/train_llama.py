@@ -1,0 +1,314 @@
+"""Train a Llama on text: on one CPU or many GPUs, cut in any of the ways there are, all in one line of `--mesh`.
+
+    disttrain-launch --standalone --nproc-per-node 2 examples/train_llama.py
+    disttrain-launch --standalone --nproc-per-node 8 examples/train_llama.py --mesh dp=2,tp=2,pp=2 --schedule ZBV
+    disttrain-launch --standalone --nproc-per-node 8 examples/train_llama.py --config examples/configs/8b.toml
+    disttrain-launch --standalone --nproc-per-node 4 examples/train_llama.py --resume --mesh tp=2
+    disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... examples/train_llama.py --out DIR
+
+`train` is the whole story. What it tells lies in `llama/`: how the model is cut and placed (`parallel.py`), what a step
+computes (`steps.py`), which tokens are whose (`batches.py`), others' weights (`huggingface.py`), what you see.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from llama import flags as command_line
+from llama.batches import Batches
+from llama.flags import CHECKPOINTS
+from llama.huggingface import has_weights, load_weights, save_weights
+from llama.meshes import MeshPlan, make_mesh, replica_of
+from llama.model import Llama
+from llama.parallel import Ways, place
+from llama.ranks import join, peak_memory_bytes, together
+from llama.steps import Pipelined, Stepper, Whole, mean_loss
+from llama.tokens import read_tokens
+from torch import Tensor
+
+import disttrain
+from disttrain import kernels
+from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
+from disttrain.console import clock, short
+from disttrain.errors import CheckpointError, SettingError
+from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable
+
+if missing := [name for name in ("matplotlib", "rich") if find_spec(name) is None]:
+    sys.exit(f"train_llama: {' and '.join(missing)} not installed. Run: pip install 'disttrain[examples]'")
+
+from llama.record import TENSORBOARD, Record, Row
+from llama.screen import Meter, Screen
+
+TITLE = "disttrain: a Llama"
+WARMUP_STEPS = 20
+FINAL_LR_SHARE = 0.1
+MAX_GRADIENT_NORM = 1.0
+NUM_EVALUATION_BATCHES = 4
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Run:
+    """What this rank trains with. `position`: the rows of the training text that are behind all ranks."""
+
+    flags: Namespace
+    device: torch.device
+    replica: int
+    batches: Batches
+    model: Llama
+    stepper: Stepper
+    optimizer: torch.optim.Optimizer
+    checkpointer: Checkpointer
+    position: int = 0
+
+
+def make_run(flags: Namespace, device: torch.device) -> Run:
+    """Everything but the first step."""
+    with together():
+        tokens = read_tokens(flags.data, flags.tokenizer, flags.seq)
+        sizes = fit_vocabulary(flags, tokens.tokenizer.vocabulary_size)
+    mesh = make_mesh(flags.mesh, device)
+    ways = Ways(flags.dtype, flags.kernels, flags.recompute, flags.compile)
+    placed = place(sizes, mesh, flags.plan, ways, length=flags.seq, seed=flags.seed)
+    if flags.plan is None:
+        stepper: Stepper = Whole(placed, mesh, flags.microbatches, uses_kernels=flags.kernels)
+    else:
+        stepper = Pipelined(placed, mesh, flags.plan)
+    optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
+    checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
+    batches = Batches(tokens, flags.seq, flags.seed)
+    return Run(flags, device, replica_of(mesh), batches, placed.model, stepper, optimizer, checkpointer)
+
+
+def fit_vocabulary(flags: Namespace, vocabulary_size: int) -> command_line.LlamaConfig:
+    """The model's sizes with the tokenizer's vocabulary; a model of others' keeps its own, which must be as large."""
+    if not command_line.is_folder(flags.model):
+        return replace(flags.sizes, vocabulary_size=vocabulary_size, max_length=flags.seq)
+    if vocabulary_size > flags.sizes.vocabulary_size or flags.seq > flags.sizes.max_length:
+        own = f"{flags.sizes.vocabulary_size} tokens and sequences of {flags.sizes.max_length}"
+        problem = f"{flags.model} knows {own}; the tokenizer has {vocabulary_size}, and --seq is {flags.seq}."
+        raise SettingError("train_llama --model", problem, "Give the model's own --tokenizer, and a --seq it knows.")
+    return flags.sizes
+
+
+def make_optimizer(model: Llama, *, uses_kernels: bool) -> torch.optim.Optimizer:
+    """AdamW that decays matrices, but no gains of norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+    if uses_kernels:
+        return kernels.AdamW(groups, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, num_steps: int, highest: float) -> float:
+    """Up along a line, down along a cosine (Loshchilov and Hutter, arXiv 1608.03983)."""
+    if step < WARMUP_STEPS:
+        return highest * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS)
+    return highest * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def train_step(run: Run, rate: float) -> float:
+    """One step of all ranks on the next rows; returns their mean loss."""
+    num_rows = run.flags.batch // run.flags.mesh.num_replicas
+    batch = run.batches.training(run.position + run.replica * num_rows, num_rows)
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    loss = run.stepper.train(batch.to(run.device))
+    run.stepper.clip(MAX_GRADIENT_NORM)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.position += run.flags.batch
+    return mean_loss(loss, run.flags.mesh)
+
+
+def evaluate(run: Run) -> float:
+    """The loss on held-out text, of which each replica takes its rows."""
+    num_rows, num_in_all = run.flags.batch // run.flags.mesh.num_replicas, NUM_EVALUATION_BATCHES * run.flags.batch
+    first_rows = range(run.replica * num_rows, num_in_all, run.flags.batch)
+    batches = [run.batches.held_out(first, num_rows, num_in_all) for first in first_rows]
+    losses = [run.stepper.loss(batch.to(run.device)) for batch in batches]
+    return mean_loss(torch.stack(losses).mean(), run.flags.mesh)
+
+
+def sample(run: Run, prompt: Sequence[int]) -> list[int]:
+    """A continuation, token by token. Every rank computes it, since each has a part of the model."""
+    generator = torch.Generator().manual_seed(run.flags.seed)
+    tokens = list(prompt)[-run.flags.seq :] or [0]
+    for _ in range(run.flags.sample):
+        window = tokens[-run.flags.seq :]
+        # Always as long as in training: what comes after a place does not matter to it.
+        row = torch.tensor([window + [0] * (run.flags.seq - len(window))], device=run.device)
+        logits = run.stepper.logits(row, len(window) - 1)
+        token = torch.zeros(1, dtype=torch.int64)
+        if logits is not None:
+            token = torch.multinomial((logits.float().cpu() / TEMPERATURE).softmax(-1), 1, generator=generator)
+        tokens.append(agreed(token, is_known=logits is not None))
+    return tokens[len(tokens) - run.flags.sample :]
+
+
+def agreed(token: Tensor, *, is_known: bool) -> int:
+    """What the first of those ranks that know it has drawn: GPUs of different make need not round alike."""
+    size = disttrain.get_world_size()
+    first = torch.tensor(disttrain.get_rank() if is_known else size)
+    disttrain.all_reduce(first, disttrain.ReduceOp.MIN)
+    disttrain.broadcast(token, src=int(first))
+    return int(token)
+
+
+def state_of(run: Run) -> dict[str, object]:
+    """What a checkpoint has: nothing in it depends on the mesh, so that any other can go on from it."""
+    position = {"rows": run.position, "tokens": run.batches.tokens.training.size}
+    return {**get_state_dict(run.model, run.optimizer), "data": position}
+
+
+def resume(run: Run) -> int:
+    """Take on the last checkpoint, on whichever mesh it was saved; returns how many steps it has behind it."""
+    state = state_of(run)
+    num_steps = run.checkpointer.load(state)
+    if num_steps > run.flags.steps:
+        problem = f"the run in {run.flags.out} has {num_steps} steps behind it, more than --steps {run.flags.steps}."
+        raise SettingError("train_llama --resume", problem, "Give a larger --steps.")
+    saved, own_size = state["data"], run.batches.tokens.training.size
+    if saved["tokens"] != own_size:
+        problem = f"the run in {run.flags.out} has read a text of {saved['tokens']} tokens; now it has {own_size}."
+        raise SettingError("train_llama --resume", problem, "Name the text as it was, or start another run.")
+    set_state_dict(run.model, run.optimizer, state)
+    run.position = saved["rows"]
+    return num_steps
+
+
+def train(flags: Namespace, device: torch.device) -> None:
+    """The whole story, as each rank sees it."""
+    is_first_rank = disttrain.get_rank() == 0
+    run = make_run(flags, device)
+    with together():
+        first_step = 0
+        if flags.resume:
+            first_step = resume(run)
+        elif command_line.is_folder(flags.model) and has_weights(Path(flags.model)):
+            load_weights(run.model, Path(flags.model))
+        if is_first_rank:
+            command_line.save(flags)
+        record = Record(flags.out if is_first_rank else None, TITLE, first_step, has_tensorboard=flags.tensorboard)
+
+    meter = Meter(flags.steps, first_step, tokens_per_step=flags.batch * flags.seq)
+    screen = Screen(meter, is_shown=is_first_rank)
+    screen.show_facts(TITLE, describe(run))
+    boards = [TensorBoardScalars(flags.out / TENSORBOARD)] if flags.tensorboard and is_first_rank else []
+    summaries = StepSummaries(enable(), meter.take_summary, *boards)
+    with record, run.checkpointer:
+        for step in range(first_step, flags.steps):
+            held_out_loss = None
+            if step % flags.eval_every == 0:
+                held_out_loss = evaluate(run)
+                screen.show_evaluation(held_out_loss)
+            started_s = time.perf_counter()
+            loss = train_step(run, learning_rate(step, flags.steps, flags.lr))
+            meter.add(loss, time.perf_counter() - started_s)
+            summaries.step()
+            disttrain.report(step=meter.step, loss=loss, tokens_per_s=meter.tokens_per_s / disttrain.get_world_size())
+            record.add(Row(step, loss, held_out_loss))
+            screen.show_step(peak_memory_bytes(device))
+            if flags.save_every and ((step + 1) % flags.save_every == 0 or step + 1 == flags.steps):
+                # Written beside the next steps; a save that fails is told at the next one, or at the end.
+                run.checkpointer.async_save(step + 1, state_of(run), run.optimizer)
+        held_out_loss = evaluate(run)
+        screen.show_evaluation(held_out_loss)
+        record.add(Row(flags.steps, None, held_out_loss))
+    tokenizer = run.batches.tokens.tokenizer
+    prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.encode([flags.prompt.encode()]).tolist()
+    continuation = sample(run, prompt)
+    if flags.export is not None:
+        save_weights(run.model, flags.export, tokenizer)
+    duration_s = screen.end_bar()
+    if continuation:
+        screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
+    screen.show_facts("done", results(flags, record, meter, duration_s))
+
+
+def describe(run: Run) -> dict[str, str]:
+    """What is trained on what."""
+    flags, tokens, config = run.flags, run.batches.tokens, run.model.config
+    unit = f"{tokens.tokenizer.unit}s"
+    device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
+    ways = [name for name in ("kernels", "recompute", "compile") if getattr(flags, name)]
+    return {
+        "text": f"{tokens.name}, {tokens.num_files} files",
+        unit: f"{short(tokens.training.size)} to train on, {short(tokens.held_out.size)} held out",
+        "model": f"{config.num_layers} layers, dim {config.dim}, {short(num_parameters(config))} parameters",
+        "ranks": ", ".join([f"{disttrain.get_world_size()} on {device_name}", flags.dtype, *ways]),
+        "mesh": describe_mesh(flags),
+        "steps": f"{flags.steps} of {flags.batch} sequences of {flags.seq} {unit}, learning rate {flags.lr:g}",
+        "out": f"{flags.out}",
+    }
+
+
+def num_parameters(config: command_line.LlamaConfig) -> int:
+    """Of the whole model, of which no rank may have all."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Llama(config).parameters())
+
+
+def describe_mesh(flags: Namespace) -> str:
+    """What lies along which axis, in words."""
+    mesh: MeshPlan = flags.mesh
+    words = {
+        f"pp={mesh.pp}: stages, {flags.microbatches} microbatches by {flags.schedule}": mesh.pp,
+        f"replicate={mesh.replicate}: copies": mesh.replicate,
+        f"dp={mesh.dp}: each keeps 1/{mesh.dp} of the parameters": mesh.dp,
+        f"tp={mesh.tp}: layers are cut": mesh.tp,
+    }
+    return "; ".join(text for text, size in words.items() if size > 1) or "none"
+
+
+def results(flags: Namespace, record: Record, meter: Meter, duration_s: float) -> dict[str, str]:
+    """What came of it, and where it lies."""
+    losses = [loss for _, loss in record.held_out_losses()]
+    facts = {
+        "held out": f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token",
+        "time": clock(duration_s) + communication(meter),
+        "curve": f"{flags.out / 'loss.png'}",
+        "numbers": f"{flags.out / 'loss.csv'}",
+    }
+    if flags.save_every:
+        facts["checkpoint"] = f"{flags.out / CHECKPOINTS}, step {flags.steps}"
+        facts["to go on"] = f"--resume --out {flags.out} --steps {2 * flags.steps}"
+    return facts if flags.export is None else {**facts, "exported": f"{flags.export}"}
+
+
+def communication(meter: Meter) -> str:
+    share = meter.communication_share
+    return "" if share is None else f", {share:.0%} of the last steps in collectives"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    device = join()
+    with together():
+        flags = command_line.parse(arguments, disttrain.get_world_size())
+    if flags.dtype is None:
+        flags.dtype = "bf16" if device.type == "cuda" else "fp32"
+    try:
+        train(flags, device)
+    except CheckpointError:  # which all ranks have alike
+        with together():
+            raise
+    except KeyboardInterrupt:
+        if disttrain.get_rank() == 0:
+            print(f"stopped; --resume --out {flags.out} goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    disttrain.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
