@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 
 from disttrain.kernels import AdamW, loss_from_head, use_kernels
 
