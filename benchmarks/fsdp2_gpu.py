@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import disttrain
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.kernels import use_float8
 
 SIZES = {
     "dim": 4096,
@@ -85,9 +86,11 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(args: argparse.Namespace, shard: Callable[..., object], policy: object) -> Case:
+def build(args: argparse.Namespace, shard: Callable[..., object], policy: object, recipe: str = "") -> Case:
     with torch.device("meta"):
         model = Model(args)
+    if recipe:
+        use_float8(model, recipe, report=lambda _: None)
     for block in model.blocks:
         shard(block, mp_policy=policy)
         if args.compile:
@@ -151,6 +154,9 @@ def main() -> None:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--float8", default="", metavar="RECIPE", help="our linear layers in float8: tensorwise, rowwise"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -158,7 +164,7 @@ def main() -> None:
     torch.distributed.init_process_group("nccl")
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     cases = {
-        "disttrain": build(args, fully_shard, MixedPrecisionPolicy(**dtypes)),
+        "disttrain": build(args, fully_shard, MixedPrecisionPolicy(**dtypes), args.float8),
         "torch": build(args, torch_fully_shard, TorchPolicy(**dtypes)),
     }
     tokens = torch.randint(0, args.vocab, (args.batch, args.seq), device="cuda")

@@ -9,12 +9,16 @@ The first is asked of this rank's shard; `mesh` has the ranks that share it. Eac
 one with the shard's shape is padded to that of the first rank's shard. The second makes the parameter to compute with,
 of `outputs` and maybe other inner tensors; their memory is freed and comes again with the whole, so with `out`, which
 is what the first call made, only the rest of it is to be updated.
+
+Instead of the parameter a module may have them: `module.fsdp_gather_hooks(name)` gives None, or an object with these
+methods, which take the shard first. Then shards are plain tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,7 +30,7 @@ from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.checks import common_dtype, refuse_device
 from disttrain.fsdp2.collectives import start_gather
-from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.wholes import Wholes, wrapped
 
@@ -34,8 +38,13 @@ _ALIGNMENT_BYTES = 16
 """Where an input may begin among the bytes that are gathered: a multiple of every dtype's size."""
 
 
-def has_gather_hooks(fqn: str, parameter: torch.Tensor, dim: int, rank: int) -> bool:
-    """True for a parameter of this kind. Raises ShardingError for half a one, or one that is cut along another dim."""
+def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
+    """True for a parameter of this kind. Raises ShardingError for half a one, or one that is cut along another dim.
+
+    What a module says counts only of a parameter of its own alone, cut along the first dim; else all is gathered.
+    """
+    if dim == 0 and _hooks_of_module(owners) is not None:
+        return True
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
     found = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(tensor, name)]
     if len(found) == 1:
@@ -47,12 +56,17 @@ def has_gather_hooks(fqn: str, parameter: torch.Tensor, dim: int, rank: int) -> 
     return bool(found)
 
 
+def _hooks_of_module(owners: Sequence[Owner]) -> Any:
+    ask = getattr(owners[0].module, "fsdp_gather_hooks", None) if len(owners) == 1 else None
+    return None if ask is None else ask(owners[0].name)
+
+
 @dataclass(frozen=True)
 class _Given:
-    """What a shard gives to be gathered: `inputs`, each of one size on every rank."""
+    """What a shard gives to be gathered: `inputs`, each of one size on every rank. `make` is what comes after."""
 
     param: ShardedParam
-    local: Any
+    make: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
     metadata: Any
 
@@ -103,7 +117,13 @@ class ExtensionGroup(ParamGroup):
         local = param.sharded._local_tensor  # type: ignore[attr-defined]
         if local.device != self._device:
             local = local.to(self._device, non_blocking=True)
-        inputs, metadata = local.fsdp_pre_all_gather(
+        hooks = _hooks_of_module(param.owners)
+        before, after = (
+            (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)
+            if hooks is None
+            else (partial(hooks.fsdp_pre_all_gather, local), partial(hooks.fsdp_post_all_gather, local))
+        )
+        inputs, metadata = before(
             self.sharding.shard_mesh,
             torch.Size(param.shape),
             contiguous_strides(param.shape),
@@ -111,7 +131,7 @@ class ExtensionGroup(ParamGroup):
             self._policy,
         )
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
-        return _Given(param, local, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
+        return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
 
     def _allocated_wholes(self) -> _GatheredParts:
         wholes = self._wholes
@@ -175,12 +195,12 @@ class _GatheredParts(Wholes):
             else:
                 made: torch.Tensor = self.parameters[place]
                 made = made._local_tensor if isinstance(made, DTensor) else made
-                one.local.fsdp_post_all_gather(tuple(outputs), one.metadata, self.dtype, out=made)
+                one.make(tuple(outputs), one.metadata, self.dtype, out=made)
         self.given = ()
 
     def _make(self, one: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
         param = one.param
-        whole, inner = one.local.fsdp_post_all_gather(outputs, one.metadata, self.dtype)
+        whole, inner = one.make(outputs, one.metadata, self.dtype)
         # Inner tensors may be the outputs themselves.
         known = {storage.data_ptr() for storage, _ in self._memory}
         for storage in (tensor.untyped_storage() for tensor in inner):

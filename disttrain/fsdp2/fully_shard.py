@@ -77,11 +77,11 @@ def fully_shard(
     sharding = Sharding(mesh)
     managed = list(_managed(together, ignored_params or set()))
     dims, with_hooks = {}, set()
-    for fqn, parameter, _ in managed:
+    for fqn, parameter, owners in managed:
         check_can_shard(fqn, parameter, device, mesh.get_rank())
         dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
         sharding.spec_of(fqn, parameter, dims[fqn])
-        if has_gather_hooks(fqn, parameter, dims[fqn], mesh.get_rank()):
+        if has_gather_hooks(fqn, parameter, owners, dims[fqn], mesh.get_rank()):
             with_hooks.add(fqn)
     # What is kept on the host is cut there, and need not fit onto the device as a whole.
     shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device

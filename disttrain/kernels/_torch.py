@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
+
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+"""A tensor of the given class, without memory of its own."""
+
+map_tensors: Any = tree_map_only
+"""In nested arguments, put a function's result in place of each value of a class."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -47,3 +59,65 @@ def version_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy, and cast, each source to its target, in few kernels."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def is_within_a_graph() -> bool:
+    """Whether operators are recorded, transformed or differentiated from within, so that nothing may be timed."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._current_graph_task_id() != -1
+    )
+
+
+def as_constant(function: _Function) -> _Function:
+    """Let Dynamo call `function` while it traces, and take the answer for a constant. Arguments must be constants."""
+    # torch.compiler.assume_constant_result would load Dynamo.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def cudnn_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float
+) -> torch.Tensor:
+    """(B, H, L, E), (B, K, S, E) twice: cuDNN's attention; H is a multiple of K."""
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    return attend(query, key, value, None, needs_grad, 0.0, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float
+) -> torch.Tensor:
+    """As cuDNN's: FlashAttention 2. `window`: how many keys before and behind a query's own it sees, -1 for all."""
+    left, right = window
+    attend: Any
+    if left < 0 and right <= 0:
+        # Policies of activation checkpointing know this one by name.
+        attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+        return attend(query, key, value, 0.0, right == 0, False, scale=scale)[0]  # type: ignore[no-any-return]
+    attend = torch.ops.aten._flash_attention_forward.default
+    sizes: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": right}
+    by_place = (one.transpose(1, 2) for one in (query, key, value))
+    result = attend(*by_place, None, None, query.shape[2], key.shape[2], 0.0, False, False, **sizes)[0]
+    return result.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, needs_grad: bool, scale: float
+) -> torch.Tensor:
+    """(B, H, L, E), (B, H, S, E), (B, H, S, Ev): xformers' memory-efficient attention."""
+    attend: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    return attend(query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def scaled_mm(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype, is_fast: bool
+) -> torch.Tensor:
+    """a (M, K) times b (N, K) transposed, both in float8, with one scale each, or one for each row."""
+    if a_scales.numel() == b_scales.numel() == 1:
+        return torch._scaled_mm(a, b.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=is_fast)
+    # With scales for rows, results come in bf16 alone.
+    result = torch._scaled_mm(
+        a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
+    return result.to(dtype)

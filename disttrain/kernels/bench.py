@@ -58,7 +58,7 @@ def measure(case: Case, device: torch.device) -> Iterator[Measured]:
     torch.compiler.reset()
     contenders = {"eager": case.theirs, "inductor": torch.compile(case.theirs), "kernel": case.ours}
     for is_whole in (False, True):
-        if not is_whole and not case.forward_bytes:
+        if not (case.step_bytes or case.flops if is_whole else case.forward_bytes):
             continue
         make = _whole_step if is_whole else _forward
         steps = {name: make(run, case) for name, run in contenders.items()}

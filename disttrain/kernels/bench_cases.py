@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from disttrain import kernels
+from disttrain.kernels.float8 import cast
 
 Step = Callable[..., Any]
 
@@ -24,7 +25,7 @@ class Case:
     ours: Step
     forward_bytes: int
     step_bytes: int
-    """Of forward and backward."""
+    """Of forward and backward; 0, and no flops: it has no backward."""
     flops: int = 0
     """Of forward and backward, where arithmetic bounds them instead."""
 
@@ -39,6 +40,7 @@ def cases(device: torch.device, num_tokens: int, dim: int, vocab_size: int) -> I
         yield from _norms(drawn, num_tokens * dim // width, width)
     yield from _gated(drawn, num_tokens, dim * 7 // 2)
     yield _rotary(drawn, num_tokens, dim // 128)
+    yield from _float8(drawn, num_tokens, dim)
     hidden, weight = drawn(num_tokens, dim), drawn(vocab_size, dim)
     weight.detach().mul_(dim**-0.5)
     target = torch.randint(0, vocab_size, (num_tokens,), device=device)
@@ -115,3 +117,34 @@ def _rotary(drawn: Callable[..., torch.Tensor], num_tokens: int, num_heads: int)
         2 * x.nbytes,
         4 * x.nbytes,
     )
+
+
+def _float8(drawn: Callable[..., torch.Tensor], num_tokens: int, dim: int) -> Iterator[Case]:
+    def by_torch(x: torch.Tensor) -> Any:
+        scale = torch.exp2((x.abs().amax().float() / 448).log2().ceil())
+        codes = (x / scale).to(torch.float8_e4m3fn)
+        return codes, codes.t().contiguous(), scale
+
+    for width in (dim, dim * 7 // 2):
+        x = drawn(num_tokens, width)
+        # Read twice, and written in half the bytes twice.
+        yield Case(
+            f"float8 cast {num_tokens} x {width}",
+            [x],
+            by_torch,
+            lambda x: cast(x, torch.float8_e4m3fn, by_rows=False),
+            3 * x.nbytes,
+            0,
+        )
+    for width in (dim, dim * 7 // 2):
+        x, weight = drawn(num_tokens, dim), drawn(width, dim)
+        for recipe in ("tensorwise", "rowwise"):
+            yield Case(
+                f"float8 linear, {recipe} {num_tokens} x {dim} x {width}",
+                [x, weight],
+                F.linear,
+                lambda x, weight, recipe=recipe: kernels.float8_linear(x, weight, recipe=recipe),
+                0,
+                0,
+                6 * num_tokens * dim * width,
+            )

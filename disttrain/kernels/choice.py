@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from disttrain.errors import BackendError
+from disttrain.kernels._torch import as_constant
 from disttrain.settings import KERNELS, TRITON_INTERPRET
 
 T = TypeVar("T")
@@ -28,15 +29,21 @@ def choose(operation: str, tensor: torch.Tensor, obstacle: str, twin: T, load_ke
     reason = obstacle or _obstacle_of(tensor)
     if not reason:
         return load_kernels()
-    if wish == "triton":
-        raise BackendError(operation, reason, "Set DISTTRAIN_KERNELS=auto to compute it by torch's operators.")
-    if tensor.is_cuda:
-        _warn(operation, reason)
+    tell_fallback(operation, reason, is_slow=tensor.is_cuda)
     return twin
 
 
+@as_constant
+def tell_fallback(operation: str, reason: str, is_slow: bool = True) -> None:
+    """For what torch's operators compute in a kernel's place: raise if asked to be strict, or warn if it `is_slow`."""
+    if KERNELS.read() == "triton":
+        raise BackendError(operation, reason, "Set DISTTRAIN_KERNELS=auto to compute it by torch's operators.")
+    if is_slow:
+        _warn(operation, reason)
+
+
 def _obstacle_of(tensor: torch.Tensor) -> str:
-    if not _has_triton():
+    if not has_triton():
         return "Triton is not installed."
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels don't take {tensor.dtype}."
@@ -50,7 +57,7 @@ def _warn(operation: str, reason: str) -> None:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 

@@ -16,18 +16,20 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from disttrain.kernels._torch import has_hooks
+from disttrain.kernels.attention_sdpa import attended
 from disttrain.kernels.glu import GELUS, geglu, swiglu
 from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
 from disttrain.kernels.norm_modules import KernelLayerNorm, KernelRMSNorm, add_then_norm
 from disttrain.kernels.rotary import rotate
 from disttrain.kernels.tracing import Trace, trace
 
-SWIGLU, GEGLU, ADD_NORM, LOSS, ROTATION = (
+SWIGLU, GEGLU, ADD_NORM, LOSS, ROTATION, ATTENTION = (
     "SwiGLU",
     "GeGLU",
     "residual + norm",
     "linear + cross-entropy",
     "rotation",
+    "attention",
 )
 
 
@@ -39,6 +41,7 @@ def rewritten(module: nn.Module) -> tuple[Trace, list[str]] | None:
     found = [
         *_gated_products(module, traced.graph),
         *_rotations(traced.graph),
+        *_attentions(traced.graph),
         *_losses(module, traced.graph),
         *_residual_norms(module, traced.graph),
     ]
@@ -196,6 +199,12 @@ def _angle_of(first: Any, second: Any) -> tuple[fx.Node, fx.Node, fx.Node, list[
     if not isinstance(cos, fx.Node) or not isinstance(sin, fx.Node):
         return None
     return both.args[0], cos, sin, [first, second, *products, a, b, both]
+
+
+def _attentions(graph: fx.Graph) -> Iterator[str]:
+    for node in _calls(graph, F.scaled_dot_product_attention):
+        _replace(graph, node, [], attended, node.args, node.kwargs)
+        yield ATTENTION
 
 
 def _dim_of(node: fx.Node, place: int) -> Any:

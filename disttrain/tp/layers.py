@@ -41,7 +41,7 @@ class ColumnLayer:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
-        if not takes_the_long_way(x):
+        if not (self.matrix.has_own_backward or takes_the_long_way(x)):
             plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         if plan is None:
             return self._the_long_way(x, weight, bias)
@@ -81,7 +81,7 @@ class ColumnLayer:
         return given_out(result, self.output or self._cut_outputs(result.ndim), self.use_local_output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        dim = dim_in_graph(x, self.input, self.axis)
+        dim = None if self.matrix.has_own_backward else dim_in_graph(x, self.input, self.axis)
         if dim is not None:
             part = local_part(x, self.input, self.axis)
             _, result = self.in_graph(part, dim, [self], [weight], [bias])
@@ -148,7 +148,7 @@ class RowLayer:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         plan = None
-        if not takes_the_long_way(x):
+        if not (self.matrix.has_own_backward or takes_the_long_way(x)):
             plan = kept_plan(self._plans, form_of(x), lambda: self._plan(x, weight))
         return self._the_long_way(x, weight, bias) if plan is None else row(x, plan, weight, bias)
 
@@ -191,7 +191,7 @@ class RowLayer:
         given = as_dtensor(x, self.input, self.axis, whole_shape)
         part, used = given.redistribute(placements=[Shard(x.ndim - 1)]).to_local(), self.weight.used_with_grad(weight)
         dim = dim_in_graph(part, self.output, self.axis, is_whole=True)
-        if dim is not None:
+        if dim is not None and not self.matrix.has_own_backward:
             wish = WISHES[self.overlap]
             kept = row_in_graph(part, used, self.matrix.out_dim, dim, self.axis.group_name, wish)
             result = DTensor.from_local(kept, self.axis.mesh, [self.output])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError, ShardingError
+from disttrain.kernels.float8_linear import Float8Linear, Recipe, float8_product
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import REPLICATED, Cut, Piece
 
@@ -26,6 +27,9 @@ class Matrix:
     """How a module holds its matrix: as (out, in), which nn.Linear does, or as (in, out)."""
 
     out_dim: int
+
+    has_own_backward: ClassVar[bool] = False
+    """True where a product must be left to autograd whole, and is no part of a larger function."""
 
     @property
     def in_dim(self) -> int:
@@ -48,6 +52,18 @@ class Matrix:
         return grad.t().mm(x) if self.out_dim == 0 else x.t().mm(grad)
 
 
+@dataclass(frozen=True)
+class Float8Matrix(Matrix):
+    """That of a layer that multiplies this rank's part in float8, with scales of this rank's own."""
+
+    recipe: Recipe
+
+    has_own_backward: ClassVar[bool] = True
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return float8_product(x, weight, bias, self.recipe)
+
+
 def parameter_grads(
     matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: Any
 ) -> Sequence[torch.Tensor | None]:
@@ -68,6 +84,8 @@ def matrix_of(module: nn.Module) -> Matrix | None:
     """None when the module is something else, or a linear layer with a forward of its own."""
     if type(module).forward is nn.Linear.forward:
         return Matrix(out_dim=0)
+    if isinstance(module, Float8Linear):
+        return Float8Matrix(0, module.recipe)
     is_conv1d = any((cls.__module__, cls.__qualname__) == _CONV1D for cls in type(module).__mro__)
     return Matrix(out_dim=1) if is_conv1d else None
 

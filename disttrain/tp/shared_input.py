@@ -124,6 +124,7 @@ class Sharing:
             if isinstance(layer, ColumnLinear)
             and layer._tp.axis == self.axis
             and layer._tp.input.is_replicate()
+            and not layer._tp.matrix.has_own_backward
             # One input: of several that are gathered, the first.
             and layer._tp_shared is None
         ]

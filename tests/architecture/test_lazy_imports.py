@@ -25,6 +25,8 @@ TORCH_FREE = {
     "disttrain.flight_recorder.watch": "disttrain/flight_recorder/watch.py",
     "disttrain.pipelining": "disttrain/pipelining/__init__.py",
     "disttrain.pipelining.cli": "disttrain/pipelining/cli.py",
+    "disttrain.plan": "disttrain/plan/__init__.py",
+    "disttrain.plan.cli": "disttrain/plan/cli.py",
     "disttrain.reports": "disttrain/reports.py",
     "disttrain.settings": "disttrain/settings.py",
     "disttrain.store": "disttrain/store/__init__.py",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from disttrain.kernels import attention_bench
 from disttrain.kernels.__main__ import main
+from disttrain.kernels.attention_bench import Sizes, timed
 
 
 def test_rows_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,3 +31,23 @@ def test_rows_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         report = json.loads(out.read_text())
         assert [one["name"].split()[0].startswith(only) for one in report["results"]] == [True] * rows
         assert all(seconds > 0 for one in report["results"] for seconds in one["seconds"].values())
+
+
+def test_attention_s_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock of our own: names of what serves, and the products of what is seen."""
+    monkeypatch.setattr(attention_bench, "measure", lambda names, *_: dict.fromkeys(names, 1.0))
+    sizes = Sizes(2, 4, 2, 16, [10, 20], window=3, document=5)
+    found = {(one.name, one.is_whole_step): one for one in timed(sizes, torch.device("cpu"))}
+    assert len(found) == 2 * 2 * 6
+    assert found["causal 10", False].flops == 4 * 2 * 4 * 16 * 55
+    assert found["window 3 20", True].flops == 4 * 2 * 4 * 16 * (20 * 3 - 3) * 7 // 2
+    assert list(found["causal 10", False].seconds) == ["sdpa"]
+    assert list(found["alibi 10", True].seconds) == ["dense"]
+    assert {name for name, _ in found} >= {"documents 5 10", "prefix 20", "soft cap 10"}
+    assert len(list(timed(sizes, torch.device("cpu"), ["prefix", "alibi"]))) == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_attention_is_not_measured_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention"]) == 1
+    assert capsys.readouterr().out.startswith("There is no GPU")

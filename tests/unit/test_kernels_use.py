@@ -37,7 +37,10 @@ def test_the_example_s_llama(capsys: pytest.CaptureFixture[str]) -> None:
     model.init()
     other = copy.deepcopy(model)
     found = use_kernels(other)
-    assert capsys.readouterr().out == "use_kernels: Llama: 5 x RMSNorm, 2 x SwiGLU, 2 x residual + norm, 4 x rotation\n"
+    assert (
+        capsys.readouterr().out
+        == "use_kernels: Llama: 5 x RMSNorm, 2 x SwiGLU, 2 x attention, 2 x residual + norm, 4 x rotation\n"
+    )
     assert {one.name for one in found if one.what == "SwiGLU"} == {"blocks.0.feed_forward", "blocks.1.feed_forward"}
     tokens = torch.randint(0, 256, (2, 16))
     assert_same(model, other, tokens)

@@ -1,0 +1,80 @@
+"""Which of a model's linear layers are to become another kind: all that can, but the head."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from disttrain.dtensor import DTensor
+from disttrain.errors import ShardingError
+
+Filter = Callable[[str, nn.Linear], bool]
+
+
+def choose_linears(
+    operation: str,
+    model: nn.Module,
+    kind: type[nn.Linear],
+    obstacle: Callable[[nn.Linear], str],
+    filter: Filter | None,
+    report: Callable[[str], None],
+) -> list[tuple[str, nn.Linear]]:
+    """The layers that become `kind`, by name, without those that are of it; says how many, and what is left and why.
+
+    Left are weights that several modules share, subclasses of nn.Linear, layers with an `obstacle`, those that `filter`
+    does not want, and without a filter the head: the last layer, where no list of blocks holds it.
+    Raises: ShardingError for a weight that is a DTensor already.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, layer in layers.items():
+        if isinstance(layer.weight, DTensor):
+            problem = f"the weight of {name} lies as {layer.weight._spec.layout}."
+            raise ShardingError(operation, problem, "Call it before parallelize_module and fully_shard.")
+    owners = Counter(
+        id(parameter)
+        for module in model.modules()
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    head = None if filter is not None else _head(model, layers)
+    chosen: list[tuple[str, nn.Linear]] = []
+    left: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if type(layer) not in (nn.Linear, kind):
+            reason = "they are subclasses of nn.Linear"
+        elif owners[id(layer.weight)] > 1:
+            reason = "other modules share the weight"
+        elif name == head:
+            reason = "it is the head"
+        elif filter is not None and not filter(name, layer):
+            reason = "the filter says so"
+        else:
+            reason = obstacle(layer)
+        if reason:
+            left.setdefault(reason, []).append(name)
+        elif type(layer) is nn.Linear:
+            chosen.append((name, layer))
+    report(f"{operation}: {type(model).__name__}: {len(chosen)} linear layers")
+    for reason, names in left.items():
+        report(f"{operation}: left {_listed(names)}: {reason}")
+    return chosen
+
+
+def _head(model: nn.Module, layers: dict[str, nn.Linear]) -> str | None:
+    last = next(reversed(layers), None)
+    is_in_list = last is not None and any(
+        isinstance(module, nn.ModuleList | nn.ModuleDict) for module in _above(model, last)
+    )
+    return None if is_in_list else last
+
+
+def _above(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    module = model
+    for part in name.split(".") if name else ():
+        yield module
+        module = module.get_submodule(part)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"

@@ -1,0 +1,59 @@
+"""Which mesh? Every way to lay a Llama on so many GPUs, what each takes, and why one is the best.
+
+    job = Job(PRESETS["70b"], num_gpus=64, hardware=HARDWARE["h100"])
+    for plan in find_plans(job).plans:
+        print(plan.choice, plan.memory.total_bytes, plan.times.step_s)
+
+Nothing is run and no torch is loaded: memory is counted tensor by tensor (`memory.py`), bytes on the wire collective by
+collective (`traffic.py`), times follow from the hardware's attained rates (`times.py`), and a pipeline's bubble is the
+simulator's. `python -m disttrain.plan` prints it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disttrain.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from disttrain.plan.hardware import HARDWARE as HARDWARE
+    from disttrain.plan.hardware import Hardware as Hardware
+    from disttrain.plan.job import Choice as Choice
+    from disttrain.plan.job import Job as Job
+    from disttrain.plan.job import MeshSizes as MeshSizes
+    from disttrain.plan.memory import Memory as Memory
+    from disttrain.plan.memory import memory_of as memory_of
+    from disttrain.plan.search import Plan as Plan
+    from disttrain.plan.search import Plans as Plans
+    from disttrain.plan.search import find_plans as find_plans
+    from disttrain.plan.search import plan_of as plan_of
+    from disttrain.plan.sizes import PRESETS as PRESETS
+    from disttrain.plan.sizes import LlamaSizes as LlamaSizes
+    from disttrain.plan.sizes import read_sizes as read_sizes
+    from disttrain.plan.times import Times as Times
+    from disttrain.plan.traffic import Traffic as Traffic
+    from disttrain.plan.traffic import traffic_of as traffic_of
+
+_MODULE_OF = {
+    "Choice": "job",
+    "HARDWARE": "hardware",
+    "Hardware": "hardware",
+    "Job": "job",
+    "LlamaSizes": "sizes",
+    "Memory": "memory",
+    "MeshSizes": "job",
+    "PRESETS": "sizes",
+    "Plan": "search",
+    "Plans": "search",
+    "Times": "times",
+    "Traffic": "traffic",
+    "find_plans": "search",
+    "memory_of": "memory",
+    "plan_of": "search",
+    "read_sizes": "sizes",
+    "traffic_of": "traffic",
+}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

@@ -1,0 +1,45 @@
+"""The command line that runs a plan: our launcher, and examples/train_llama.py."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from disttrain.plan.job import Choice, Job
+
+
+def unsaid(job: Job) -> list[str]:
+    """Options of the planner that the example has no flag for."""
+    return ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+
+
+def command_of(job: Job, choice: Choice, model: str) -> str:
+    """Args: model  as it was given: a TOML file is the example's configuration, a folder is Hugging Face's."""
+    mesh = choice.mesh
+    num_nodes = -(-mesh.num_gpus // job.node_size)
+    words = ["disttrain-launch"]
+    if num_nodes == 1:
+        words += ["--standalone", "--nproc-per-node", str(mesh.num_gpus)]
+    else:
+        words += ["--nnodes", str(num_nodes), "--nproc-per-node", str(job.node_size), "--rdzv-endpoint", "HOST0:29500"]
+    words.append("examples/train_llama.py")
+    path = Path(model)
+    if path.suffix == ".toml":
+        words += ["--config", model]
+    elif path.name == "config.json" or path.is_dir():
+        words += ["--model", str(path if path.is_dir() else path.parent)]
+    else:
+        words += ["--model", job.sizes.spelled, "--tokenizer", "tokenizer.json"]
+    words += ["--mesh", str(mesh), "--batch", str(job.num_sequences), "--seq", str(job.seq_size)]
+    words += ["--microbatches", str(choice.num_microbatches)]
+    if choice.schedule is not None:
+        words += ["--schedule", choice.schedule]
+    words += ["--dtype", "bf16"]
+    for name, is_on in (
+        ("kernels", job.has_kernels),
+        ("recompute", choice.recomputes),
+        ("compile", choice.is_compiled),
+    ):
+        # A configuration may say the contrary.
+        words += [f"--{name}"] if is_on else [f"--no-{name}"] * (path.suffix == ".toml")
+    return shlex.join(words)

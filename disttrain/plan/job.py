@@ -1,0 +1,181 @@
+"""What is asked, a `Job`, and one answer to it, a `Choice`, which may or may not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from disttrain.errors import SettingError
+from disttrain.plan.hardware import HARDWARE, Hardware
+from disttrain.plan.sizes import LlamaSizes
+
+AXES = ("pp", "replicate", "dp", "tp")
+"""In the order of ranks: those of the last axis are neighbours, since it sends most."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of an element: of a parameter as it is kept, as it is computed with, of gradients as they are reduced, and
+    of the optimizer's state for each."""
+
+    name: str
+    parameter_bytes: int
+    compute_bytes: int
+    reduce_bytes: int
+    state_bytes: int
+    is_sharded: bool
+    """Through `fully_shard`, whose copies to compute with are not the parameters themselves."""
+
+
+MIXED = Precision("mixed", 4, 2, 4, 8, is_sharded=True)
+"""float32 parameters and AdamW, computed with in bfloat16."""
+PURE = Precision("bf16", 2, 2, 2, 4, is_sharded=False)
+"""All in bfloat16, without `fully_shard`: neither replicate nor dp."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, on what.
+
+    Args: num_sequences  in a step of all ranks;  memory_share  of a GPU's memory that tensors may take: CUDA, NCCL and
+          what the allocator cannot use need the rest;  has_kernels  `use_kernels` and the loss without logits;
+          may_compile  blocks may be compiled;  uses_float8  products of blocks in float8.
+    """
+
+    sizes: LlamaSizes
+    num_gpus: int
+    hardware: Hardware = HARDWARE["h100"]
+    node_size: int = 8
+    seq_size: int = 8192
+    num_sequences: int = 512
+    memory_share: float = 0.9
+    precision: Precision = MIXED
+    has_kernels: bool = True
+    may_compile: bool = True
+    uses_float8: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "node_size", "seq_size", "num_sequences"):
+            value = getattr(self, name)
+            if value < 1:
+                raise SettingError("plan", f"{name} is {value}.", "Give a whole number from 1 on.")
+        if not 0 < self.memory_share <= 1:
+            raise SettingError("plan", f"memory_share is {self.memory_share:g}.", "Give a share above 0, up to 1.")
+        if self.num_gpus > self.node_size and self.num_gpus % self.node_size:
+            problem = f"{self.num_gpus} GPUs do not fill nodes of {self.node_size}."
+            raise SettingError("plan", problem, "Give a multiple of --node-size, or another --node-size.")
+        if self.uses_float8 and not self.hardware.float8_flops:
+            raise SettingError("plan", f"{self.hardware.name} has no float8.", "Leave --float8 out.")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.seq_size
+
+    @property
+    def usable_bytes(self) -> float:
+        """Of a GPU, for tensors."""
+        return self.memory_share * self.hardware.memory_gib * 2**30
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Ranks along each axis, in the order of `AXES`."""
+
+    pp: int = 1
+    replicate: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return self.pp * self.replicate * self.dp * self.tp
+
+    @property
+    def num_batch_parts(self) -> int:
+        """Ranks that have different sequences of a step."""
+        return self.replicate * self.dp
+
+    def stride(self, axis: str) -> int:
+        """How far apart in ranks neighbours along the axis are."""
+        return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+
+    def size(self, axis: str) -> int:
+        """Ranks along the axis."""
+        found: int = getattr(self, axis)
+        return found
+
+    def num_on_node(self, axis: str, node_size: int) -> int:
+        """Ranks along the axis that share a node."""
+        return min(self.size(axis), max(1, node_size // self.stride(axis)))
+
+    def __str__(self) -> str:
+        named = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return ",".join(named) or "dp=1"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a job.
+
+    Args: microbatch_size  sequences, of which each rank takes num_microbatches in a step;  schedule  None without a
+          pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks.
+    """
+
+    mesh: MeshSizes
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str | None = None
+    recomputes: bool = False
+    is_compiled: bool = False
+
+    @property
+    def has_whole_logits(self) -> bool:
+        """Of its part of the vocabulary: whichever kernels there are, a head that is cut, and a pipeline's last stage,
+        hand their logits to the loss (as in examples/train_llama.py)."""
+        return self.schedule is not None or self.mesh.tp > 1
+
+    def __str__(self) -> str:
+        words = [str(self.mesh)]
+        if self.schedule:
+            words.append(self.schedule)
+        words.append(f"{self.num_microbatches} x {self.microbatch_size}")
+        words += ["recompute"] * self.recomputes + ["compiled"] * self.is_compiled
+        return " ".join(words)
+
+
+def why_not(job: Job, mesh: MeshSizes) -> str | None:
+    """The rule that a mesh breaks, whatever else is chosen; None: none."""
+    sizes = job.sizes
+    if mesh.tp > 1:
+        for what, count in (("heads", sizes.num_heads), ("the MLP", sizes.ffn_size), ("sequences", job.seq_size)):
+            if count % mesh.tp:
+                return f"tp={mesh.tp} does not divide {what} ({count})"
+        if mesh.tp % sizes.num_kv_heads and sizes.num_kv_heads % mesh.tp:
+            return f"tp={mesh.tp} and {sizes.num_kv_heads} heads of keys don't divide"
+    if mesh.pp > sizes.num_layers:
+        return f"pp={mesh.pp} needs as many layers"
+    if sizes.is_tied and mesh.pp > 1:
+        return "the first and the last stage would share the tied matrix"
+    if job.num_sequences % mesh.num_batch_parts:
+        return f"{job.num_sequences} sequences do not divide among {mesh.num_batch_parts} ranks"
+    if not job.precision.is_sharded and mesh.num_batch_parts > 1:
+        return "without fully_shard there is no dp"
+    return None
+
+
+def meshes(job: Job) -> Iterator[MeshSizes]:
+    """Every mesh of the job's GPUs that keeps tensor parallel within a node, whether it fits or not."""
+    for tp in divisors(job.num_gpus):
+        if tp > job.node_size:
+            continue
+        for pp in divisors(job.num_gpus // tp):
+            rest = job.num_gpus // tp // pp
+            for replicate in divisors(rest):
+                # One copy of each shard: that is tensor parallel or a pipeline alone, and replicas of it need no more.
+                if replicate == 1 or rest // replicate > 1:
+                    yield MeshSizes(pp, replicate, rest // replicate, tp)
+
+
+def divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]

@@ -1,0 +1,122 @@
+"""This machine's rates, measured in some seconds: products, attention and copies on one GPU, and where the launcher has
+started several ranks, a ring over all of them.
+
+    python -m disttrain.plan --measure mine.json
+    disttrain-launch --standalone --nproc-per-node gpu -m disttrain.plan --measure mine.json
+
+Over ranks on several nodes the ring's rate is the network's; within a node it is that of its links.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from disttrain.errors import SettingError
+from disttrain.plan.hardware import Hardware
+from disttrain.process_group import all_gather_into_tensor as all_gather
+from disttrain.process_group import destroy_process_group, get_rank, get_world_size, init_process_group
+from disttrain.settings import LOCAL_RANK, LOCAL_WORLD_SIZE, WORLD_SIZE
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is measured: large enough that rates no longer grow."""
+
+    matrix: int = 8192
+    seq: int = 8192
+    heads: int = 32
+    head_size: int = 128
+    copied_bytes: int = 1 << 30
+    gathered_bytes: int = 1 << 30
+    num_runs: int = 10
+
+
+def measure(base: Hardware) -> Hardware | None:
+    """`base` with what can be measured here; None on ranks other than the first. Every rank must call.
+
+    Raises: SettingError where there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise SettingError("plan --measure", "There is no GPU here.", "Give rates: --tflops, --memory-gb, --node-gb.")
+    device = torch.device("cuda", LOCAL_RANK.read() or 0)
+    torch.cuda.set_device(device)
+    changes = {
+        "name": torch.cuda.get_device_name(device),
+        "memory_gib": torch.cuda.get_device_properties(device).total_memory / _GIB,
+        **rates_of(device, Sizes()),
+    }
+    if (WORLD_SIZE.read() or 1) == 1:
+        return replace(base, **changes)  # type: ignore[arg-type]
+    init_process_group()
+    try:
+        is_one_node = (LOCAL_WORLD_SIZE.read() or 1) == get_world_size()
+        changes |= ring_of(device, Sizes(), "node" if is_one_node else "network")
+        return replace(base, **changes) if get_rank() == 0 else None  # type: ignore[arg-type]
+    finally:
+        destroy_process_group()
+
+
+def rates_of(device: torch.device, sizes: Sizes) -> dict[str, float]:
+    """FLOP/s of products and of causal attention, and bytes read and written per second by a copy, on one device."""
+    num = sizes.matrix
+    left, right = (torch.randn(num, num, device=device, dtype=torch.bfloat16) for _ in range(2))
+    shape = 1, sizes.heads, sizes.seq, sizes.head_size
+    query, key, value = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    source = torch.empty(sizes.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def attend_and_back() -> None:
+        torch.autograd.grad(attend(), (query, key, value), grad)
+
+    def seconds(run: Callable[[], object]) -> float:
+        return _seconds(run, device, sizes.num_runs)
+
+    attention = 2.0 * sizes.heads * sizes.head_size * sizes.seq**2
+    forward_s = seconds(attend)
+    return {
+        "matmul_flops": 2.0 * num**3 / seconds(lambda: left @ right),
+        "attention_forward_flops": attention / forward_s,
+        "attention_backward_flops": 2.5 * attention / max(1e-9, seconds(attend_and_back) - forward_s),
+        "memory_bytes_per_s": 2.0 * sizes.copied_bytes / seconds(lambda: target.copy_(source)),
+    }
+
+
+def ring_of(device: torch.device, sizes: Sizes, where: str) -> dict[str, float]:
+    """What a rank sends per second of a large gather, and how long a small one takes. Collective."""
+    num_ranks = get_world_size()
+    part = torch.empty(sizes.gathered_bytes // num_ranks, dtype=torch.uint8, device=device)
+    whole = torch.empty(part.numel() * num_ranks, dtype=torch.uint8, device=device)
+    few = torch.empty(64 * num_ranks, dtype=torch.uint8, device=device)
+    latency_s = _seconds(lambda: all_gather(few, few[:64].clone()), device, sizes.num_runs)
+    whole_s = _seconds(lambda: all_gather(whole, part), device, sizes.num_runs)
+    sent_bytes = part.numel() * (num_ranks - 1)
+    return {f"{where}_bytes_per_s": sent_bytes / max(1e-9, whole_s - latency_s), f"{where}_latency_s": latency_s}
+
+
+def _seconds(run: Callable[[], object], device: torch.device, num_runs: int) -> float:
+    """Median of runs that are waited for, after two that are not counted."""
+    times = []
+    for _ in range(num_runs + 2):
+        _wait(device)
+        begin = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

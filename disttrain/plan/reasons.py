@@ -1,0 +1,70 @@
+"""Why the first plan is first, what limits it, and what the others lose against it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from disttrain.errors import ScheduleError
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.search import Plan, Plans, plan_of
+
+_LIMITS = {
+    "compute": "computing",
+    "recompute": "computing activations again",
+    "tp": "activations sent between the ranks of tp",
+    "shards": "gathering parameters and reducing gradients",
+    "bubble": "stages that wait for each other",
+    "optimizer": "the optimizer",
+}
+_WORTH_NAMING = 0.005
+"""Of a step."""
+
+
+def why_first(plans: Plans) -> Iterator[str]:
+    """Sentences on the first plan."""
+    job, first = plans.job, plans.plans[0]
+    times, step_s = first.times.by_part, first.times.step_s
+    yield f"{times['compute'] / step_s:.0%} of the step is computing that every plan has to do."
+    others = sorted(((s, name) for name, s in times.items() if name != "compute"), reverse=True)
+    named = [f"{_LIMITS[name]} ({s / step_s:.1%})" for s, name in others if s > _WORTH_NAMING * step_s]
+    yield f"What limits it: {', '.join(named) if named else 'nothing but computing'}."
+    parts = sorted(((size, name) for name, size in first.memory.by_part.items()), reverse=True)[:2]
+    most = " and ".join(f"{name} ({size / 2**30:.1f} GiB)" for size, name in parts)
+    yield f"Memory is fullest in {first.memory.when}, mostly {most}."
+    yield from _limits_of_memory(job, first)
+
+
+def _limits_of_memory(job: Job, first: Plan) -> Iterator[str]:
+    """What would be faster on the same mesh, if it fitted."""
+    for words, choice in _next_steps(first.choice):
+        try:
+            other = plan_of(job, choice)
+        except ScheduleError:
+            continue
+        if other.times.step_s < first.times.step_s and not other.fits(job):
+            gib = other.memory.total_bytes / 2**30
+            gained = 1 - other.times.step_s / first.times.step_s
+            yield f"{words} it would be {gained:.1%} faster, and take {gib:.1f} GiB."
+
+
+def _next_steps(choice: Choice) -> Iterator[tuple[str, Choice]]:
+    if choice.recomputes:
+        yield "Without recomputing", replace(choice, recomputes=False)
+    if choice.num_microbatches % 2 == 0:
+        larger = replace(
+            choice, microbatch_size=2 * choice.microbatch_size, num_microbatches=choice.num_microbatches // 2
+        )
+        yield "With microbatches twice as large", larger
+    if choice.schedule not in (None, "ZBVZeroBubble"):
+        yield "With ZBVZeroBubble", replace(choice, schedule="ZBVZeroBubble", is_compiled=False)
+
+
+def why_not_first(plan: Plan, first: Plan) -> str:
+    """Where the time goes that a plan takes longer than the first."""
+    longer_s = plan.times.step_s - first.times.step_s
+    changes = {name: s - first.times.by_part[name] for name, s in plan.times.by_part.items()}
+    share = _WORTH_NAMING * first.times.step_s
+    named = sorted(((name, s) for name, s in changes.items() if abs(s) > share), key=lambda change: -change[1])
+    words = ", ".join(f"{name} {1e3 * s:+.0f} ms" for name, s in named) or "no part of it stands out"
+    return f"{longer_s / first.times.step_s:+.1%}: {words}"

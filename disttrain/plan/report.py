@@ -1,0 +1,158 @@
+"""What the search found, as text for people and as one object for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from disttrain.console import short, table
+from disttrain.plan.command import command_of, unsaid
+from disttrain.plan.job import Job
+from disttrain.plan.reasons import why_first, why_not_first
+from disttrain.plan.search import Misfit, Plan, Plans
+from disttrain.plan.traffic import Traffic
+
+_INDENT = "  "
+
+
+def as_text(plans: Plans, model: str) -> str:
+    """Args: model  as it was given, for the command line."""
+    blocks = [_title(plans), _table(plans)]
+    if plans.plans:
+        first = plans.plans[0]
+        blocks.append(_listed("why the first one:", why_first(plans)))
+        others = (f"{plan.choice.mesh}: {why_not_first(plan, first)}" for plan in plans.plans[1:])
+        if len(plans.plans) > 1:
+            blocks.append(_listed("why not the others:", others))
+        blocks.append(_details(plans.job, first))
+        without = f" (the example has no flag for {' and '.join(unsaid(plans.job))})" if unsaid(plans.job) else ""
+        blocks.append(_listed(f"to run it{without}:", [command_of(plans.job, first.choice, model)]))
+    if plans.misfits:
+        blocks.append(_listed("what does not fit, at its leanest:", map(_misfit, plans.misfits)))
+    if plans.refused:
+        counted = (f"{rule}: {count} {'mesh' if count == 1 else 'meshes'}" for rule, count in plans.refused.items())
+        blocks.append(_listed("what cannot be:", counted))
+    return "\n\n".join(blocks)
+
+
+def _title(plans: Plans) -> str:
+    job, sizes, hardware = plans.job, plans.job.sizes, plans.job.hardware
+    nodes = math.ceil(job.num_gpus / job.node_size)
+    where = f"{job.num_gpus} x {hardware.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    return (
+        f"{short(sizes.num_parameters)} parameters on {where}: {job.num_sequences} sequences of {job.seq_size} tokens "
+        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors; "
+        f"the best of {plans.num_choices} choices"
+    )
+
+
+_HEAD = (
+    "",
+    "mesh",
+    "schedule",
+    "microbatches",
+    "with",
+    "GiB",
+    "step",
+    "tokens/s/GPU",
+    "MFU",
+    "bubble",
+    "sent",
+    "of it out",
+)
+
+
+def _table(plans: Plans) -> str:
+    if not plans.plans:
+        return "Nothing fits."
+    rows = [_row(number, plan, plans.job) for number, plan in enumerate(plans.plans, 1)]
+    return table(_HEAD, rows, words=(1, 2, 3, 4))
+
+
+def _row(number: int, plan: Plan, job: Job) -> tuple[str, ...]:
+    choice, times = plan.choice, plan.times
+    extras = {"recompute": choice.recomputes, "compile": choice.is_compiled}
+    extras |= {"kernels": job.has_kernels, "float8": job.uses_float8}
+    return (
+        str(number),
+        str(choice.mesh),
+        choice.schedule or "-",
+        f"{choice.num_microbatches} x {choice.microbatch_size}",
+        "+".join(name for name, is_on in extras.items() if is_on) or "-",
+        _gib(plan.memory.total_bytes),
+        _seconds(times.step_s),
+        f"{plan.tokens_per_s_gpu(job):.0f}",
+        f"{plan.utilization(job):.1%}",
+        f"{times.bubble / times.step_s:.1%}",
+        _gib(sum(one.sent_bytes for one in plan.traffic)),
+        _gib(sum(one.between_bytes for one in plan.traffic)),
+    )
+
+
+def _details(job: Job, plan: Plan) -> str:
+    """Of one plan: memory, time and wire, a line for each part."""
+    memory, times = plan.memory, plan.times
+    rows = [
+        (name, f"{_gib(size)} GiB", f"{size / memory.total_bytes:.1%}") for name, size in memory.by_part.items() if size
+    ]
+    rows.append(
+        ("all of it", f"{_gib(memory.total_bytes)} GiB", f"{memory.total_bytes / job.usable_bytes:.1%} of room")
+    )
+    rows += [(name, _seconds(s), f"{s / times.step_s:.1%}") for name, s in times.by_part.items() if s]
+    rows += [_wire(one) for one in plan.traffic]
+    return table(("the first one's parts", "", ""), rows, words=(0,))
+
+
+def _wire(one: Traffic) -> tuple[str, str, str]:
+    where = f", {one.between_share:.0%} of it out of the node" if one.between_share else ""
+    return f"sent along {one.axis}{where}", f"{_gib(one.sent_bytes)} GiB", f"{one.num_calls} calls"
+
+
+def _gib(num_bytes: float) -> str:
+    gib = num_bytes / 2**30
+    return f"{gib:.0f}" if gib >= 999.5 else f"{gib:.1f}" if gib >= 1 else f"{gib:.2f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _misfit(misfit: Misfit) -> str:
+    plan = misfit.plan
+    size, name = max((size, name) for name, size in plan.memory.by_part.items())
+    most = f"{name} {size / 2**30:.0f}"
+    remedies = " or ".join(misfit.remedies)
+    return f"{plan.choice}: {plan.memory.total_bytes / 2**30:.1f} GiB ({most}). It would fit with {remedies}."
+
+
+def _listed(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([title, *(_INDENT + line for line in lines)])
+
+
+def as_json(plans: Plans, model: str) -> dict[str, Any]:
+    """Sizes in bytes, times in seconds."""
+    job = plans.job
+    return {
+        "job": asdict(job),
+        "plans": [_plan(job, plan, model) for plan in plans.plans],
+        "misfits": [
+            {**_plan(job, misfit.plan, model), "would_fit_with": list(misfit.remedies)} for misfit in plans.misfits
+        ],
+        "refused": plans.refused,
+    }
+
+
+def _plan(job: Job, plan: Plan, model: str) -> dict[str, Any]:
+    return {
+        "choice": asdict(plan.choice),
+        "memory_bytes": plan.memory.by_part,
+        "memory_total_bytes": plan.memory.total_bytes,
+        "fullest": plan.memory.when,
+        "times_s": plan.times.by_part,
+        "step_s": plan.times.step_s,
+        "utilization": plan.utilization(job),
+        "traffic": [asdict(one) for one in plan.traffic],
+        "command": command_of(job, plan.choice, model),
+    }

@@ -1,0 +1,190 @@
+"""The fastest choices that fit, one for each pair of pp and tp; which part of the rest is replicas is chosen with it.
+
+Best first: of each choice it is known what a step hardly takes less than; in this order choices are looked at closely,
+which is dear where a pipeline is simulated, until none that is left can be among the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from disttrain.errors import ScheduleError
+from disttrain.plan.job import Choice, Job, MeshSizes, divisors, meshes, why_not
+from disttrain.plan.memory import Memory, memory_of, resting_bytes
+from disttrain.plan.times import Times, likely_s, times_of
+from disttrain.plan.traffic import Traffic, traffic_of
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min")
+EAGER_SCHEDULES = frozenset({"ZBVZeroBubble", "V-Half", "V-Min", "ZB-H1", "ZB-H2", "InterleavedZeroBubble"})
+"""Whose gradients of weights fill bubbles: compiled blocks have nothing to fill them with."""
+MOST_PIPELINE_RANKS = 16
+MOST_SEQUENCES = 16
+"""In a microbatch; with more nothing is faster."""
+_MOST_FACTOR = 16
+_FEWEST_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice with what it takes."""
+
+    choice: Choice
+    memory: Memory
+    times: Times
+    traffic: tuple[Traffic, ...]
+
+    def fits(self, job: Job) -> bool:
+        return self.memory.total_bytes <= job.usable_bytes
+
+    def tokens_per_s_gpu(self, job: Job) -> float:
+        return job.num_tokens / self.times.step_s / job.num_gpus
+
+    def utilization(self, job: Job) -> float:
+        """The share of the data sheet's FLOP/s that the model itself needs (MFU)."""
+        needed = job.sizes.flops(job.num_tokens, job.seq_size)
+        return needed / self.times.step_s / job.num_gpus / job.hardware.peak_flops
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A mesh on which nothing fits: the choice that takes least memory, and what would make it fit."""
+
+    plan: Plan
+    remedies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The answer: `plans` best first, `misfits` by how little they lack, `refused` rules with how many meshes break
+    them."""
+
+    job: Job
+    plans: tuple[Plan, ...]
+    misfits: tuple[Misfit, ...]
+    refused: dict[str, int]
+    num_choices: int
+
+
+def plan_of(job: Job, choice: Choice) -> Plan:
+    """Raises: ScheduleError when there is no such schedule."""
+    return Plan(choice, memory_of(job, choice), times_of(job, choice), traffic_of(job, choice))
+
+
+def find_plans(
+    job: Job, *, num_plans: int = 5, schedules: Sequence[str] = SCHEDULES, mesh: MeshSizes | None = None
+) -> Plans:
+    """The fastest choice that fits of each pair of pp and tp, of these the fastest `num_plans`; or of `mesh` alone."""
+    refused: Counter[str] = Counter()
+    possible: list[MeshSizes] = []
+    for one in meshes(job) if mesh is None else (mesh,):
+        rule = why_not(job, one)
+        if rule is None and (one.pp <= MOST_PIPELINE_RANKS or one == mesh):
+            possible.append(one)
+        elif rule is not None:
+            refused[rule] += 1
+    bounded: list[tuple[float, int, Choice, bool]] = []
+    for one in possible:
+        for choice in choices(job, one, schedules):
+            least_s = _least_s(job, choice)
+            if least_s is not None:
+                bounded.append((least_s, len(bounded), choice, False))
+    num_choices = len(bounded)
+    plans = _best(job, bounded, num_plans)
+    misfits = _misfits(job, possible, schedules, num_plans) if len(plans) < len(possible) else ()
+    return Plans(job, plans, misfits, dict(refused), num_choices)
+
+
+def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Iterator[Choice]:
+    """Every way to run the job on a mesh."""
+    num_sequences = job.num_sequences // mesh.num_batch_parts
+    for size in divisors(num_sequences):
+        # Powers of two: what lies between them changes little.
+        if size > MOST_SEQUENCES or size & (size - 1):
+            continue
+        for schedule in schedules if mesh.pp > 1 else (None,):
+            is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
+            for recomputes in (False, True):
+                yield Choice(mesh, size, num_sequences // size, schedule, recomputes, is_compiled)
+
+
+def _least_s(job: Job, choice: Choice) -> float | None:
+    """None: it cannot fit, or there is no such schedule."""
+    try:
+        return None if resting_bytes(job, choice) > job.usable_bytes else likely_s(job, choice)
+    except ScheduleError:
+        return None
+
+
+def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: int) -> tuple[Plan, ...]:
+    """`bounded` as a heap, in which what has been looked at lies with its true time."""
+    heapq.heapify(bounded)
+    found: dict[tuple[int, int], Plan] = {}
+    while bounded and len(found) < num_plans:
+        _, number, choice, is_known = heapq.heappop(bounded)
+        kind = choice.mesh.pp, choice.mesh.tp
+        if kind in found:
+            continue
+        if is_known:
+            found[kind] = plan_of(job, choice)
+        elif _fits(job, choice):
+            heapq.heappush(bounded, (times_of(job, choice).step_s, number, choice, True))
+    return tuple(found.values())
+
+
+def _fits(job: Job, choice: Choice) -> bool:
+    """Not where its schedule cannot be made for so many microbatches."""
+    try:
+        return memory_of(job, choice).total_bytes <= job.usable_bytes
+    except ScheduleError:
+        return False
+
+
+def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:
+    """The choice that takes least memory on a mesh; None: no schedule can be made for it."""
+    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes]
+    # Sums of gradients over microbatches can be more than the activations of one large microbatch.
+    lean = [choice for choice in every if choice.microbatch_size == 1 or choice.schedule is None]
+    found: list[tuple[int, int, Choice]] = []
+    for number, choice in enumerate(lean):
+        try:
+            found.append((memory_of(job, choice).total_bytes, number, choice))
+        except ScheduleError:
+            continue
+    return plan_of(job, min(found)[2]) if found else None
+
+
+def _misfits(job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], num_plans: int) -> tuple[Misfit, ...]:
+    """Copies of shards take more than fewer copies do, so meshes without them stand for those that have some."""
+    found = [plan for mesh in possible if mesh.replicate == 1 and (plan := leanest(job, mesh, schedules))]
+    lacking = sorted((plan for plan in found if not plan.fits(job)), key=lambda plan: plan.memory.total_bytes)
+    return tuple(Misfit(plan, tuple(_remedies(job, plan, schedules))) for plan in lacking[:num_plans])
+
+
+def _remedies(job: Job, plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
+    """What would make it fit, each by itself."""
+    mesh, gib = plan.choice.mesh, plan.memory.total_bytes / job.memory_share / 2**30
+    yield f"GPUs of {math.ceil(gib)} GiB"
+    factor = 2
+    while factor <= _MOST_FACTOR and job.precision.is_sharded:
+        wider = replace(mesh, dp=factor * mesh.dp)
+        larger = replace(job, num_gpus=factor * job.num_gpus)
+        if why_not(larger, wider) is None and _has_room(larger, wider, schedules):
+            yield f"dp={wider.dp} on {larger.num_gpus} GPUs"
+            break
+        factor *= 2
+    seq_size = job.seq_size // 2
+    while seq_size >= _FEWEST_TOKENS:
+        shorter = replace(job, seq_size=seq_size)
+        if why_not(shorter, mesh) is None and _has_room(shorter, mesh, schedules):
+            yield f"sequences of {seq_size} tokens"
+            break
+        seq_size //= 2
+
+
+def _has_room(job: Job, mesh: MeshSizes, schedules: Sequence[str]) -> bool:
+    plan = leanest(job, mesh, schedules)
+    return plan is not None and plan.fits(job)

@@ -1,0 +1,171 @@
+"""How large a Llama is: from our example's configuration, from Hugging Face's config.json, or by name."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from disttrain.errors import SettingError
+
+_OPERATION = "plan --model"
+
+
+@dataclass(frozen=True)
+class LlamaSizes:
+    """Grouped-query attention and a gated MLP, without biases.
+
+    Args: is_tied  embedding and head are one matrix;  head_size  elements of a head; None: dim / num_heads.
+    """
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_size: int
+    vocab_size: int
+    head_size: int | None = None
+    is_tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SettingError(_OPERATION, f"{name} is {value!r}.", "Give a whole number from 1 on.")
+        if self.head_size is None:
+            if self.dim % self.num_heads:
+                problem = f"dim {self.dim} does not divide among {self.num_heads} heads."
+                raise SettingError(_OPERATION, problem, "Say head_dim.")
+            object.__setattr__(self, "head_size", self.dim // self.num_heads)
+        if self.num_heads % self.num_kv_heads:
+            problem = f"{self.num_heads} heads cannot share {self.num_kv_heads} heads of keys and values evenly."
+            raise SettingError(_OPERATION, problem, "Give a divisor.")
+
+    @property
+    def spelled(self) -> str:
+        """As the example reads them; the vocabulary is its tokenizer's."""
+        sizes = {
+            "dim": self.dim,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "hidden_size": self.ffn_size,
+        }
+        return ",".join(f"{name}={value}" for name, value in sizes.items()) + ",is_tied=True" * self.is_tied
+
+    @property
+    def query_size(self) -> int:
+        """Elements of all queries of a token."""
+        assert self.head_size is not None
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Elements of all keys of a token, and of all values."""
+        assert self.head_size is not None
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def block_matrix_elements(self) -> int:
+        """All matrices of a block, but for norms."""
+        return self.dim * (2 * self.query_size + 2 * self.key_size + 3 * self.ffn_size)
+
+    @property
+    def vocab_elements(self) -> int:
+        """The embedding, or the head."""
+        return self.vocab_size * self.dim
+
+    @property
+    def num_parameters(self) -> int:
+        tables = self.vocab_elements * (1 if self.is_tied else 2)
+        return self.num_layers * (self.block_matrix_elements + 2 * self.dim) + tables + self.dim
+
+    def flops(self, num_tokens: int, seq_size: int) -> float:
+        """What a step needs: 6 per element of each matrix but the embedding, and the causal half of attention; nothing
+        that is computed twice."""
+        matrices = self.num_layers * self.block_matrix_elements + self.vocab_elements
+        return num_tokens * (6.0 * matrices + 6.0 * self.num_layers * seq_size * self.query_size)
+
+
+PRESETS = {
+    "1b": LlamaSizes(2048, 16, 32, 8, 8192, 128256, is_tied=True),
+    "8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256),
+    "70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
+    "405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
+}
+"""Llama 3.2's and 3.1's. Source: "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3, and each config.json."""
+
+_SPELLINGS = {
+    "dim": ("dim", "hidden_size"),
+    "num_layers": ("num_layers", "num_hidden_layers", "layers", "n_layers"),
+    "num_heads": ("num_heads", "num_attention_heads", "heads", "n_heads"),
+    "num_kv_heads": ("num_kv_heads", "num_key_value_heads", "kv_heads", "n_kv_heads"),
+    "ffn_size": ("ffn_size", "intermediate_size", "ffn_dim", "ffn", "hidden_size"),
+    "vocab_size": ("vocab_size", "vocabulary_size", "vocab"),
+    "head_size": ("head_size", "head_dim"),
+    "is_tied": ("is_tied", "tie_word_embeddings", "tied"),
+}
+"""Ours first, then Hugging Face's. Beside `dim`, `hidden_size` is the feed-forward layers'."""
+
+
+def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
+    """A preset; sizes as `dim=64,num_layers=2,...`; or a TOML or JSON file, with them at its top or in a table `model`.
+
+    Args: vocab_size  instead of what is said there: that of a tokenizer.
+    Raises: SettingError when there is no such model or file, or what it says is no Llama's.
+    """
+    if text.lower() in PRESETS:
+        found = PRESETS[text.lower()]
+        return found if vocab_size is None else replace(found, vocab_size=vocab_size)
+    table, where = _written_out(text) if "=" in text else _read(text)
+    if isinstance(table, str):
+        return read_sizes(table, vocab_size)
+    return _from_table(table if vocab_size is None else {**table, "vocab_size": vocab_size}, where)
+
+
+def _written_out(text: str) -> tuple[dict[str, Any], str]:
+    table: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        table[name] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value.lower(), value)
+    return table, repr(text)
+
+
+def _read(text: str) -> tuple[dict[str, Any] | str, str]:
+    """The table of sizes in a file, or what else it calls its model."""
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    try:
+        content = path.read_text(encoding="utf-8")
+        found = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{text!r} is no preset, and cannot be read: {getattr(error, 'strerror', None) or error}."
+        remedy = f"Give a TOML or JSON file, sizes as dim=N,num_layers=N,..., or one of {', '.join(PRESETS)}."
+        raise SettingError(_OPERATION, problem, remedy) from None
+    except ValueError as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise SettingError(_OPERATION, f"{path} is no {kind}: {error}.", "Mend it.") from None
+    table = found.get("model", found) if isinstance(found, dict) else None
+    if not isinstance(table, dict | str):
+        raise SettingError(_OPERATION, f"{path} has no table of sizes.", "Give dim, num_layers and so on by name.")
+    return table, str(path)
+
+
+def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
+    found: dict[str, Any] = {}
+    for field, spellings in _SPELLINGS.items():
+        known = [name for name in spellings if table.get(name) is not None]
+        # One name can stand for two things: in a table with `dim`, `hidden_size` is no width of the residual stream.
+        if field == "ffn_size" and "dim" not in table and known[:1] == ["hidden_size"]:
+            known = []
+        if known:
+            found[field] = table[known[0]]
+    if "num_kv_heads" not in found and "num_heads" in found:
+        found["num_kv_heads"] = found["num_heads"]
+    missing = [name for name in ("dim", "num_layers", "num_heads", "ffn_size", "vocab_size") if name not in found]
+    if missing:
+        names = ", ".join("/".join(_SPELLINGS[name][:2]) for name in missing)
+        raise SettingError(_OPERATION, f"{where} does not say {names}.", "Add it; all sizes of the model are needed.")
+    return LlamaSizes(**found)

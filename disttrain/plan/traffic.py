@@ -1,0 +1,130 @@
+"""What each rank sends in a step, axis by axis, and over which links.
+
+    dp         parameters are gathered; gradients, once in a step, reduced and scattered
+    replicate  reduced gradients are summed over copies
+    tp         activations are gathered before each pair of layers, and reduced and scattered after it
+    pp         activations go to the next stage, and their gradients back
+
+Bytes are those of collectives that go round a ring, in which each rank hands on all but one part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disttrain.plan.activations import kept_of
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.parts import Elements, StageParts, elements_of, parts_of
+
+BLOCK_GATHERS = 2
+"""Of tensor parallel, in each direction of a block, and as many reductions."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank of an axis has for itself: seconds to begin, and bytes per second."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float, num_calls: float = 1) -> float:
+        return num_calls * self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one axis in a step, by the rank that sends most; `between_share` of its ranks send to another node."""
+
+    axis: str
+    num_ranks: int
+    num_calls: int
+    sent_bytes: int
+    between_share: float
+
+    @property
+    def between_bytes(self) -> float:
+        """Out of the node, mean over the ranks of the axis."""
+        return self.sent_bytes * self.between_share
+
+
+def link_of(job: Job, choice: Choice, axis: str) -> Link:
+    """A ring that leaves a node does so once for each of its ranks there, which share the node's network evenly with
+    the rings beside it. A pipeline's messages have one rank's share."""
+    hardware, mesh = job.hardware, choice.mesh
+    on_node = mesh.num_on_node(axis, job.node_size)
+    if on_node == mesh.size(axis):
+        return Link(hardware.node_latency_s, hardware.node_bytes_per_s)
+    rails = 1 if axis == "pp" else on_node
+    rate = min(hardware.node_bytes_per_s, rails * hardware.network_bytes_per_s)
+    return Link(hardware.network_latency_s, rate)
+
+
+def ring_bytes(num_bytes: float, num_ranks: int) -> float:
+    """What a rank sends to gather so much, or to reduce and scatter it."""
+    return num_bytes * (num_ranks - 1) / num_ranks
+
+
+def activation_bytes(job: Job, choice: Choice) -> float:
+    """What a rank of tensor parallel sends for one gather, or one reduction, of a microbatch's activations."""
+    tokens = choice.microbatch_size * job.seq_size
+    return ring_bytes(tokens * job.sizes.dim * job.precision.compute_bytes, choice.mesh.tp)
+
+
+def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
+    """Axes of one rank send nothing, and are left out."""
+    stages, elements = parts_of(job, choice), elements_of(job.sizes, choice.mesh.tp)
+    per_rank = max(1, len(stages) // choice.mesh.pp)
+    ranks = [stages] if choice.schedule is None else [stages[rank : rank + 1] for rank in range(len(stages))]
+    found = [
+        *_of_shards(job, choice, elements, max(ranks, key=lambda own: _num_elements(job, elements, own)), per_rank),
+        _of_tensor_parallel(job, choice, stages, per_rank),
+        _of_pipeline(job, choice, per_rank),
+    ]
+    return tuple(one for one in found if one.num_ranks > 1)
+
+
+def _num_elements(job: Job, elements: Elements, stages: tuple[StageParts, ...]) -> int:
+    return sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in stages)
+
+
+def _of_shards(
+    job: Job, choice: Choice, elements: Elements, stages: tuple[StageParts, ...], per_rank: int
+) -> tuple[Traffic, Traffic]:
+    mesh, precision, is_tied = choice.mesh, job.precision, job.sizes.is_tied
+    whole = per_rank * _num_elements(job, elements, stages)
+    outside = per_rank * sum(elements.outside(stage, is_tied=is_tied) for stage in stages)
+    num_groups = per_rank * sum(stage.num_blocks + 1 for stage in stages)
+    if choice.schedule is None:
+        # Each microbatch gathers blocks for its forward and for its backward, and the root once.
+        times = choice.num_microbatches
+        gathered, num_gathers = times * (2 * whole - outside), times * (2 * num_groups - 1)
+    else:
+        gathered, num_gathers = whole, num_groups
+    sent = ring_bytes(gathered * precision.compute_bytes + whole * precision.reduce_bytes, mesh.dp)
+    shard = whole / mesh.dp * precision.reduce_bytes
+    return (
+        _traffic(job, choice, "dp", num_gathers + num_groups, sent),
+        _traffic(job, choice, "replicate", num_groups, 2 * ring_bytes(shard, mesh.replicate)),
+    )
+
+
+def _of_tensor_parallel(job: Job, choice: Choice, stages: tuple[StageParts, ...], per_rank: int) -> Traffic:
+    directions = 3 if choice.recomputes else 2
+    most = max(stages, key=lambda stage: stage.num_blocks + stage.has_head + stage.has_embedding)
+    blocks = per_rank * most.num_blocks * directions * 2 * BLOCK_GATHERS
+    # An embedding's result is reduced and a head's input gathered, and so are their gradients the other way.
+    ends = 2 * (most.has_embedding + most.has_head)
+    calls = choice.num_microbatches * (blocks + ends)
+    return _traffic(job, choice, "tp", calls, calls * activation_bytes(job, choice))
+
+
+def _of_pipeline(job: Job, choice: Choice, per_rank: int) -> Traffic:
+    calls = 2 * per_rank * choice.num_microbatches
+    return _traffic(job, choice, "pp", calls, calls * kept_of(job, choice).message)
+
+
+def _traffic(job: Job, choice: Choice, axis: str, num_calls: int, sent_bytes: float) -> Traffic:
+    num_ranks = choice.mesh.size(axis)
+    on_node = choice.mesh.num_on_node(axis, job.node_size)
+    between = 0.0 if on_node == num_ranks else 1 / on_node
+    return Traffic(axis, num_ranks, num_calls, round(sent_bytes), between)

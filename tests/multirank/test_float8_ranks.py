@@ -1,0 +1,187 @@
+"""Linear layers in float8 over ranks: weights gathered in float8, layers cut by tensor parallel, and both."""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disttrain
+from disttrain.compiling import compile_blocks
+from disttrain.dtensor import DTensor
+from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.kernels import Float8Weight, float8_twin, use_float8
+from disttrain.process_group import Call
+from disttrain.testing.pytest_plugin import on_ranks
+from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
+
+DIM, WIDTH = 16, 48
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.gate, self.up = nn.Linear(DIM, width, bias=False), nn.Linear(DIM, width)
+        self.down = nn.Linear(width, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(width) for _ in range(2)), nn.Linear(DIM, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Gathered:
+    """The bytes that gathers sent, by dtype."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[torch.dtype, int] = {}
+
+    def enqueued(self, call: Call) -> None:
+        if "all_gather" in call.operation:
+            for tensor in call.inputs:
+                self.num_bytes[tensor.dtype] = self.num_bytes.get(tensor.dtype, 0) + tensor.nbytes
+
+    def completed(self, call: Call, error: Exception | None) -> None:
+        """Only the beginning is recorded."""
+
+
+def quietly(model: nn.Module, recipe: str) -> nn.Module:
+    use_float8(model, recipe, report=lambda _: None)
+    return model
+
+
+def assert_near(found: torch.Tensor, wished: torch.Tensor, tolerance: float) -> None:
+    assert (found - wished).norm() <= tolerance * wished.norm()
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_sharded_model_trains_as_a_whole_one(recipe: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = quietly(Model(), recipe)
+    model = copy.deepcopy(whole)
+    names = list(model.state_dict())
+    if is_compiled:
+        compile_blocks(model, backend="aot_eager")
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    assert list(model.state_dict()) == names
+    assert all(type(one.to_local()) is torch.Tensor for one in model.state_dict().values())
+    num_ranks, rank = disttrain.get_world_size(), disttrain.get_rank()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
+    for step in range(3):
+        x = torch.randn(4 * num_ranks, 4, DIM, generator=torch.Generator().manual_seed(step))
+        # Each rank's inputs and gradients have scales of their own, so the mean of all is the measure.
+        model(x.chunk(num_ranks)[rank]).square().mean().backward()
+        for part in x.chunk(num_ranks):
+            whole(part).square().mean().backward()
+        for parameter in whole.parameters():
+            parameter.grad /= num_ranks
+        for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert isinstance(one, DTensor), name
+            assert_near(one.grad.full_tensor(), other.grad, 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor loads
+def test_inductor_takes_gathered_weights() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = quietly(Block(WIDTH), "tensorwise")
+    x = torch.randn(4, 4, DIM)
+    wished = block(x)
+    fully_shard(block)
+    block.compile(fullgraph=True)
+    found = block(x)
+    torch.testing.assert_close(found, wished, atol=1e-5, rtol=1e-4)
+    found.square().mean().backward()
+    assert block.up.weight.grad.full_tensor().norm() > 0.0
+
+
+@on_ranks(2)
+def test_weights_travel_in_half_the_bytes() -> None:
+    model = quietly(Model(), "tensorwise")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    world, gathered = disttrain.current_world(), Gathered()
+    world.add_observer(gathered)
+    x = torch.ones(2, DIM)
+    model.blocks[0].unshard()
+    assert isinstance(model.blocks[0].gate.weight, Float8Weight)
+    model.blocks[0].reshard()
+    loss = model(x).float().sum()
+    world.remove_observer(gathered)
+    loss.backward()
+    assert model.blocks[0].up.bias.grad.full_tensor().isfinite().all()
+    # The first block was gathered twice, once before; a shard's scale takes 16 bytes.
+    assert gathered.num_bytes[torch.uint8] == 3 * 3 * (DIM * WIDTH // 2 + 16)
+
+
+PLAN = {"blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_cut_layers_and_cut_ones_sharded(recipe: str, is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = Model(width=64)
+    model = quietly(copy.deepcopy(whole), recipe)
+    num_ranks, rank = disttrain.get_world_size(), disttrain.get_rank()
+    mesh = disttrain.init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], PLAN)
+    if is_compiled:
+        compile_blocks(model, backend="aot_eager")
+    if num_ranks > 2:
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
+    never = patch.object(Float8Weight, "values", side_effect=AssertionError("multiplied in its values"))
+    with never, patch.object(float8_twin, "multiply", wraps=float8_twin.multiply) as multiply:
+        found = model(x.chunk(num_ranks // 2)[rank // 2])
+        found.square().mean().backward()
+    assert multiply.call_count == 3 * 6
+    wished = whole(x)
+    assert_near(found, wished.chunk(num_ranks // 2)[rank // 2].detach(), 0.06)
+    wished.square().mean().backward()
+    for (name, one), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        assert other.grad is not None, name
+        assert_near(grad, other.grad, 0.15)
+
+
+@on_ranks(2)
+def test_parts_that_do_not_fit_are_multiplied_as_they_are() -> None:
+    torch.manual_seed(0)
+    whole = Model()
+    model = quietly(copy.deepcopy(whole), "tensorwise")
+    parallelize_module(model, disttrain.init_device_mesh("cpu", (2,)), PLAN)
+    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match=r"a part of a weight has shape \(24, 16\)"):
+        found = model(x)
+    torch.testing.assert_close(found, whole(x))

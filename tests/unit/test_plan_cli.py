@@ -1,0 +1,167 @@
+"""`python -m disttrain.plan`: what it prints and writes, and its one error for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from llama import flags as example_flags
+
+from disttrain.errors import SettingError
+from disttrain.plan import HARDWARE, PRESETS, LlamaSizes, read_sizes
+from disttrain.plan.cli import main
+from disttrain.plan.hardware import read_hardware, to_json
+from disttrain.plan.measure import Sizes, rates_of
+
+ARGUMENTS = ["--model", "8b", "--gpus", "16", "--gpu-memory", "80", "--batch-tokens", "524288", "--top", "3"]
+HUGGING_FACE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+SMALL = LlamaSizes(64, 2, 4, 2, 96, 1000, is_tied=True)
+
+
+def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plans.json"
+    assert main([*ARGUMENTS, "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8.03G parameters on 16 x NVIDIA H100 SXM on 2 nodes: 64 sequences of 8192 tokens")
+    found = json.loads(path.read_text())
+    first = found["plans"][0]
+    assert lines[3].split()[0] == "1"
+    assert sum(first["memory_bytes"].values()) == first["memory_total_bytes"] <= 0.9 * 80 * 2**30
+    assert [plan["step_s"] for plan in found["plans"]] == sorted(plan["step_s"] for plan in found["plans"])
+    assert f"  {first['command']}" in lines
+    words = shlex.split(first["command"])
+    mesh = words[words.index("--mesh") + 1]
+    assert mesh in lines[3]
+    assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--mesh", "pp=4,dp=2,tp=2"], ["--mesh", "replicate=2,dp=8"]])
+def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    assert main([*ARGUMENTS, *arguments, "--json", str(path)]) == 0
+    for plan in json.loads(path.read_text())["plans"]:
+        words = shlex.split(plan["command"])
+        given = words[words.index("examples/train_llama.py") + 1 :]
+        found = example_flags.parse([*given, "--out", str(tmp_path / "run")], 16)
+        assert vars(found.mesh) == plan["choice"]["mesh"]
+        assert found.microbatches == plan["choice"]["num_microbatches"]
+        assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
+        assert (found.recompute, found.compile) == (plan["choice"]["recomputes"], plan["choice"]["is_compiled"])
+
+
+def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('model = "1b"\nrecompute = true\n')
+    assert main(["--model", str(path), "--gpus", "8", "--batch-tokens", "524288"]) == 0
+    command = next(line for line in capsys.readouterr().out.splitlines() if "train_llama.py" in line)
+    assert f"--config {path}" in command
+    assert command.endswith("--kernels --no-recompute --compile")
+
+
+def test_it_says_what_the_example_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--float8"]) == 0
+    assert "to run it (the example has no flag for --float8):" in capsys.readouterr().out
+
+
+def test_it_draws_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.svg"
+    assert main([*ARGUMENTS, "--mesh", "pp=4,dp=4", "--schedule", "1f1b", "--svg", str(path)]) == 0
+    assert path.read_text(encoding="utf-8").startswith("<svg ")
+    assert main([*ARGUMENTS, "--mesh", "dp=16", "--svg", str(path)]) == 2
+    assert "dp=16 has no pipeline to be drawn" in capsys.readouterr().err
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--gpu-memory", "10"]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits." in out
+    assert "It would fit with GPUs of" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "8"], "--model is missing"),
+        (["--model", "8b"], "--gpus is missing"),
+        (["--model", "9b", "--gpus", "8"], "'9b' is no preset, and cannot be read"),
+        (["--model", "dim=64,num_layers=2", "--gpus", "8"], "does not say num_heads"),
+        (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
+        (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
+        (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),
+        (["--model", "8b", "--gpus", "8", "--mesh", "ep=8"], "is no mesh, because of 'ep=8'"),
+        (["--model", "8b", "--gpus", "8", "--hardware", "h10"], "Did you mean h100?"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--gpus", "0"], ["--gpu-memory", "none"], ["--schedule", "2F2B"], ["--schedule", "ForwardOnly"]]
+)
+def test_what_is_no_value_is_refused(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*ARGUMENTS, *wrong])
+
+
+def test_models_are_read_in_all_their_forms(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    assert read_sizes(str(tmp_path)) == read_sizes(str(tmp_path / "config.json")) == SMALL
+    ours = tmp_path / "run.toml"
+    sizes = "dim = 64\nnum_layers = 2\nnum_heads = 4\nnum_kv_heads = 2\nhidden_size = 96\nis_tied = true\n"
+    ours.write_text(f"[model]\n{sizes}")
+    assert read_sizes(str(ours), 1000) == SMALL
+    assert read_sizes(SMALL.spelled, 1000) == SMALL
+    ours.write_text('[run]\nsteps = 3\n[model]\nname = "x"\n')
+    with pytest.raises(SettingError, match="does not say dim/hidden_size, num_layers/num_hidden_layers"):
+        read_sizes(str(ours))
+    ours.write_text('model = "8b"\n')
+    assert read_sizes(str(ours)) == PRESETS["8b"]
+    ours.write_text("model = ")
+    with pytest.raises(SettingError, match=r"run\.toml is no TOML"):
+        read_sizes(str(ours))
+
+
+def test_numbers_of_parameters() -> None:
+    """As the models' cards say."""
+    counts = {name: round(sizes.num_parameters / 1e9, 2) for name, sizes in PRESETS.items()}
+    assert counts == {"1b": 1.24, "8b": 8.03, "70b": 70.55, "405b": 405.85}
+
+
+def test_hardware_is_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(to_json(HARDWARE["h200"]))
+    assert read_hardware(str(path)) == HARDWARE["h200"]
+    path.write_text('{"name": "mine"}')
+    with pytest.raises(SettingError, match="does not hold hardware"):
+        read_hardware(str(path))
+    path.write_text(to_json(HARDWARE["h200"]).replace("139.8", "-1"))
+    with pytest.raises(SettingError, match="memory_gib is -1"):
+        read_hardware(str(path))
+
+
+def test_rates_are_measured() -> None:
+    sizes = Sizes(matrix=64, seq=32, heads=2, head_size=16, copied_bytes=1 << 16, num_runs=2)
+    assert min(rates_of(torch.device("cpu"), sizes).values()) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_measuring_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--measure", str(tmp_path / "x.json")]) == 2
+    assert "There is no GPU here" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""What the planner counts: parts that sum to the whole, what the parts of disttrain count that run it, monotonic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import disttrain
+from disttrain import tp
+from disttrain.fsdp2 import MixedPrecisionPolicy, estimate
+from disttrain.kernels.linear_loss_plan import BLOCK_BYTES, plan_blocks
+from disttrain.pipelining import Costs, make_schedule, peaks, simulate
+from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, memory_of, plan_of, traffic_of
+from disttrain.plan.activations import kept_of
+from disttrain.plan.memory import profiles
+from disttrain.plan.parts import elements_of, stages_of
+from disttrain.plan.times import costs_of, makespan_s
+from disttrain.process_group import World, entered_world
+from disttrain.store import HashStore
+
+NUM_RANKS = 8
+SIZES = LlamaSizes(dim=128, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=352, vocab_size=1000)
+JOB = Job(SIZES, NUM_RANKS, HARDWARE["h200"], seq_size=64, num_sequences=32)
+BIG = Job(PRESETS["8b"], 64, HARDWARE["h100"], num_sequences=512)
+
+
+class Attention(nn.Module):
+    """Its layers only: nothing here is run."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.query = nn.Linear(sizes.dim, sizes.query_size, bias=False)
+        self.key = nn.Linear(sizes.dim, sizes.key_size, bias=False)
+        self.value = nn.Linear(sizes.dim, sizes.key_size, bias=False)
+        self.out = nn.Linear(sizes.query_size, sizes.dim, bias=False)
+
+
+class MLP(nn.Module):
+    """Gated."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.dim, sizes.ffn_size, bias=False)
+        self.up = nn.Linear(sizes.dim, sizes.ffn_size, bias=False)
+        self.down = nn.Linear(sizes.ffn_size, sizes.dim, bias=False)
+
+
+class Block(nn.Module):
+    """A decoder's."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(sizes.dim), nn.RMSNorm(sizes.dim)
+        self.attention, self.mlp = Attention(sizes), MLP(sizes)
+
+
+class Model(nn.Module):
+    """Embedding, blocks, norm, head."""
+
+    def __init__(self, sizes: LlamaSizes) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
+        self.norm = nn.RMSNorm(sizes.dim)
+        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Of ranks that are not there."""
+    made = World(HashStore(), 0, NUM_RANKS, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+    with entered_world(made):
+        yield made
+
+
+def test_a_rank_holds_what_fully_shard_says(world: World) -> None:
+    """Parameters, gradients and optimizer state to a thousandth, which is padding; collectives' bytes likewise."""
+    mesh = disttrain.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "dp"))
+    with torch.device("meta"):
+        model = Model(SIZES)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    truth = estimate(
+        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=False, optimizer=8
+    )
+    choice = Choice(MeshSizes(replicate=2, dp=4), 1, 4)
+    memory = memory_of(JOB, choice)
+    assert memory.parameters == pytest.approx(truth.parameters_bytes, rel=1e-3)
+    assert memory.optimizer == pytest.approx(truth.optimizer_bytes, rel=1e-3)
+    by_axis = {one.axis: one for one in traffic_of(JOB, choice)}
+    along_dp = [one for one in truth.traffic if one.num_ranks == 4]
+    along_replicate = [one for one in truth.traffic if one.num_ranks == 2]
+    assert by_axis["dp"].sent_bytes == pytest.approx(sum(one.sent_bytes for one in along_dp), rel=1e-3)
+    assert by_axis["replicate"].sent_bytes == pytest.approx(sum(one.sent_bytes for one in along_replicate), rel=1e-3)
+
+
+def test_what_is_unsharded_is_what_fully_shard_says(world: World) -> None:
+    """At the peak, of all microbatches: to a tenth."""
+    mesh = disttrain.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
+    sizes = replace(SIZES, num_layers=24, vocab_size=200)
+    with torch.device("meta"):
+        model = Model(sizes)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    truth = estimate(
+        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=False, optimizer=8
+    )
+    memory = memory_of(replace(JOB, sizes=sizes, seq_size=1), Choice(MeshSizes(dp=NUM_RANKS), 1, 4))
+    assert memory.unsharded + memory.gradients == pytest.approx(truth.peak.num_bytes, rel=0.1)
+
+
+def test_tensor_parallel_sends_what_its_plan_says() -> None:
+    with torch.device("meta"):
+        model = Model(SIZES)
+    plan = tp.plan_for(model, loss_parallel=True, head_dim=SIZES.head_size)
+    job = replace(JOB, num_gpus=4, num_sequences=3)
+    (along_tp,) = traffic_of(job, Choice(MeshSizes(tp=4), 3, 1))
+    assert along_tp.sent_bytes == pytest.approx(plan.wire_bytes(4, 3 * job.seq_size), rel=1e-3)
+
+
+@given(
+    num_layers=st.integers(1, 40),
+    num_stages=st.integers(1, 12),
+    tp_size=st.sampled_from([1, 2, 4, 8]),
+    is_tied=st.booleans(),
+)
+def test_parts_sum_to_the_whole(num_layers: int, num_stages: int, tp_size: int, is_tied: bool) -> None:
+    sizes = replace(SIZES, num_layers=num_layers, num_kv_heads=8, is_tied=is_tied)
+    stages = stages_of(sizes, min(num_stages, num_layers))
+    assert sum(stage.num_blocks for stage in stages) == num_layers
+    assert [stage.has_embedding for stage in stages] == [True] + [False] * (len(stages) - 1)
+    assert [stage.has_head for stage in stages] == [False] * (len(stages) - 1) + [True]
+    elements = elements_of(sizes, tp_size)
+    norms = 2 * sizes.dim * num_layers + sizes.dim
+    held = sum(elements.of(stage, is_tied=is_tied and len(stages) == 1) for stage in stages)
+    whole = tp_size * (held - norms) + norms
+    # Both ends of a pipeline have a tied matrix.
+    assert whole == sizes.num_parameters + sizes.vocab_elements * (is_tied and len(stages) > 1)
+
+
+@given(
+    dp=st.sampled_from([1, 2, 4, 8]),
+    tp_size=st.sampled_from([1, 2, 4, 8]),
+    microbatch_size=st.sampled_from([1, 2, 4]),
+    schedule=st.sampled_from([None, "1F1B", "ZBVZeroBubble"]),
+)
+def test_more_ranks_and_recomputing_take_less_memory(
+    dp: int, tp_size: int, microbatch_size: int, schedule: str | None
+) -> None:
+    mesh = MeshSizes(pp=2 if schedule else 1, dp=dp, tp=tp_size)
+    choice = Choice(mesh, microbatch_size, 4, schedule)
+    plan = plan_of(BIG, choice)
+    assert sum(plan.memory.by_part.values()) == plan.memory.total_bytes
+    assert min(plan.memory.by_part.values()) >= 0
+    assert plan.times.step_s == pytest.approx(sum(plan.times.by_part.values()))
+    again = plan_of(BIG, replace(choice, recomputes=True))
+    assert again.memory.total_bytes < plan.memory.total_bytes
+    assert again.times.step_s > plan.times.step_s
+    assert again.times.recompute > plan.times.recompute == 0
+    wider = plan_of(BIG, replace(choice, mesh=replace(mesh, dp=2 * dp)))
+    assert wider.memory.total_bytes < plan.memory.total_bytes
+    larger = plan_of(BIG, replace(choice, microbatch_size=2 * microbatch_size))
+    assert larger.memory.total_bytes > plan.memory.total_bytes
+    assert larger.times.step_s > plan.times.step_s
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min", "DualPipeV", "GPipe"])
+def test_a_pipeline_keeps_what_its_schedule_keeps(name: str) -> None:
+    schedule = make_schedule(name, 4, 16)
+    blocks = tuple(range(1, schedule.num_stages + 1))
+    costs = Costs(live_bytes=tuple(7.0 * num for num in blocks), pending_bytes=tuple(5.0 * num for num in blocks))
+    truth = [peak.num_bytes for peak in peaks(schedule, costs)]
+    found = [max(7 * live + 5 * pending for live, pending, _ in one) for one in profiles(name, 4, 16, blocks)]
+    assert found == truth
+
+
+def test_gpipe_keeps_all_microbatches() -> None:
+    job = replace(BIG, num_sequences=64)
+    few, many = (memory_of(job, Choice(MeshSizes(pp=4, dp=16), 1, num, "GPipe")) for num in (16, 64))
+    kept = kept_of(job, Choice(MeshSizes(pp=4, dp=16), 1, 16, "GPipe"))
+    most_blocks = max(stage.num_blocks for stage in stages_of(job.sizes, 4))
+    assert many.activations - few.activations == 48 * most_blocks * kept.block
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min", "LoopedBFS"])
+@pytest.mark.parametrize("num_microbatches", [3, 16, 41])
+def test_many_microbatches_take_what_simulating_them_all_would_say(name: str, num_microbatches: int) -> None:
+    job = replace(BIG, num_sequences=512)
+    choice = Choice(MeshSizes(pp=4, dp=4, tp=4), 1, num_microbatches, name)
+    try:
+        schedule = make_schedule(name, 4, num_microbatches)
+    except disttrain.errors.ScheduleError:
+        pytest.skip(f"{name} is not made for {num_microbatches} microbatches")
+    assert makespan_s(job, choice) == pytest.approx(simulate(schedule, costs_of(job, choice)).makespan_s, rel=1e-3)
+
+
+def test_rings_that_leave_a_node() -> None:
+    """Each rank of a node has its own network link; a ring uses those of all its ranks there."""
+    mesh = MeshSizes(pp=2, replicate=2, dp=4, tp=4)
+    assert [mesh.stride(axis) for axis in ("pp", "replicate", "dp", "tp")] == [32, 16, 4, 1]
+    assert [mesh.num_on_node(axis, 8) for axis in ("pp", "replicate", "dp", "tp")] == [1, 1, 2, 4]
+    job = replace(BIG, num_sequences=128)
+    shares = {one.axis: one.between_share for one in traffic_of(job, Choice(mesh, 1, 16, "1F1B"))}
+    assert shares == {"pp": 1.0, "replicate": 1.0, "dp": 0.5, "tp": 0.0}
+
+
+def test_the_loss_without_logits_has_the_kernels_blocks() -> None:
+    choice, vocab = Choice(MeshSizes(dp=64), 4, 2), BIG.sizes.vocab_size
+    tokens = choice.microbatch_size * BIG.seq_size
+    blocks = plan_blocks(tokens, vocab, 2, BLOCK_BYTES)
+    sums = 4 * BIG.sizes.vocab_elements + 4 * tokens * BIG.sizes.dim
+    assert kept_of(BIG, choice).loss == pytest.approx(sums + 2 * blocks.rows * vocab, rel=0.02)
+
+
+def test_the_loss_without_logits_takes_less() -> None:
+    choice = Choice(MeshSizes(dp=64), 4, 2)
+    assert kept_of(BIG, choice).loss < kept_of(replace(BIG, has_kernels=False), choice).loss / 4

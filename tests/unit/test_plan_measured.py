@@ -1,0 +1,120 @@
+"""The planner's estimates beside what was measured on H200s: the figures of the repository's own benchmarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from disttrain.plan import HARDWARE, Choice, Job, LlamaSizes, MeshSizes, Plan, plan_of
+from disttrain.plan.job import PURE
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SIZES = ("dim", "layers", "heads", "kv_heads", "ffn", "vocab")
+MEMORY_WITHIN = 0.03
+TIME_WITHIN = 0.03
+HOST_BOUND = "small_layers"
+"""A model of which the host launches less than a GPU computes: the time is the machine's, hardly the planner's."""
+
+
+class Case(NamedTuple):
+    """One run of a benchmark, and what is asked of the planner."""
+
+    name: str
+    job: Job
+    choice: Choice
+    peak_gib: float
+    step_ms: float
+
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.job, self.choice)
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def _sizes(arguments: dict[str, Any]) -> LlamaSizes:
+    return LlamaSizes(*(int(arguments[name]) for name in SIZES))
+
+
+def _sharded() -> Iterator[Case]:
+    for file, num_gpus in (("fsdp2_gpu.json", 4), ("fsdp2_gpu_2.json", 2)):
+        for name, case in _read(file)["cases"].items():
+            arguments = case["arguments"]
+            batch_size = int(arguments["batch"])
+            job = Job(
+                _sizes(arguments),
+                num_gpus,
+                HARDWARE["h200"],
+                node_size=num_gpus,
+                seq_size=int(arguments["seq"]),
+                num_sequences=batch_size * num_gpus,
+                has_kernels=False,
+            )
+            choice = Choice(MeshSizes(dp=num_gpus), batch_size, 1, is_compiled=arguments["compile"] == "True")
+            measured = case["disttrain"]
+            yield Case(f"{name}, dp={num_gpus}", job, choice, measured["peak_gib"], measured["step_ms"])
+
+
+def _pure(sizes: LlamaSizes, num_gpus: int, seq_size: int, num_sequences: int) -> Job:
+    """All in bfloat16, without fully_shard."""
+    return Job(
+        sizes,
+        num_gpus,
+        HARDWARE["h200"],
+        node_size=num_gpus,
+        seq_size=seq_size,
+        num_sequences=num_sequences,
+        precision=PURE,
+        has_kernels=False,
+    )
+
+
+def _tensor_parallel() -> Iterator[Case]:
+    for file in ("tp_gpu_2.json", "tp_gpu_2_batch2.json"):
+        found = _read(file)
+        batch_size, seq_size = (int(found["arguments"][name]) for name in ("batch", "seq"))
+        job = _pure(_sizes(found["arguments"]), 2, seq_size, batch_size)
+        measured = found["disttrain"]
+        choice = Choice(MeshSizes(tp=2), batch_size, 1)
+        yield Case(f"tp=2, batch {batch_size}", job, choice, measured["peak_gib"], measured["step_ms"])
+
+
+def _pipelines() -> Iterator[Case]:
+    found = _read("pipeline_gpu.json")
+    sizes = found["sizes"]
+    job = _pure(_sizes(sizes), 4, sizes["seq"], sizes["microbatches"])
+    for schedule, modes in found["results"].items():
+        for mode, libraries in modes.items():
+            choice = Choice(MeshSizes(pp=4), 1, sizes["microbatches"], schedule, is_compiled=mode == "compiled")
+            measured = libraries["disttrain"]
+            yield Case(f"{schedule}, {mode}", job, choice, measured["peak_gib"], measured["step_ms"]["median"])
+
+
+CASES = [*_sharded(), *_tensor_parallel(), *_pipelines()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_memory(case: Case) -> None:
+    assert case.plan.memory.total_bytes / 2**30 == pytest.approx(case.peak_gib, rel=MEMORY_WITHIN)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if HOST_BOUND not in case.name], ids=lambda case: case.name)
+def test_time(case: Case) -> None:
+    assert 1e3 * case.plan.times.step_s == pytest.approx(case.step_ms, rel=TIME_WITHIN)
+
+
+def test_order_of_step_times() -> None:
+    """Of any two runs of one job, where one takes at least a fiftieth longer, so does its estimate."""
+    for job in {case.job for case in CASES}:
+        runs = [case for case in CASES if case.job == job]
+        for slow in runs:
+            for fast in runs:
+                if slow.step_ms > 1.02 * fast.step_ms:
+                    assert slow.plan.times.step_s > fast.plan.times.step_s, (slow.name, fast.name)

@@ -1,0 +1,114 @@
+"""The search finds what trying everything finds, and what it says would make a mesh fit does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from disttrain.errors import ScheduleError, SettingError
+from disttrain.plan import HARDWARE, PRESETS, Job, MeshSizes, find_plans, plan_of
+from disttrain.plan.job import meshes, why_not
+from disttrain.plan.reasons import why_first, why_not_first
+from disttrain.plan.search import choices, leanest
+
+JOB = Job(PRESETS["8b"], 8, HARDWARE["h100"], node_size=4, num_sequences=32)
+SMALL = Job(PRESETS["8b"], 8, HARDWARE["a100-40"], seq_size=4096, num_sequences=64)
+
+
+def test_it_finds_the_best() -> None:
+    """Step times to a hundredth: in which order choices are looked at rests on an estimate."""
+    schedules = ("1F1B", "ZBVZeroBubble")
+    found = find_plans(JOB, num_plans=3, schedules=schedules)
+    best: dict[tuple[int, int], float] = {}
+    for mesh in meshes(JOB):
+        for choice in choices(JOB, mesh, schedules) if why_not(JOB, mesh) is None else ():
+            try:
+                plan = plan_of(JOB, choice)
+            except ScheduleError:
+                continue
+            if plan.fits(JOB):
+                kind = mesh.pp, mesh.tp
+                best[kind] = min(best.get(kind, float("inf")), plan.times.step_s)
+    assert [plan.times.step_s for plan in found.plans] == pytest.approx(sorted(best.values())[:3], rel=0.01)
+    assert all(plan.fits(JOB) for plan in found.plans)
+    assert len({(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in found.plans}) == 3
+
+
+def test_schedules_that_cannot_be_made_are_left_out() -> None:
+    """Interleaved1F1B cannot do 18 or 9 microbatches on 4 ranks, and 1F1B can."""
+    job, mesh = replace(JOB, num_sequences=36), MeshSizes(pp=4, dp=2)
+    assert find_plans(job, schedules=["Interleaved1F1B"], mesh=mesh).plans == ()
+    (plan,) = find_plans(job, schedules=["Interleaved1F1B", "1F1B"], mesh=mesh).plans
+    assert plan.choice.schedule == "1F1B"
+
+
+def test_every_mesh_has_all_gpus() -> None:
+    found = list(meshes(JOB))
+    assert len(found) == len(set(found))
+    assert {mesh.num_gpus for mesh in found} == {JOB.num_gpus}
+    assert max(mesh.tp for mesh in found) == JOB.node_size
+
+
+def test_remedies_are_true() -> None:
+    plans = find_plans(SMALL, num_plans=8)
+    assert plans.misfits
+    seen = set()
+    for misfit in plans.misfits:
+        mesh = misfit.plan.choice.mesh
+        assert not misfit.plan.fits(SMALL)
+        for remedy in misfit.remedies:
+            number = int(re.findall(r"\d+", remedy)[-1])
+            if remedy.startswith("GPUs of"):
+                better, wider = replace(SMALL, hardware=SMALL.hardware.with_changes(memory_gib=number)), mesh
+            elif remedy.startswith("dp="):
+                better = replace(SMALL, num_gpus=number)
+                wider = replace(mesh, dp=mesh.dp * number // SMALL.num_gpus)
+            else:
+                better, wider = replace(SMALL, seq_size=number), mesh
+            plan = leanest(better, wider)
+            assert plan is not None
+            assert plan.fits(better), remedy
+            seen.add(remedy.split()[0][:2])
+    assert seen == {"GP", "dp", "se"}
+
+
+def test_reasons_add_up() -> None:
+    plans = find_plans(JOB, num_plans=3)
+    assert any("of the step is computing" in line for line in why_first(plans))
+    assert all(re.match(r"\+\d+\.\d%: ", why_not_first(plan, plans.plans[0])) for plan in plans.plans[1:])
+
+
+def test_one_mesh_alone() -> None:
+    mesh = MeshSizes(dp=4, tp=2)
+    assert [plan.choice.mesh for plan in find_plans(JOB, mesh=mesh).plans] == [mesh]
+    wrong = find_plans(JOB, mesh=MeshSizes(tp=3))
+    assert wrong.plans == ()
+    assert list(wrong.refused.values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        (MeshSizes(tp=3), "does not divide heads"),
+        (MeshSizes(pp=33), "needs as many layers"),
+        (MeshSizes(dp=5), "do not divide among 5 ranks"),
+    ],
+)
+def test_rules(mesh: MeshSizes, words: str) -> None:
+    assert words in (why_not(JOB, mesh) or "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_gpus": 7}, "do not fill nodes of 4"),
+        ({"num_sequences": 0}, "num_sequences is 0"),
+        ({"memory_share": 1.5}, "memory_share is 1.5"),
+        ({"hardware": HARDWARE["a100"], "uses_float8": True}, "has no float8"),
+    ],
+)
+def test_jobs_that_cannot_be(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        replace(JOB, **changes)  # type: ignore[arg-type]
