@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,8 @@ class Way:
     has_parallel_loss: bool = True
     """torch's loss_parallel, in place of a loss over gathered logits, where classes are cut."""
     attention: str | None = None
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    """The recipe of linear layers that multiply in float8; None: they multiply as ever."""
     computes_in: torch.dtype = torch.bfloat16
     """Where parameters are sharded."""
 
@@ -60,6 +62,9 @@ WAYS = {
     "kernels": Way(True, is_compiled=False, has_kernels=True),
     "kernels compiled": Way(True, has_kernels=True),
     "kernels around compiled": Way(True, has_kernels=True, in_blocks=False),
+    "float8 compiled": Way(True, float8="tensorwise"),
+    "kernels compiled, float8": Way(True, has_kernels=True, float8="tensorwise"),
+    "kernels compiled, float8 rowwise": Way(True, has_kernels=True, float8="rowwise"),
     "kernels compiled, cudnn": Way(True, has_kernels=True, attention="cudnn"),
     "kernels compiled, flash": Way(True, has_kernels=True, attention="flash"),
 }
@@ -152,6 +157,8 @@ def _parallelize(model: Llama, parallelism: str, way: Way, device: str) -> Any:
     make: Callable[..., Any] = disttrain.init_device_mesh if way.is_ours else torch_mesh
     mesh = make(device, shape, mesh_dim_names=names)
     axis = None if parallelism == "fsdp" else mesh["tp"]
+    if way.float8 is not None:
+        kernels.use_float8(model, way.float8, report=lambda line: print(line) if not disttrain.get_rank() else None)
     if way.has_kernels and way.in_blocks:
         kernels.use_kernels(model, report=lambda line: print(line) if not disttrain.get_rank() else None)
     if axis is not None:
