@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DisttrainError as error:
         print(error, file=sys.stderr)  # noqa: T201
     except OSError as error:
-        print(f"disttrain.plan: {error.filename}: {error.strerror}.", file=sys.stderr)  # noqa: T201
+        named = f"{error.filename}: " if error.filename else ""
+        print(f"disttrain.plan: {named}{error.strerror}.", file=sys.stderr)  # noqa: T201
     except KeyboardInterrupt:
         return 130
     return USAGE

@@ -9,8 +9,10 @@ from disttrain.plan.job import Choice, Job
 
 
 def unsaid(job: Job) -> list[str]:
-    """Options of the planner that the example has no flag for."""
-    return ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+    """What the example has no flag for."""
+    sizes = job.sizes
+    heads = ["head_dim"] * (sizes.query_size != sizes.dim)
+    return heads + ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
 
 
 def command_of(job: Job, choice: Choice, model: str) -> str:
@@ -27,7 +29,10 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
     if path.suffix == ".toml":
         words += ["--config", model]
     elif path.name == "config.json" or path.is_dir():
-        words += ["--model", str(path if path.is_dir() else path.parent)]
+        folder = path if path.is_dir() else path.parent
+        words += ["--model", str(folder)]
+        if (folder / "tokenizer.json").is_file():
+            words += ["--tokenizer", str(folder)]
     else:
         words += ["--model", job.sizes.spelled, "--tokenizer", "tokenizer.json"]
     words += ["--mesh", str(mesh), "--batch", str(job.num_sequences), "--seq", str(job.seq_size)]

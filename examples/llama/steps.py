@@ -44,18 +44,26 @@ class Whole:
     """Every rank runs the model from end to end, on rows of its own; gradients of microbatches add up."""
 
     def __init__(
-        self, placed: Placed, mesh: disttrain.DeviceMesh, num_microbatches: int, *, uses_kernels: bool
+        self,
+        placed: Placed,
+        mesh: disttrain.DeviceMesh,
+        num_microbatches: int,
+        *,
+        uses_kernels: bool,
+        reduces_each: bool,
     ) -> None:
         self._model = placed.model
         self._loss = Loss(placed.model.config, mesh["tp"])
         self._num_microbatches = num_microbatches
+        # Else whole gradients are kept until the last microbatch, which costs memory and spares messages.
+        self._reduces_each = reduces_each
         # The head computes the loss itself, without logits, where it is not cut.
         self._has_loss_in_head = uses_kernels and mesh["tp"].size() == 1
 
     def train(self, batch: Tensor) -> Tensor:
         total = torch.zeros((), device=batch.device, dtype=torch.float64)
         for number, rows in enumerate(batch.chunk(self._num_microbatches)):
-            self._model.set_requires_gradient_sync(number == self._num_microbatches - 1)
+            self._model.set_requires_gradient_sync(self._reduces_each or number == self._num_microbatches - 1)
             loss = self._loss_of(rows) / self._num_microbatches
             loss.backward()
             total += loss.detach()

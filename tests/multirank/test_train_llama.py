@@ -1,16 +1,22 @@
-"""The example as a person runs it: by the launcher, from beginning to end, killed and resumed, and told nonsense."""
+"""The example as a person runs it: by the launcher, from beginning to end, and killed on the way; and told nonsense."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
+import train_llama
 
+import disttrain
+from disttrain.testing import RankPool
 from tests.launching import EXAMPLES, command, environment
 
 SCRIPT = EXAMPLES / "train_llama.py"
@@ -19,9 +25,9 @@ RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start(folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(2, SCRIPT, *flags),
+        command(2, *argv),
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -29,13 +35,6 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def run(folder: Path, *flags: str) -> tuple[int, str]:
-    """Exit code and output."""
-    process = start(folder, *flags)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    return process.returncode, output
 
 
 def kill_rank(process: subprocess.Popen[str], rank: int, save: Path) -> None:
@@ -58,8 +57,9 @@ def losses(table: Path) -> list[dict[str, str]]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a whole run, and what it printed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    exit_code, output = run(folder, *RUN)
-    assert exit_code == 0, output
+    process = start(folder, SCRIPT, *RUN)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, output
     return folder / "runs" / "llama-1", output
 
 
@@ -89,22 +89,31 @@ def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> 
     assert f"curve       {Path('runs', 'llama-1', 'loss.png')}" in lines
 
 
-def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
+def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_had_happened(
     undisturbed: tuple[Path, str], tmp_path: Path
 ) -> None:
-    process = start(tmp_path, *RUN)
+    process = start(tmp_path, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
     assert process.stdout is not None
     for line in process.stdout:
         if "step    12   held out" in line:
-            kill_rank(process, 1, tmp_path / "runs" / "llama-1" / "checkpoints" / "step-00000005")
+            kill_rank(process, 1, tmp_path / "mine" / "checkpoints" / "step-00000005")
             break
     output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGKILL, output
-    assert "rank 1" in output
-    exit_code, output = run(tmp_path, "--resume")
-    assert exit_code == 0, output
-    table = Path("loss.csv")
-    assert losses(tmp_path / "runs" / "llama-1" / table) == losses(undisturbed[0] / table)
+    assert process.returncode == 0, output
+    assert "restart 1 of 1" in output
+    assert losses(tmp_path / "mine" / "loss.csv") == losses(undisturbed[0] / "loss.csv")
+
+
+def told(arguments: list[list[str]]) -> list[object]:
+    """Rank task: the exit code, and what this rank says, with a command line for each rank."""
+    world = disttrain.current_world()
+    with (
+        mock.patch.object(train_llama, "join", return_value=world.device),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        pytest.raises(SystemExit) as caught,
+    ):
+        train_llama.main(arguments[disttrain.get_rank()])
+    return [caught.value.code, said.getvalue()]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +129,37 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
         ),
     ],
 )
-def test_nonsense_gets_one_line(tmp_path: Path, flags: tuple[str, ...], answer: str) -> None:
-    exit_code, output = run(tmp_path, *flags)
-    said = [line for line in output.splitlines() if line.startswith("[rank")]
-    assert exit_code == 2, output
-    assert len(said) == 1
-    assert said[0].removeprefix("[rank 0] ").startswith(answer)
+def test_nonsense_gets_one_line(
+    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], answer: str
+) -> None:
+    empty = [str(tmp_path) if flag == "." else flag for flag in flags]
+    found = rank_pool.run(2, told, {"arguments": [empty, empty]})
+    (first_code, first_said), second = found
+    assert second == [2, ""]
+    assert (first_code, first_said.count("\n")) == (2, 1)
+    assert first_said.replace(str(tmp_path), ".").startswith(answer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = []
+    for rank in range(2):
+        text = tmp_path / str(rank)
+        text.mkdir()
+        (text / "numbers.txt").write_text("1 2 3 " * (400 + rank))
+        arguments.append([*TINY, "--data", str(text), "--out", str(tmp_path / "out")])
+    (first, said), second = rank_pool.run(2, told, {"arguments": arguments})
+    assert (first, second) == (2, [2, ""])
+    assert said.startswith(f"train_llama --data: {tmp_path / '0'} has 2400 bytes on one rank, 2406 on another.")
+
+
+def test_a_rank_that_fails_alone_ends_all_of_them(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = [[*TINY, "--out", str(tmp_path / "out")] for _ in range(2)]
+    arguments[1] += ["--data", str(tmp_path / "none")]
+    first, second = rank_pool.run(2, told, {"arguments": arguments})
+    assert first == [2, ""]
+    assert second == [
+        2,
+        f"train_llama --data: there is no folder {tmp_path / 'none'}. Name one with text, or shards.\n",
+    ]
     assert list(tmp_path.iterdir()) == []
