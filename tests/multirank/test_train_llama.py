@@ -18,6 +18,7 @@ import train_llama
 import disttrain
 from disttrain.testing import RankPool
 from tests.launching import EXAMPLES, command, environment
+from tests.llama_cases import trained
 
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
@@ -54,17 +55,25 @@ def losses(table: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a whole run, and what it printed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    process = start(folder, SCRIPT, *RUN)
-    output, _ = process.communicate(timeout=LIMIT_S)
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run one of whose ranks was killed on the way, and what it printed."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if "step    12   held out" in line:
+            kill_rank(process, 1, folder / "mine" / "checkpoints" / "step-00000005")
+            break
+    after, _ = process.communicate(timeout=LIMIT_S)
+    output = "".join(before) + after
     assert process.returncode == 0, output
-    return folder / "runs" / "llama-1", output
+    return folder / "mine", output
 
 
-def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Path, str]) -> None:
-    out, _ = undisturbed
+def test_a_run_leaves_its_losses_a_picture_and_checkpoints(finished: tuple[Path, str]) -> None:
+    out, _ = finished
     rows = losses(out / "loss.csv")
     assert [row["step"] for row in rows] == [str(step) for step in range(31)]
     assert float(rows[-1]["held_out_loss"]) < float(rows[0]["held_out_loss"]) - 1.5
@@ -74,8 +83,8 @@ def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Pa
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000025", "step-00000030"]
 
 
-def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> None:
-    out, output = undisturbed
+def test_a_run_tells_its_story_in_plain_lines(finished: tuple[Path, str]) -> None:
+    out, output = finished
     assert "\x1b" not in output
     assert "\r" not in output
     assert "[rank 1]" not in output
@@ -86,22 +95,16 @@ def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> 
     assert "mesh        dp=2: each keeps 1/2 of the parameters" in lines
     assert f"step     0   held out {first:.3f}" in lines
     assert f"held out    {first:.3f} \N{RIGHTWARDS ARROW} {last:.3f} nats per token" in lines
-    assert f"curve       {Path('runs', 'llama-1', 'loss.png')}" in lines
+    assert f"curve       {Path('mine', 'loss.png')}" in lines
 
 
 def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_had_happened(
-    undisturbed: tuple[Path, str], tmp_path: Path
+    rank_pool: RankPool, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    process = start(tmp_path, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step    12   held out" in line:
-            kill_rank(process, 1, tmp_path / "mine" / "checkpoints" / "step-00000005")
-            break
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, output
+    out, output = finished
     assert "restart 1 of 1" in output
-    assert losses(tmp_path / "mine" / "loss.csv") == losses(undisturbed[0] / "loss.csv")
+    rank_pool.run(2, trained, {"arguments": [*RUN, "--sample", "0", "--out", str(tmp_path)]}, timeout_s=LIMIT_S)
+    assert losses(out / "loss.csv") == losses(tmp_path / "loss.csv")
 
 
 def told(arguments: list[list[str]]) -> list[object]:
