@@ -16,6 +16,7 @@ import math
 import signal
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from llama.huggingface import has_weights, load_weights, save_weights
 from llama.meshes import MeshPlan, make_mesh, replica_of
 from llama.model import Llama
 from llama.parallel import Ways, place
-from llama.ranks import join, peak_memory_bytes, together
+from llama.ranks import is_alike, join, peak_memory_bytes, together
 from llama.steps import Pipelined, Stepper, Whole, mean_loss
 from llama.tokens import Tokens, read_tokens
 from torch import Tensor
@@ -93,15 +94,21 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
     return Run(flags, device, replica_of(mesh), batches, placed.model, stepper, optimizer, checkpointer)
 
 
+def check_alike(flags: Namespace) -> None:
+    """Raises SettingError, on all ranks, where nodes that share no folder would do different things."""
+    if not is_alike(flags.resume, zlib.crc32(str(flags.out).encode())):
+        found = "with" if flags.resume else "without"
+        problem = f"not all ranks see {flags.out} {found} a checkpoint, as this one does."
+        raise SettingError("train_llama --out", problem, "Name a folder that all nodes share.")
+
+
 def check_same(tokens: Tokens) -> None:
     """Raises SettingError, on all ranks, where nodes have texts of other sizes: rows would not be the same rows."""
-    least = torch.tensor([tokens.training.size, tokens.held_out.size])
-    most = least.clone()
-    disttrain.all_reduce(least, disttrain.ReduceOp.MIN)
-    disttrain.all_reduce(most, disttrain.ReduceOp.MAX)
-    if not torch.equal(least, most):
-        unit = f"{tokens.tokenizer.unit}s"
-        problem = f"{tokens.name} has {least.sum()} {unit} on one rank, {most.sum()} on another."
+    training, held_out = tokens.training.size, tokens.held_out.size
+    if not is_alike(training, held_out):
+        problem = (
+            f"not all ranks find {training} + {held_out} {tokens.tokenizer.unit}s in {tokens.name}, as this one does."
+        )
         raise SettingError("train_llama --data", problem, "Name a folder that is the same on all nodes.")
 
 
@@ -312,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = join()
     with together():
         flags = command_line.parse(arguments, disttrain.get_world_size())
+    with together():
+        check_alike(flags)
     if flags.dtype is None:
         flags.dtype = "bf16" if device.type == "cuda" else "fp32"
     try:

@@ -144,16 +144,19 @@ def test_nonsense_gets_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_that_differ_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
-    arguments = []
-    for rank in range(2):
-        text = tmp_path / str(rank)
+def test_nodes_that_see_other_folders_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    texts, outs = [tmp_path / "a", tmp_path / "b"], [tmp_path / "c", tmp_path / "d"]
+    for rank, text in enumerate(texts):
         text.mkdir()
         (text / "numbers.txt").write_text("1 2 3 " * (400 + rank))
-        arguments.append([*TINY, "--data", str(text), "--out", str(tmp_path / "out")])
-    (first, said), second = rank_pool.run(2, told, {"arguments": arguments})
-    assert (first, second) == (2, [2, ""])
-    assert said.startswith(f"train_llama --data: {tmp_path / '0'} has 2400 bytes on one rank, 2406 on another.")
+    for name, own, answer in (
+        ("data", texts, f"not all ranks find 2280 + 120 bytes in {texts[0]}, as this one does."),
+        ("out", outs, f"not all ranks see {outs[0]} without a checkpoint, as this one does."),
+    ):
+        arguments = [[*TINY, "--out", str(outs[0]), f"--{name}", str(path)] for path in own]
+        (first, said), second = rank_pool.run(2, told, {"arguments": arguments})
+        assert (first, second) == (2, [2, ""])
+        assert said.startswith(f"train_llama --{name}: {answer}")
 
 
 def test_a_rank_that_fails_alone_ends_all_of_them(rank_pool: RankPool, tmp_path: Path) -> None:
