@@ -47,10 +47,10 @@ def _plan(options: argparse.Namespace) -> int:
     mesh = None if options.mesh is None else _mesh(options.mesh, job.num_gpus)
     plans = find_plans(job, num_plans=options.top, schedules=options.schedule or SCHEDULES, mesh=mesh)
     write(as_text(plans, options.model))
-    if options.svg and plans.plans:
-        options.svg.write_text(_picture(job, plans.plans[0].choice), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(as_json(plans, options.model), indent=1) + "\n", encoding="utf-8")
+    if options.svg and plans.plans:
+        options.svg.write_text(_picture(job, plans.plans[0].choice), encoding="utf-8")
     return 0 if plans.plans else NOTHING_FITS
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from llama import flags as example_flags
+from llama.config import config_named
 
 from disttrain.errors import SettingError
 from disttrain.plan import HARDWARE, PRESETS, LlamaSizes, read_sizes
@@ -55,6 +56,7 @@ def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> 
         given = words[words.index("examples/train_llama.py") + 1 :]
         found = example_flags.parse([*given, "--out", str(tmp_path / "run")], 16)
         assert vars(found.mesh) == plan["choice"]["mesh"]
+        assert found.sizes == config_named("8b")
         assert found.microbatches == plan["choice"]["num_microbatches"]
         assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
         assert (found.recompute, found.compile) == (plan["choice"]["recomputes"], plan["choice"]["is_compiled"])
