@@ -14,6 +14,8 @@ from disttrain.kernels import copies_twin
 from disttrain.kernels.choice import choose
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+"""Others stand for a tensor while a graph is traced, or are made of several."""
 
 
 def copy_all(
@@ -34,9 +36,11 @@ def copy_all(
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel takes them as one side."""
+    """Whether the kernel takes them as one side. It is no operator: a graph gets torch's own, which compilers fuse."""
     dtype = tensors[0].dtype
-    return dtype in _DTYPES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+    return dtype in _DTYPES and all(
+        type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors
+    )
 
 
 def _load() -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from disttrain.kernels import copies
 from disttrain.kernels.copies import copy_all
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
 
@@ -41,3 +43,19 @@ def test_what_one_launch_does_not_take() -> None:
     for found, wished in zip(targets, sources, strict=True):
         torch.testing.assert_close(found, wished.to(found.dtype))
     copy_all([], [])
+
+
+def test_what_is_traced_takes_torch_s_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a kernel that is no operator, in a graph")
+
+    monkeypatch.setattr(copies, "choose", refuse)
+
+    def scaled(source: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        target = torch.empty_like(source, dtype=torch.bfloat16)
+        copy_all([target], [source], scale)
+        return target
+
+    source, scale = torch.randn(5), torch.tensor(0.5)
+    graph = make_fx(scaled, tracing_mode="fake")(source, scale)
+    assert torch.equal(graph(source, scale), (source * scale).bfloat16())
