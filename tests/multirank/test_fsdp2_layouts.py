@@ -197,12 +197,13 @@ def test_meshes_that_are_not_slices_of_one_are_refused() -> None:
 @on_ranks(2)
 def test_slices_of_which_an_equal_mesh_was_there_before() -> None:
     alone = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    distribute_tensor(torch.zeros(4, 6), alone, [Shard(0)])
+    before = distribute_tensor(torch.zeros(4, 6), alone, [Shard(0)])
     mesh = disttrain.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(6, 4, bias=False)
     linear.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh["tp"], [Shard(0)]))
     fully_shard(linear, mesh=mesh["dp"])
     assert linear.weight.device_mesh == mesh
+    assert before.device_mesh is alone
 
 
 @on_ranks(2)
