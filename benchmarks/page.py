@@ -11,6 +11,19 @@ from harness import OURS, TORCH, Row, brief, read, shown
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+MACHINES = {"device", "devices", "gpus", "machine", "topology"}
+PAGES = {
+    "attention": "kernels.md",
+    "checkpoint": "checkpoints.md",
+    "collectives": "collectives.md",
+    "fsdp2": "fsdp2.md",
+    "kernels": "kernels.md",
+    "kernels_float8": "float8.md",
+    "models": "kernels.md",
+    "pipeline": "pipelines.md",
+    "tp": "tensor_parallel.md",
+}
+"""Where results lie in words, by how their names begin."""
 HEAD = """# Benchmarks
 
 Each row is one case, measured in turns with torch's way of doing the same, in the same run: medians, with quartiles in
@@ -25,17 +38,45 @@ The files are in `benchmarks/results/`.
 
 
 def as_page(folder: Path) -> str:
-    """Markdown of all results in `folder`, those on processors before those on GPUs."""
-    files = [path for path in sorted(folder.glob("*.json"), key=_place) if "rows" in json.loads(path.read_text())]
+    """Markdown of all results in `folder`, those on processors before those on GPUs, then where others' tables are."""
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=_place)}
     parts = [HEAD]
-    for on_gpus, group in itertools.groupby(files, lambda path: _place(path)[0]):
+    for on_gpus, group in itertools.groupby(
+        filter(lambda path: "rows" in files[path], files), lambda path: _place(path)[0]
+    ):
         parts.append(f"## On {'GPUs' if on_gpus else 'processors'}\n")
         parts += [_section(path.stem, *read(path)) for path in group]
+    others = [
+        _line([f"[{path.stem}](../benchmarks/results/{path.name})", _machine(found), _table_of(path.stem)])
+        for path, found in files.items()
+        if "rows" not in found
+    ]
+    if others:
+        parts += [
+            "## With tables of their own\n",
+            _line(["results", "machine", "table"]),
+            _line(["---"] * 3),
+            *others,
+            "",
+        ]
     return "\n".join(parts)
 
 
 def _place(path: Path) -> tuple[bool, str]:
     return "gpu" in path.stem, path.stem
+
+
+def _machine(found: dict[str, Any]) -> str:
+    """What it ran on, by any of the names that scripts have for it; of several runs, the first's."""
+    if not MACHINES & found.keys():
+        return _machine(next(each for each in found.values() if isinstance(each, dict)))
+    return str(found[min(MACHINES & found.keys())]).removeprefix("one node, ")
+
+
+def _table_of(name: str) -> str:
+    """The page with its figures."""
+    page = PAGES[max((start for start in PAGES if name.startswith(start)), key=len)]
+    return f"[{page.partition('.')[0].replace('_', ' ')}]({page})"
 
 
 def _section(name: str, about: dict[str, Any], rows: list[Row]) -> str:
