@@ -141,3 +141,10 @@ def test_tensors_that_do_not_fit() -> None:
         attention(query[:, :, :3], key, value, Documents(torch.zeros(3)))
     with pytest.raises(ShapeError, match=r"'flash' does not serve torch.float64 .* on cpu. Known are cudnn, flash"):
         attention(query, key, value, by="flash")
+
+
+def test_on_meta_only_shapes_are_computed() -> None:
+    query, key, value = (one.to("meta") for one in tensors(2, (4, 2), 5, 8))
+    found = attention(query, key, value, Causal() & SlidingWindow(2))
+    assert found.is_meta
+    assert found.shape == query.shape
