@@ -10,9 +10,10 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help train test check format bench clean
+.PHONY: help train test check docs format bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -23,13 +24,17 @@ train: $(READY) ## Train a small language model on two processes of this machine
 test: $(READY) ## Run all tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-check: $(READY) ## Format, lint, types, import layers, dead code, spelling.
+check: docs ## Format, lint, types, import layers, dead code, spelling, the documentation's site.
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/vulture
 	$(BIN)/codespell
+
+docs: $(READY) $(DOCS_READY) ## Build the documentation's site into build/site.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "built: build/site/index.html"
 
 format: $(READY) ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff check --fix --quiet .
@@ -58,4 +63,9 @@ $(READY): pyproject.toml Makefile tools/pyuv_compat.h
 	@CFLAGS='-O2 -include "$(CURDIR)/tools/pyuv_compat.h"' $(PIP) pyuv==1.4.0 >.venv/pyuv.log 2>&1 && \
 	  $(BIN)/python -c 'import pyuv' 2>>.venv/pyuv.log || \
 	  echo "pyuv could not be built here (.venv/pyuv.log says why); the store runs on uvloop instead"
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "installing what builds the documentation"
+	@$(PIP) --editable '.[docs]'
 	@touch $@

@@ -2,15 +2,19 @@
 
     disttrain-launch --standalone --nproc-per-node gpu benchmarks/pipeline_gpu.py --out results.json
 
-Each schedule is run with eager and with compiled blocks; within that, ours, ours with `fuse_accumulation` ("fused") and
-torch take turns. Times are those of the slowest rank, medians over the rounds. TFLOP/s count what the model needs, over
-the whole step with its optimizer; the JSON says by which formula. Peak memory is what PyTorch has allocated, less what
-the other models hold.
+Each schedule is run with eager and with compiled blocks; within that the cases take turns: ours, ours with
+`fuse_accumulation` ("fused"), that with disttrain.kernels in stages, loss and optimizer ("kernels"), ours with the
+children of each OVERLAP one after the other ("in turns"), and torch. Times are those of the slowest rank, medians over
+the rounds. TFLOP/s count what the model needs, over the whole step with its optimizer; the JSON says by which formula.
+Peak memory is what PyTorch has allocated, less what the other models hold.
 
 Ours is compared with its own simulation: F, I, W and B of each stage are measured alone, and a message between two
 ranks. "bubble" is 1 - (sum of the measured times of a rank's actions) / (time of the step without optimizer), mean
 over the ranks; "simulated" is the simulator's for the same times. With --profile, "idle" is the share of that time in
-which no kernel ran but NCCL's, by PyTorch's profiler, for both.
+which no kernel ran, and "twice" that in which two did, NCCL's left out, by PyTorch's profiler, for all.
+
+With --expert-ranks N and --experts-per-token K, N neighbouring ranks share the experts of their blocks, and each token
+goes to K of them and comes back: that many pipelines run side by side, and nothing is averaged among them.
 
 On the CPU: --device cpu --dtype float32 and small sizes.
 """
@@ -25,7 +29,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -33,139 +36,14 @@ from typing import Any
 
 import torch
 import torch.distributed
-from pipelines.calibration import measure_costs
-from pipelines.model import FLOPS, Sizes, loss_of, make_stage
-from torch.distributed import pipelining as torch_pipelining
-from torch.distributed.pipelining import schedules as torch_schedules
+from pipelines.case import LIBRARIES, Case
+from pipelines.model import FLOPS, Sizes
+from pipelines.ranks import Ranks
 
 import disttrain
-from disttrain import pipelining
-from disttrain.pipelining import Op, Schedule, lower, make_schedule, simulate, split_layers
+from disttrain.pipelining import Schedule, lower, make_schedule, simulate
 
-ONE_STAGE = {"GPipe", "1F1B"}
 TIMES = ("step_ms", "without_optimizer_ms")
-NUM_WARMUPS = 2
-LIBRARIES = ["disttrain", "fused", "torch"]
-
-
-def has_weight_actions(plan: Schedule) -> bool:
-    """Whether backward comes in two parts anywhere."""
-    every = (part for actions in plan.ranks for action in actions for part in action.parts)
-    return any(part.op is Op.BACKWARD_WEIGHT for part in every)
-
-
-class Case:
-    """This rank's stages, a schedule of one of the two libraries over them, and an optimizer.
-
-    Raises: RuntimeError, alike on all ranks, when the library refuses the schedule.
-    """
-
-    def __init__(self, library: str, plan: Schedule, args: argparse.Namespace, *, is_compiled: bool) -> None:
-        self.device = args.torch_device
-        self.plan = plan
-        before = self._allocated_bytes()
-        self.stages = {
-            index: make_stage(args.sizes, index, plan.num_stages, self.device, getattr(torch, args.dtype))
-            for index in plan.placement.stages[disttrain.get_rank()]
-        }
-        for stage in self.stages.values():
-            if library != "torch" and has_weight_actions(plan):
-                split_layers(stage)
-            if is_compiled:
-                stage.compile_blocks()
-        self.schedule = self._schedule(library)
-        parameters = [parameter for stage in self.stages.values() for parameter in stage.parameters()]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        self.losses: list[torch.Tensor] = []
-        self.times: list[tuple[float, float]] = []
-        self.peak_bytes = 0
-        self.costs: pipelining.Costs | None = None
-        tokens = args.tokens
-        self.args = (tokens,) if 0 in self.stages else ()
-        self.target = tokens if plan.num_stages - 1 in self.stages else None
-        for _ in range(NUM_WARMUPS):
-            self.step()
-        self.times.clear()
-        # With the buffers for messages that a library keeps between steps.
-        self.resting_bytes = self._allocated_bytes() - before
-
-    def _schedule(self, library: str) -> Any:
-        options = {}
-        if library == "torch":
-            stage_class = torch_pipelining.PipelineStage
-            schedule_class = torch_schedules.get_schedule_class(self.plan.name)
-        else:
-            stage_class, schedule_class = pipelining.PipelineStage, pipelining.get_schedule_class(self.plan.name)
-            options = {"fuse_accumulation": library == "fused"}
-        made = [stage_class(stage, index, self.plan.num_stages, self.device) for index, stage in self.stages.items()]
-        stages = made[0] if self.plan.name in ONE_STAGE else made
-        return schedule_class(stages, self.plan.num_microbatches, loss_fn=loss_of, **options)
-
-    def forward_and_backward(self) -> float:
-        """Seconds of the schedule on this rank, from a common start."""
-        self.losses.clear()
-        self._synchronize()
-        disttrain.barrier()
-        begin = time.perf_counter()
-        self.schedule.step(*self.args, target=self.target, losses=self.losses, return_outputs=False)
-        self._synchronize()
-        return time.perf_counter() - begin
-
-    def step(self) -> None:
-        """One training step."""
-        pipeline_s = self.forward_and_backward()
-        begin = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._synchronize()
-        self.times.append((pipeline_s, pipeline_s + time.perf_counter() - begin))
-
-    def step_with_peak(self) -> None:
-        if self.device.type == "cuda":
-            others_bytes = self._allocated_bytes() - self.resting_bytes
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            self.peak_bytes = torch.cuda.max_memory_allocated() - others_bytes
-        else:
-            self.step()
-
-    def calibrate(self, args: argparse.Namespace) -> None:
-        """Collective."""
-        self.costs = measure_costs(
-            self.stages,
-            self.plan.num_stages,
-            args.sizes,
-            args.tokens[: args.sizes.microbatch_size],
-            is_split=has_weight_actions(self.plan),
-            num_runs=args.calibration_runs,
-        )
-        self.optimizer.zero_grad()
-
-    def idle(self) -> float:
-        """The share of a step without optimizer in which no kernel of this rank's ran but NCCL's; 1: none was seen."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            pipeline_s = self.forward_and_backward()
-        self.optimizer.zero_grad()
-        kernels = [
-            event.time_range
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-            and not event.is_user_annotation
-            and "nccl" not in event.name.lower()
-        ]
-        busy_us, end_us = 0.0, float("-inf")
-        for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-            busy_us += max(0.0, kernel.end - max(end_us, kernel.start))
-            end_us = max(end_us, kernel.end)
-        return 1 - busy_us / 1e6 / pipeline_s
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _allocated_bytes(self) -> int:
-        gc.collect()
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
 
 def on_all_ranks(values: Iterable[float], op: disttrain.ReduceOp = disttrain.ReduceOp.MAX) -> list[float]:
@@ -184,17 +62,18 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def row_of(case: Case, sizes: Sizes) -> dict[str, Any]:
+def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Collective."""
     size = disttrain.get_world_size()
+    flops = args.sizes.flops * args.ranks.num_expert_ranks
     pipeline_s, step_s = (on_all_ranks(column) for column in zip(*case.times, strict=True))
     peaks = [peak / 2**30 for peak in of_each_rank(case.peak_bytes)]
-    loss = sum(loss.item() for loss in case.losses) / case.plan.num_microbatches
+    loss = sum(loss.item() for loss in case.losses) / case.plan.num_microbatches / args.ranks.num_expert_ranks
     row: dict[str, Any] = {
         "step_ms": spread([1e3 * seconds for seconds in step_s]),
         "without_optimizer_ms": spread([1e3 * seconds for seconds in pipeline_s]),
-        "tflops_per_gpu": sizes.flops / size / statistics.median(step_s) / 1e12,
-        "tflops_per_gpu_without_optimizer": sizes.flops / size / statistics.median(pipeline_s) / 1e12,
+        "tflops_per_gpu": flops / size / statistics.median(step_s) / 1e12,
+        "tflops_per_gpu_without_optimizer": flops / size / statistics.median(pipeline_s) / 1e12,
         "peak_gib": max(peaks),
         "peak_gib_of_ranks": peaks,
         "loss": sum(of_each_rank(loss)),
@@ -232,13 +111,14 @@ def measure(plan: Schedule, args: argparse.Namespace, *, is_compiled: bool) -> d
         for case in cases.values():
             case.step_with_peak() if round_number == args.steps - 1 else case.step()
     for library, case in cases.items():
-        if library == "disttrain":
+        if library == "disttrain" and args.ranks.num_expert_ranks == 1:
             case.calibrate(args)
     rows: dict[str, Any] = {library: {"refused": reason} for library, reason in refused.items()}
     for library, case in cases.items():
-        rows[library] = row_of(case, args.sizes)
+        rows[library] = row_of(case, args)
         if args.profile:
-            rows[library]["idle_of_ranks"] = of_each_rank(case.idle())
+            shares = case.use_of_device()
+            rows[library] |= dict(zip(("idle_of_ranks", "twice_of_ranks"), map(of_each_rank, shares), strict=True))
     for library in cases:
         if library != "torch" and "torch" in cases:
             rows[f"torch over {library}"] = ratios_of(rows["torch"], rows[library])
@@ -264,13 +144,14 @@ def show(name: str, mode: str, rows: dict[str, Any]) -> None:
             if "bubble" in row:
                 line += f"{100 * row['bubble']:9.2f}{100 * row['simulated']:10.2f}{row['simulated_ms']:9.1f}"
             if "idle_of_ranks" in row:
-                line = f"{line:121}{100 * statistics.mean(row['idle_of_ranks']):8.2f}"
+                shares = (100 * statistics.mean(row[f"{name}_of_ranks"]) for name in ("idle", "twice"))
+                line = f"{line:121}" + "".join(f"{share:8.2f}" for share in shares)
             print(line)
 
 
 HEADING = (
     f"{'schedule':18}{'blocks':10}{'library':11}{'step ms [min, max]':27}{'no optim':>9}{'TFLOP/s':>9}{'GiB':>9}"
-    f"{'bubble %':>9}{'simulated':>10}{'ms':>9}{'idle %':>8}"
+    f"{'bubble %':>9}{'simulated':>10}{'ms':>9}{'idle %':>8}{'twice %':>8}"
 )
 
 
@@ -280,7 +161,9 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--schedules", nargs="+", default=["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
     parser.add_argument("--blocks", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=LIBRARIES)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=["disttrain", "fused", "torch"])
+    parser.add_argument("--expert-ranks", type=int, default=1, help="how many ranks share their blocks' experts")
+    parser.add_argument("--one-group", action="store_true", help="all of a rank's stages exchange over one group")
     parser.add_argument("--steps", type=int, default=6, help="rounds that count, after two that do not")
     parser.add_argument("--calibration-runs", type=int, default=6)
     parser.add_argument("--profile", action="store_true", help="one more step of each, under PyTorch's profiler")
@@ -288,6 +171,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if (args.expert_ranks > 1) != bool(args.experts_per_token):
+        parser.error("--expert-ranks and --experts-per-token come together")
     if args.profile and args.device == "cpu":
         parser.error("--profile looks at a GPU's kernels")
     args.sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
@@ -323,11 +208,12 @@ def main() -> None:
     if args.device == "cuda":
         # What cuBLAS keeps for itself shall not count as the first case's, on neither thread.
         torch.ones(8, 8, device="cuda", requires_grad=True).mm(torch.ones(8, 8, device="cuda")).sum().backward()
+    args.ranks = Ranks(args.expert_ranks, one_group=args.one_group)
     report, is_first = report_of(args), disttrain.get_rank() == 0
     if is_first:
         print(HEADING, flush=True)
     for name in args.schedules:
-        plan = make_schedule(name, disttrain.get_world_size(), args.microbatches)
+        plan = make_schedule(name, args.ranks.pipeline_size, args.microbatches)
         for mode in args.blocks:
             rows = report["results"].setdefault(name, {})[mode] = measure(plan, args, is_compiled=mode == "compiled")
             # Two models lie there already: the next two need their room.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from disttrain.mesh import DeviceMesh as DeviceMesh
     from disttrain.mesh import init_device_mesh as init_device_mesh
     from disttrain.process_group import *  # noqa: F403
+    from disttrain.process_group.current import group as group
     from disttrain.reports import report as report
 
 _HOMES = {
@@ -85,6 +86,8 @@ _HOMES = {
         "send_object_list",
         "split_group",
     ),
+    # Not the package's: there it is the name of a module.
+    "process_group.current": ("group",),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "reports": ("report",),
 }

@@ -239,6 +239,12 @@ FLIGHT_RECORDER = Setting[bool](
     True,
     "0: no flight recorder, unless the script calls `flight_recorder.enable`; 1: each job has one.",
 )
+FLIGHT_MARKS = Setting[bool](
+    "DISTTRAIN_FLIGHT_MARKS",
+    _switch,
+    True,
+    "0: the flight recorder sets no marks on a GPU's streams, and does not know how far the GPU has come.",
+)
 FLIGHT_DIR = Setting[Path | None](
     "DISTTRAIN_FLIGHT_DIR",
     Path,

@@ -24,6 +24,9 @@ class WeightGradKeeper(Protocol):
     def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The sum of a parameter's earlier gradients, for a layer that adds its own to it; None: it hands that over."""
 
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's values in another dtype: one copy for all who ask before they change."""
+
     def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
         """Keep `compute`, which returns one gradient per parameter, for later. False: compute them at once.
 

@@ -1,7 +1,13 @@
-"""A Llama without rotation, in stages: embedding on the first, norm and head on the last, layers spread evenly."""
+"""A Llama without rotation, in stages: embedding on the first, norm and head on the last, layers spread evenly.
+
+With experts its blocks have several small gated MLPs in place of one, on all ranks of a group together. Which tokens
+go where is fixed and even, so that all there is to see is what their way there and back costs: each token to
+`experts_per_token` experts, each expert on a rank of its own share.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +32,7 @@ class Sizes:
     seq: int = 4096
     microbatches: int = 16
     microbatch_size: int = 1
+    experts_per_token: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -43,10 +50,42 @@ class Sizes:
         return self.layers // num_stages + (stage < self.layers % num_stages)
 
 
-class Block(nn.Module):
-    """Grouped-query attention and a gated MLP."""
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+"""Sends equal parts of dim 0 to the ranks of a group, with a gradient."""
 
-    def __init__(self, sizes: Sizes) -> None:
+
+class Mlp(nn.Module):
+    """Gated."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn, bias=False)
+        self.up = nn.Linear(dim, ffn, bias=False)
+        self.down = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """This rank's of a group's experts, as many as a token goes to; together they compute as much as one `Mlp`."""
+
+    def __init__(self, sizes: Sizes, exchange: Exchange) -> None:
+        super().__init__()
+        self.num = sizes.experts_per_token
+        self.experts = nn.ModuleList(Mlp(sizes.dim, sizes.ffn // self.num) for _ in range(self.num))
+        self.exchange = exchange
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.exchange(x.flatten(0, -2).repeat(self.num, 1))
+        parts = [expert(part) for expert, part in zip(self.experts, tokens.chunk(self.num), strict=True)]
+        return self.exchange(torch.cat(parts)).view(self.num, *x.shape).sum(0)
+
+
+class Block(nn.Module):
+    """Grouped-query attention, and a gated MLP or experts."""
+
+    def __init__(self, sizes: Sizes, exchange: Exchange | None) -> None:
         super().__init__()
         dim, self.head_dim = sizes.dim, sizes.dim // sizes.heads
         self.norm = nn.RMSNorm(dim)
@@ -55,9 +94,7 @@ class Block(nn.Module):
         self.value = nn.Linear(dim, sizes.kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self.ffn_norm = nn.RMSNorm(dim)
-        self.gate = nn.Linear(dim, sizes.ffn, bias=False)
-        self.up = nn.Linear(dim, sizes.ffn, bias=False)
-        self.down = nn.Linear(sizes.ffn, dim, bias=False)
+        self.ffn = Mlp(dim, sizes.ffn) if exchange is None else Experts(sizes, exchange)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -67,17 +104,18 @@ class Block(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        h = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class Stage(nn.Module):
-    """Takes tokens if it is the first, else activations; gives logits if it is the last."""
+    """Takes tokens if it is the first, else activations; gives logits if it is the last, or what they are made of."""
 
-    def __init__(self, sizes: Sizes, stage: int, num_stages: int) -> None:
+    gives_hidden = False
+
+    def __init__(self, sizes: Sizes, stage: int, num_stages: int, exchange: Exchange | None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocab, sizes.dim) if stage == 0 else None
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers_of(stage, num_stages)))
+        self.blocks = nn.ModuleList(Block(sizes, exchange) for _ in range(sizes.layers_of(stage, num_stages)))
         self.norm, self.head = None, None
         if stage == num_stages - 1:
             self.norm, self.head = nn.RMSNorm(sizes.dim), nn.Linear(sizes.dim, sizes.vocab, bias=False)
@@ -88,7 +126,8 @@ class Stage(nn.Module):
         for block in self.blocks:
             x = block(x)
         if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+            x = self.norm(x)
+            x = x if self.gives_hidden else self.head(x)
         return x
 
     def compile_blocks(self) -> None:
@@ -97,10 +136,17 @@ class Stage(nn.Module):
             self.blocks[number] = torch.compile(block, fullgraph=True)
 
 
-def make_stage(sizes: Sizes, stage: int, num_stages: int, device: torch.device, dtype: torch.dtype) -> Stage:
-    """The same weights each time."""
+def make_stage(
+    sizes: Sizes,
+    stage: int,
+    num_stages: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    exchange: Exchange | None = None,
+) -> Stage:
+    """The same weights each time. With an `exchange` its blocks have experts."""
     with torch.device("meta"):
-        made = Stage(sizes, stage, num_stages).to(dtype)
+        made = Stage(sizes, stage, num_stages, exchange).to(dtype)
     made.to_empty(device=device)
     torch.manual_seed(stage)
     with torch.no_grad():

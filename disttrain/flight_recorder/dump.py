@@ -140,4 +140,5 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
             labels[label] = len(labels)
             yield ["label", *label]
         times_s = (record.enqueued_s, record.completed_s)
-        yield ["record", sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]]
+        what = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
+        yield ["record", *what, record.device, record.waits_s]

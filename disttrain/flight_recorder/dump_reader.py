@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -22,6 +21,7 @@ from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, packed
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
+    DeviceTimes,
     Failure,
     Frame,
     GroupProgress,
@@ -38,9 +38,15 @@ _KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "labe
 _STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _INT_ONLY: Final = frozenset({int})
 _NONE: Final = type(None)
-_RECORD_TYPES: Final[tuple[set[type], ...]] = ({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int})
+_RECORD_TYPES: Final[tuple[set[Any], ...]] = (
+    *({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int}),
+    *({list, _NONE}, {float, _NONE}),
+)
 _RECORD_SIZE: Final = len(_RECORD_TYPES)
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
+_NUM_DEVICE_TIMES: Final = len(DeviceTimes._fields)
+_TIMES_ONLY: Final = frozenset({float, _NONE})
+_NEW_DEVICE_TIMES: Final[Callable[[list[Any]], DeviceTimes]] = partial(tuple.__new__, DeviceTimes)
 _NEW_RECORD: Final[Callable[[tuple[Any, ...]], Record]] = partial(tuple.__new__, Record)
 
 T = TypeVar("T")
@@ -163,7 +169,7 @@ class _Reader:
         if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
             return self._records_one_by_one()
         columns: list[Any] = list(zip(*raw, strict=True))
-        _, sites, _, states, *_, labels = columns
+        _, sites, _, states, *_, labels, devices, _ = columns
         if (
             any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=True))
             or not 0 <= min(sites) <= max(sites) < len(self.sites)
@@ -174,7 +180,11 @@ class _Reader:
         actions, modules = [label[0] for label in self.labels], [label[1] for label in self.labels]
         columns[1] = map(self.sites.__getitem__, sites)
         columns[3] = map(_STATES.__getitem__, states)
-        columns[7:] = map(actions.__getitem__, labels), map(modules.__getitem__, labels), repeat(None)
+        try:
+            columns[8] = _all_device_times(devices) if any(devices) else devices
+        except _WRONG:
+            return self._records_one_by_one()
+        columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
         return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
 
     def _records_one_by_one(self) -> list[Record]:
@@ -182,10 +192,13 @@ class _Reader:
         found: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
-                _, site, sequence, state, began_s, ended_s, error, *label = item
+                _, site, sequence, state, began_s, ended_s, error, *more = item
                 what = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
-                found.append(Record(*what, *end, *(_at(self.labels, label[0]) if label else ())))
+                label = _at(self.labels, more[0]) if more else ("", "")
+                device, waits_s = (*more[1:3], None, None)[:2]
+                waited_from_s = None if waits_s is None else _finite(waits_s)
+                found.append(Record(*what, *end, *label, _device_times(device), waited_from_s))
             except _WRONG:
                 continue
         return found
@@ -305,6 +318,21 @@ def as_ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not _INT_ONLY.issuperset(map(type, values)):
         raise TypeError("not a list of whole numbers")
     return tuple(values)
+
+
+def _all_device_times(values: Sequence[list[Any] | None]) -> list[DeviceTimes | None]:
+    """As `_device_times` of each, and quicker. Raises ValueError, TypeError."""
+    columns = list(zip(*filter(None, values), strict=True))
+    if len(columns) != _NUM_DEVICE_TIMES or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns):
+        raise ValueError("not the times of a device")
+    return [_NEW_DEVICE_TIMES(value) if value else None for value in values]
+
+
+def _device_times(value: Any) -> DeviceTimes | None:
+    if value is None:
+        return None
+    came_s, left_s, waits_s, *_ = value
+    return DeviceTimes(*(None if time_s is None else _finite(time_s) for time_s in (came_s, left_s, waits_s)))
 
 
 def _finite(value: Any) -> float:

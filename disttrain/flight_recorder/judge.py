@@ -17,7 +17,7 @@ from disttrain.flight_recorder.membership import find_different_groups
 from disttrain.flight_recorder.mismatch import divergence, find_mismatches
 from disttrain.flight_recorder.record import SEND, Record, ranks_text
 from disttrain.flight_recorder.straggler import find_straggler
-from disttrain.flight_recorder.together import find_gone_together
+from disttrain.flight_recorder.together import find_gone_together, met_in, never_started
 from disttrain.flight_recorder.verdict import Cause, Kind, Verdict
 from disttrain.flight_recorder.waits import MIN_WAIT_S, Wait, ends_of, find_waits
 from disttrain.flight_recorder.wording import call_text, came_lines, capitalized, place, stack_line, waited_s
@@ -48,14 +48,23 @@ def _contradictions(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
 def _ends(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """The ranks that others wait for and that wait for nobody themselves, those that are alike in one verdict."""
     alike: dict[tuple[Kind, Cause, str], list[int]] = {}
+    queued: dict[tuple[str, str, int], dict[int, Record]] = {}
     was_broken = broke(waits)
     for rank in sorted(ends_of(waits)):
-        cause, why = what_became_of(found, rank, was_broken=was_broken)
         direct = [wait for wait in waits if rank in wait.for_ranks]
+        own = [met[rank] for wait in direct if rank in (met := met_in(found, wait)) and met[rank].is_queued]
+        if own:
+            first = min(own, key=lambda record: record.enqueued_s)
+            queued.setdefault((first.site.group_name, first.site.operation, first.sequence), {})[rank] = first
+            continue
+        cause, why = what_became_of(found, rank, was_broken=was_broken)
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in direct)
         kind = _missing_end(direct[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, why), []).append(rank)
     verdicts = [_absent(found, waits, *told, ranks) for told, ranks in alike.items()]
+    for records in queued.values():
+        others = {wait.rank: wait.record for wait in waits if records.keys() & set(wait.for_ranks)}
+        verdicts.append(never_started(found, records, came_lines(found.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(found, verdict, was_broken=was_broken))
 
 

@@ -1,4 +1,4 @@
-"""Waits on GPUs: the host has left a collective as soon as it was queued, and waits later for something else.
+"""Waits on GPUs whose dumps have no marks: the host has left a collective as soon as it was queued.
 
 A device takes what it is given in order, and leaves no collective before the devices of all members have come to it. So
 the last calls of all ranks are played against each other: where that gets stuck, devices are stuck. Pure, torch-free.
@@ -14,7 +14,7 @@ from disttrain.flight_recorder.dump_words import END_REASONS
 from disttrain.flight_recorder.match import Match, Meeting, message_key
 from disttrain.flight_recorder.record import RECEIVE, SEND, Record, State
 
-_LOOSE: Final = {SEND, "broadcast", "reduce", "gather", "scatter"}
+LOOSE: Final = {SEND, "broadcast", "reduce", "gather", "scatter"}
 """Operations that some rank may leave before all have come."""
 
 _NUM_LAST: Final = 256
@@ -43,7 +43,7 @@ def find_device_waits(found: Match) -> list[DeviceWait]:
     return [
         (rank, _held(queue[-1]), ())
         for rank, queue in play.queues.items()
-        if rank in busy and queue and _members(found, rank, queue[-1]) <= busy
+        if rank in busy and queue and members_of(found, rank, queue[-1]) <= busy
     ]
 
 
@@ -51,7 +51,7 @@ def _last_meetings(found: Match) -> Iterable[Meeting]:
     return (meetings[max(meetings)] for meetings in found.meetings.values() if meetings)
 
 
-def _members(found: Match, rank: int, record: Record) -> set[int]:
+def members_of(found: Match, rank: int, record: Record) -> set[int]:
     """Those with a dump among the ranks that `record` is of."""
     peers = (rank, record.site.peer_rank) if record.site.is_message else record.site.ranks
     return found.dumps.keys() & set(peers)
@@ -104,7 +104,7 @@ class _Play:
             if record.site.operation == RECEIVE:
                 if self._found.messages[message_key(rank, record)].is_absent:
                     return ()
-            elif record.site.operation not in _LOOSE:
+            elif record.site.operation not in LOOSE:
                 meeting = self._meeting(record)
                 came = self._came.setdefault((meeting.group_name, meeting.sequence), set())
                 came.add(rank)

@@ -90,12 +90,27 @@ class CallSite:
         return "/".join(dict.fromkeys(self.dtypes)) + sizes
 
 
+class DeviceTimes(NamedTuple):
+    """When a rank's device came to an operation, when it had left it, and when it began to wait for it.
+
+    None where it has not yet. Not of each operation it is noted when it was left; `waits_s` is None also where it has
+    waited from the first.
+    By the rank's clock. What is queued on the stream that called it counts: a device comes to an operation when all
+    that was queued before is done, and has left it where the stream that waited for it goes on.
+    """
+
+    came_s: float | None = None
+    left_s: float | None = None
+    waits_s: float | None = None
+
+
 class Record(NamedTuple):
     """One operation as seen by one rank. Times are seconds since the epoch, by this rank's clock.
 
     `sequence` counts the group's collectives from 1; for a message, those of this operation with this peer there.
     `action`, such as "stage 2 microbatch 5 F", and `module`, a path, say what it was for; empty when nobody has said.
-    `has_begun` says whether the rank's device has begun with it; None where nobody has looked.
+    `device` is None where no device carries it out, or nobody has looked. `waits_s` is when the host began to wait for
+    it; None where it has waited from the first, or has not begun to, or nobody has noted it.
     """
 
     site: CallSite
@@ -106,7 +121,28 @@ class Record(NamedTuple):
     error: str | None = None
     action: str = ""
     module: str = ""
-    has_begun: bool | None = None
+    device: DeviceTimes | None = None
+    waits_s: float | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        """True where the device has not come to it: something that was queued before has not ended."""
+        return self.device is not None and self.device.came_s is None
+
+    @property
+    def times_s(self) -> tuple[float, float | None]:
+        """When the rank came to it and had left it: its device, where it is known and has come, else its host."""
+        device = self.device
+        if device is None or device.came_s is None:
+            return self.enqueued_s, self.completed_s
+        return device.came_s, device.left_s
+
+    @property
+    def wait_s(self) -> tuple[float, float | None]:
+        """From when until when the rank waited for it, by the same clock."""
+        began_s, ended_s = self.times_s
+        waits_s = self.waits_s if self.device is None or self.device.came_s is None else self.device.waits_s
+        return began_s if waits_s is None else max(began_s, waits_s), ended_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import platform
-import socket
 import sys
 import threading
 import time
@@ -25,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from disttrain import __version__
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
-from disttrain.flight_recorder.dump_words import DUMP_VERSION, rank_name
-from disttrain.flight_recorder.process_state import start_of
+from disttrain.flight_recorder.device_marks import Cuda, DeviceMarks
+from disttrain.flight_recorder.dump_words import rank_name
+from disttrain.flight_recorder.header import ring_header
 from disttrain.flight_recorder.ring import Ring
-from disttrain.flight_recorder.symbols import LIBRARIES, PACKAGE, Symbols
+from disttrain.flight_recorder.symbols import PACKAGE, Symbols
 
 if TYPE_CHECKING:
     from disttrain.errors import DisttrainError
@@ -71,12 +68,14 @@ class FlightRecorder:
     """Keeps the last `num_records` operations of this process, each with its innermost `num_frames` Python frames.
 
     Of calls that disttrain makes itself, for a sharded module say, it keeps three times as many: the user's are deeper.
+    With `marks_device`, dumps also tell when a GPU came to each operation that it carries out, and left it.
     `attach` it to a world, then `dump` at any time, from any thread.
     """
 
-    def __init__(self, num_records: int = 2000, num_frames: int = 8) -> None:
+    def __init__(self, num_records: int = 2000, num_frames: int = 8, *, marks_device: bool = True) -> None:
         self._num_records = num_records
         self._num_frames = num_frames
+        self._marks_device = marks_device
         self._frames_to_keep: dict[str, range] = {}
         self._lock = threading.Lock()
         self._sites: dict[tuple[Any, ...], list[_Site]] = {}
@@ -89,6 +88,7 @@ class FlightRecorder:
         self._label: tuple[str, str, int] = ("", "", 0)
         self._next_number = itertools.count(1)
         self._world: World | None = None
+        self._marks: DeviceMarks | None = None
         self._symbols = Symbols()
         self._header: dict[str, Any] = {}
         self._closing: list[Callable[[], None]] = []
@@ -126,25 +126,9 @@ class FlightRecorder:
         """
         if self._world is not world:
             job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
-            self._header = {
-                "version": DUMP_VERSION,
-                "rank": world.rank,
-                "world_size": world.world_size,
-                "job": job,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "process_start": start_of(os.getpid()),
-                "started_s": time.time(),
-                "versions": {
-                    "disttrain": __version__,
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                },
-                "package": PACKAGE,
-                "libraries": LIBRARIES,
-                "epoch_ns": time.time_ns() - _now_ns(),
-                "main_thread": threading.main_thread().ident,
-            }
+            self._header = ring_header(world, job)
+            is_marked = self._marks_device and world.device.type == "cuda"
+            self._marks = DeviceMarks(self._num_records, Cuda()) if is_marked else None
             if folder is not None:
                 name = f"{rank_name(world.rank, job)}{layout.SUFFIX}"
                 link = None if dumps is None or dumps == folder else dumps / name
@@ -232,8 +216,21 @@ class FlightRecorder:
             label = self._new_label(world.action, world.module)
         record = number, slot, _ = self._next_place()
         self._words[counter] = sequence
-        _pack_into(self._memory, slot, number, site_number, label, sequence, _now_ns(), number)
+        now_ns = _now_ns()
+        if self._marks is not None:
+            self._marks.came(number, now_ns, inputs or outputs, group)
+        _pack_into(self._memory, slot, number, site_number, label, sequence, now_ns, number)
         return record
+
+    def waits(self, record: tuple[int, int, int]) -> None:
+        """Record that the host begins to wait for the call of `record`: not at once, as for most, but later."""
+        words = self._words
+        number, _, word = record
+        if words[word] == number:
+            since_us = (_now_ns() - words[word + layout.BEGAN_WORD]) // 1000
+            words[word + layout.SEQUENCE_WORD] |= min(max(since_us, 1), layout.MAX_WAITS) * layout.WAITS_UNIT
+            if self._marks is not None:
+                self._marks.waits(number)
 
     def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
         """Record that the host has waited for the call of `record`, unless another has got its slot."""
@@ -246,6 +243,8 @@ class FlightRecorder:
                         self._forget()
                     self._ring.describe("error", number, str(error)[:_MAX_ERROR_CHARS])
                 words[word + layout.SEQUENCE_WORD] |= layout.FAILED_BIT
+            elif self._marks is not None:
+                self._marks.left(number)
             words[word + _ENDED_WORD] = _now_ns()
 
     def content(self) -> bytes:
@@ -258,7 +257,9 @@ class FlightRecorder:
         # Here: what reads rings takes longer to load than all of a world's start.
         from disttrain.flight_recorder.snapshot import take_snapshot
 
-        return take_snapshot(self.world, self.content(), reason, error, device_is_busy=device_is_busy)
+        content = self.content()
+        marked_ns = {} if self._marks is None else self._marks.read()
+        return take_snapshot(self.world, content, marked_ns, reason, error, device_is_busy=device_is_busy)
 
     def dump(
         self,

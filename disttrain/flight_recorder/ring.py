@@ -3,8 +3,8 @@
 Records are numbers in slots of fixed size, written in place. What they refer to (groups, call sites, stacks, labels) is
 described by an entry once, when it is first seen. Torch-free.
 
-Memory is bounded: slots and counters take 130 KiB with 2000 records, entries MAX_ENTRIES_BYTES at most before those
-that no slot refers to are dropped.
+Memory is bounded: slots and counters take 130 KiB with 2000 records, entries MAX_ENTRIES_BYTES at most, or twice what
+the slots refer to, before those that no slot refers to are dropped.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Ring:
         self.first_word = self.slots_at // 8
         self._entries_at = layout.entries_at(num_slots, NUM_COUNTERS)
         self._entries = bytearray()
+        self._num_kept_bytes = 0
         self._free_counters = deque(range(layout.COUNTERS_AT // 8 + 1, layout.COUNTERS_AT // 8 + NUM_COUNTERS))
         self._fd = -1
         self._pid = os.getpid()
@@ -78,7 +79,8 @@ class Ring:
     @property
     def is_full(self) -> bool:
         """True when it is time to `replace` the entries."""
-        return len(self._entries) > MAX_ENTRIES_BYTES
+        # Where records need more than that, to replace them at each new one would cost more than it gains.
+        return len(self._entries) > max(MAX_ENTRIES_BYTES, 2 * self._num_kept_bytes)
 
     @property
     def has_counters(self) -> bool:
@@ -89,6 +91,7 @@ class Ring:
         """Let these entries stand in place of all others."""
         data = b"".join(map(layout.framed, entries))
         self._entries = bytearray(data)
+        self._num_kept_bytes = len(data)
         if self._fd >= 0:
             try:
                 # Who dies in between leaves old entries behind the new ones, which a reader notices.

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgpack
 
 MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
-VERSION: Final = 1
+VERSION: Final = 2
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
 
@@ -33,17 +33,23 @@ ALIVE_AT: Final = 56
 COUNTERS_AT: Final = 64
 
 SLOT: Final = struct.Struct("@QIIIIQQQ")
-"""Number, site, label, sequence, failed (0 or 1), began_ns, ended_ns (0: it has not), number again.
+"""Number, site, label, sequence, flags, began_ns, ended_ns (0: it has not), number again.
 
-The number is written first and last: where both differ, the process died between them.
+The last bit of the flags is 1 where it failed; the others say how many microseconds after its beginning the host began
+to wait for it, or 0 where it waited from the first. The number is written first and last: where both differ, the
+process died between them.
 """
 BEGUN_SLOT: Final = struct.Struct("@QIII4xQ8xQ")
-"""The same to write for a call that has begun: without `failed` and `ended_ns`, which become zeros."""
+"""The same to write for a call that has begun: without flags and `ended_ns`, which become zeros."""
 SLOT_WORDS: Final = SLOT.size // 8
 SEQUENCE_WORD: Final = 2
+BEGAN_WORD: Final = 3
 ENDED_WORD: Final = 4
 FAILED_BIT: Final = 1 << 32 if sys.byteorder == "little" else 1
 """In the word that holds the sequence number, too."""
+WAITS_UNIT: Final = 2 * FAILED_BIT
+"""A microsecond there."""
+MAX_WAITS: Final = (1 << 31) - 1
 
 ENTRY: Final = struct.Struct("@II")
 """Length of an entry, and its crc32."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgpack
@@ -22,6 +23,7 @@ from disttrain.flight_recorder.dump_reader import MAX_FILE_BYTES, as_int, as_int
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
+    DeviceTimes,
     Frame,
     GroupProgress,
     Record,
@@ -34,6 +36,9 @@ _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, struct.error
 _MAX_STACKS_BYTES: Final = 1 << 20
 _THREAD: Final = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\(most recent call first\):")
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+MarkedNs = tuple[int | None, int | None, int | None]
+"""As `DeviceTimes`, in ns of the monotonic clock."""
 
 
 def read_ring(file: Path) -> Dump:
@@ -60,8 +65,11 @@ def read_ring(file: Path) -> Dump:
     return replace(dump, threads=parse_stacks(text, main_thread))
 
 
-def decode_ring(data: bytes) -> tuple[Dump, int]:
-    """What the bytes of a ring file say, and the identity of its main thread. Raises FlightDumpError."""
+def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyType({})) -> tuple[Dump, int]:
+    """What the bytes of a ring file say, and the identity of its main thread. Raises FlightDumpError.
+
+    `marked_ns`: of records, by number, what their process knows of its device (`device_marks.py`).
+    """
     if not data.startswith(layout.MAGIC):
         raise FlightDumpError("read_ring", "is not a ring of disttrain's flight recorder")
     try:
@@ -83,7 +91,7 @@ def decode_ring(data: bytes) -> tuple[Dump, int]:
             entries.take(entry)
         except _WRONG as error:
             entries.problems.append(f"has an entry that cannot be ({type(error).__name__})")
-    return entries.dump(data, num_slots, num_counters), entries.main_thread
+    return entries.dump(data, num_slots, num_counters, marked_ns), entries.main_thread
 
 
 class Owner(NamedTuple):
@@ -187,7 +195,7 @@ class _Entries:
                 self.main_thread, self.epoch_ns = as_int(header.get("main_thread")), as_int(header.get("epoch_ns"))
                 self.header = checked_header({**header, "dumped_s": 0.0, "reason": RING})
 
-    def dump(self, data: bytes, num_slots: int, num_counters: int) -> Dump:
+    def dump(self, data: bytes, num_slots: int, num_counters: int, marked_ns: Mapping[int, MarkedNs]) -> Dump:
         """The dump that the slots make with these entries."""
         if self.header is None:
             raise FlightDumpError("read_ring", "has no header")
@@ -198,7 +206,7 @@ class _Entries:
             return words[word] if counters <= word < counters + num_counters else 0
 
         slots = memoryview(data)[layout.slots_at(num_counters) : layout.entries_at(num_slots, num_counters)]
-        records = self._records(slots)
+        records = self._records(slots, marked_ns)
         alive_s = self._seconds(words[layout.ALIVE_AT // 8]) if words[layout.ALIVE_AT // 8] else 0.0
         last_s = [max(record.enqueued_s, record.completed_s or 0.0) for record in records]
         offset_s, error_s = self.clock
@@ -216,10 +224,10 @@ class _Entries:
             problems=tuple(dict.fromkeys(self.problems)),
         )
 
-    def _records(self, slots: memoryview) -> tuple[Record, ...]:
+    def _records(self, slots: memoryview, marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
         found = []
         num_torn = num_unknown = 0
-        for number, site, label, sequence, failed, began_ns, ended_ns, again in layout.SLOT.iter_unpack(slots):
+        for number, site, label, sequence, flags, began_ns, ended_ns, again in layout.SLOT.iter_unpack(slots):
             if not began_ns and number == again:
                 continue
             if number != again:
@@ -229,11 +237,14 @@ class _Entries:
                 num_unknown += 1
                 continue
             ended_s = self._seconds(ended_ns) if ended_ns else None
-            state = State.ENQUEUED if ended_s is None else State.FAILED if failed else State.COMPLETED
+            state = State.ENQUEUED if ended_s is None else State.FAILED if flags & 1 else State.COMPLETED
             error = self.errors.get(number) if state is State.FAILED else None
-            record = Record(
-                self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
-            )
+            device = None
+            if number in marked_ns:
+                device = DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
+            what = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
+            waits_s = self._seconds(began_ns + (flags >> 1) * 1000) if flags > 1 else None
+            record = Record(*what, device, waits_s)
             found.append((number, record))
         if num_torn:
             self.problems.append(f"has {num_torn} records that were being written")

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.python_stacks import failure_of, thread_stacks
 from disttrain.flight_recorder.record import GroupProgress
-from disttrain.flight_recorder.ring_reader import decode_ring
+from disttrain.flight_recorder.ring_reader import MarkedNs, decode_ring
 
 if TYPE_CHECKING:
     from disttrain.process_group import World
 
 
 def take_snapshot(
-    world: World, content: bytes, reason: str, error: BaseException | None, *, device_is_busy: bool | None
+    world: World,
+    content: bytes,
+    marked_ns: Mapping[int, MarkedNs],
+    reason: str,
+    error: BaseException | None,
+    *,
+    device_is_busy: bool | None,
 ) -> Dump:
-    """The dump of the ring with this content, with the groups of `world`, and all threads' stacks at this moment."""
-    dump, _ = decode_ring(content)
+    """The dump of the ring with this content and these marks of its device, with the groups of `world`, and all
+    threads' stacks at this moment."""
+    dump, _ = decode_ring(content, marked_ns)
     return replace(
         dump,
         groups=_progress(world, dump),

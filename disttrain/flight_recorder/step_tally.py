@@ -1,7 +1,7 @@
 """What steps of training cost in communication, as values: one rank's window of steps, and all ranks' put together.
 
-Lateness is found as a straggler is: who comes last to a collective waits least in it, so in each group a rank is late
-by as much as it waited less than who waited longest. Clocks are never compared. Torch-free.
+Who comes last to a collective waits least in it, so in each group a rank is late by as much as it waited less than who
+waited longest. Clocks are never compared. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from disttrain.flight_recorder.straggler import SYNCHRONIZING
-
+SYNCHRONIZING: Final = {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"}
+"""Operations that nobody leaves before all have come."""
 MAX_OPEN: Final = 8
 """Windows that some ranks have told of; when there are more, the oldest is summed up without those that have not."""
 

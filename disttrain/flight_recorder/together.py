@@ -9,7 +9,7 @@ from disttrain.flight_recorder.match import Match, message_key
 from disttrain.flight_recorder.record import Record, State, ranks_text
 from disttrain.flight_recorder.verdict import Kind, Verdict
 from disttrain.flight_recorder.waits import MIN_WAIT_S, Wait
-from disttrain.flight_recorder.wording import call_text, came_lines, capitalized, waited_s
+from disttrain.flight_recorder.wording import call_text, came_lines, capitalized, place, waited_s
 
 
 def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
@@ -20,7 +20,7 @@ def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
         return []
     first = min(together, key=lambda wait: wait.record.enqueued_s + (found.dumps[wait.rank].clock_offset_s or 0.0))
     record = first.record
-    met = _ends(found, first)
+    met = met_in(found, first)
     evidence = tuple(came_lines(found.dumps, met))
     late = _late(found, met)
     if late:
@@ -34,17 +34,32 @@ def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
         summary = f"All ranks that {call_text(record)} needs have entered it, as far as the counts tell; the records "
         summary += f"of {lost} do not reach back so far."
         return [Verdict(Kind.NOT_ENOUGH_DATA, (), summary, evidence)]
-    not_begun = sorted(rank for rank, own in met.items() if own.has_begun is False)
-    if not_begun:
-        summary = f"{call_text(record)} has not begun on the devices of {ranks_text(not_begun)}: what they were given "
-        summary += "before does not end."
-        return [Verdict(Kind.NEVER_STARTED, tuple(not_begun), capitalized(summary), evidence)]
+    queued = {rank: own for rank, own in met.items() if own.is_queued}
+    if queued:
+        return [never_started(found, queued, evidence)]
     summary = f"All ranks that {call_text(record)} needs have entered it alike, and it does not end: the network, "
     summary += "the transport or a device holds it up."
     return [Verdict(Kind.NETWORK, tuple(sorted(met)), summary, evidence)]
 
 
-def _ends(found: Match, wait: Wait) -> dict[int, Record]:
+def never_started(found: Match, queued: Mapping[int, Record], evidence: Sequence[str]) -> Verdict:
+    """Of one operation's records, by rank, to which the devices of these ranks have not come."""
+    record = next(iter(queued.values()))
+    summary = f"{call_text(record)} has not begun on the device of {ranks_text(queued)}: what was queued before does "
+    summary += f"not end. It was called at {place(found.dumps[min(queued)], record.site.stack)}"
+    lines = list(evidence)
+    for rank, own in list(queued.items())[:4]:
+        records = found.dumps[rank].records
+        before = records[: records.index(own)]
+        come = [one for one in before if one.device is not None and one.device.came_s is not None]
+        if come:
+            last = come[-1]
+            where = place(found.dumps[rank], last.site.stack)
+            lines.append(f"rank {rank}: the last that its device has come to before is {call_text(last)} at {where}")
+    return Verdict(Kind.NEVER_STARTED, tuple(sorted(queued)), f"{capitalized(summary)}.", tuple(lines))
+
+
+def met_in(found: Match, wait: Wait) -> dict[int, Record]:
     """The records of all who have come, by rank."""
     record = wait.record
     if not wait.is_message:

@@ -24,6 +24,7 @@ from disttrain.flight_recorder.record import (
     SEND,
     CallSite,
     ChannelProgress,
+    DeviceTimes,
     Frame,
     GroupProgress,
     Record,
@@ -224,7 +225,7 @@ class _Converter:
             State.COMPLETED if is_over else State.ENQUEUED,
             began_s if is_over else created_s,
             (ended_s or began_s) if is_over else None,
-            has_begun=None if is_over or not has_device else state == "started",
+            device=None if is_over or not has_device else DeviceTimes(began_s if state == "started" else None),
         )
 
     def _only_group(self) -> tuple[str, tuple[int, ...]]:

@@ -110,6 +110,16 @@ class _Places:
         return found
 
 
+def _on_device(record: Record) -> str | None:
+    """How far a GPU has come with it; None where that is not known."""
+    if record.device is None:
+        return None
+    came_s, left_s, _ = record.device
+    if came_s is None:
+        return "has not come to it"
+    return "has come to it" if left_s is None else f"has left it after {(left_s - came_s) * 1e3:.3f} ms"
+
+
 def _shown(places: _Places, record: Record) -> dict[str, Any]:
     site = record.site
     tensors, line = places.told(site)
@@ -117,6 +127,7 @@ def _shown(places: _Places, record: Record) -> dict[str, Any]:
         "sequence": record.sequence,
         "tensors": tensors,
         "state": record.state.value,
+        "device": _on_device(record),
         "for": purpose(record),
         "at": line,
         "error": record.error,

@@ -27,7 +27,7 @@ from disttrain.flight_recorder.folders import private_folder
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.watchdog import Watchdog
 from disttrain.process_group import World, current_world
-from disttrain.settings import FLIGHT_DIR, FLIGHT_ENDS_JOB, FLIGHT_RING_DIR, FLIGHT_SOFT_LIMIT_S
+from disttrain.settings import FLIGHT_DIR, FLIGHT_ENDS_JOB, FLIGHT_MARKS, FLIGHT_RING_DIR, FLIGHT_SOFT_LIMIT_S
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def enable(world: World | None = None) -> FlightRecorder:
     soft_limit_s = FLIGHT_SOFT_LIMIT_S.read() or min(max(world.timeout_s / 4, _MIN_SOFT_LIMIT_S), _MAX_SOFT_LIMIT_S)
     ends_job = FLIGHT_ENDS_JOB.read()
     asked_folder = _made_asked_folder()
-    recorder = FlightRecorder()
+    recorder = FlightRecorder(marks_device=FLIGHT_MARKS.read())
     try:
         rings = _attach_in_folder(recorder, world, asked_folder)
         folder = asked_folder or rings

@@ -6,7 +6,7 @@ in a circle. Pure and torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Final
 
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.match import Match, connecting_record, message_key
-from disttrain.flight_recorder.on_device import find_device_waits
+from disttrain.flight_recorder.on_device import LOOSE, find_device_waits, members_of
 from disttrain.flight_recorder.record import SEND, Record, State
 from disttrain.flight_recorder.wording import waited_s
 
@@ -49,16 +49,22 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
         for record in [*_pending(dump), *_connecting(dump)]
         if not _has_arrived(found, rank, record)
     ]
-    held_up = {wait.rank for wait in waits} | gone
-    waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
-    return waits if any(map(partial(_is_long, found), waits)) else []
+    if any(record.device for dump in found.dumps.values() for record in dump.records):
+        waits += [wait for wait in _on_devices(found, gone) if _is_sure(found, wait)]
+    else:
+        held_up = {wait.rank for wait in waits} | gone
+        waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
+    reached = [wait for wait in waits if not wait.record.is_queued]
+    return reached or waits if any(map(partial(_is_long, found), waits)) else []
 
 
 def _is_long(found: Match, wait: Wait) -> bool:
-    if wait.record.state in (State.FAILED, State.ON_DEVICE):
+    dump, record = found.dumps[wait.rank], wait.record
+    if record.state is State.FAILED or (record.state is State.ON_DEVICE and record.device is None):
         return True
-    is_sure = bool(wait.for_ranks) or (wait.record.state is State.ENQUEUED and bool(found.dumps[wait.rank].threads))
-    return waited_s(found.dumps[wait.rank], wait.record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
+    is_sure = bool(wait.for_ranks) or record.state is State.ON_DEVICE
+    is_sure |= record.state is State.ENQUEUED and bool(dump.threads)
+    return waited_s(dump, record) >= (MIN_WAIT_S if is_sure else UNSURE_S)
 
 
 def _pending(dump: Dump) -> list[Record]:
@@ -74,6 +80,34 @@ def _pending(dump: Dump) -> list[Record]:
     return []
 
 
+def _on_devices(found: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
+    """What hosts have left, and devices have come to and not left as far as is known: of each group the last."""
+    for rank, dump in found.dumps.items():
+        if rank not in gone:
+            last: dict[Hashable, Record] = {}
+            for record in dump.records:
+                if record.device is not None and record.device.came_s is not None:
+                    site = record.site
+                    last[site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())] = record
+            for record in last.values():
+                if record.state is State.COMPLETED and record.times_s[1] is None:
+                    held = record._replace(state=State.ON_DEVICE)
+                    yield Wait(rank, held, _missing(found, rank, held, gone))
+
+
+def _is_sure(found: Match, wait: Wait) -> bool:
+    """Whether a device cannot have left it, though that is not marked: others have not come to it.
+
+    Where these may leave it first, or nothing is known of them, or all have come, the devices must be known to be busy.
+    """
+    busy = {rank for rank, dump in found.dumps.items() if dump.device_is_busy}
+    if not wait.for_ranks:
+        return members_of(found, wait.rank, wait.record) <= busy
+    return wait.rank in busy or (
+        wait.record.site.operation not in LOOSE and not set(found.without_dump).issuperset(wait.for_ranks)
+    )
+
+
 def _connecting(dump: Dump) -> list[Record]:
     return [connecting_record(dump, group) for group in dump.groups if group.connecting]
 
@@ -83,20 +117,23 @@ def _has_arrived(found: Match, rank: int, record: Record) -> bool:
     if record.site.operation != SEND or record.state is State.CONNECTING:
         return False
     receive = found.messages[message_key(rank, record)].receive
-    return receive is not None and receive.state is State.COMPLETED
+    return receive is not None and receive.state is State.COMPLETED and not receive.is_queued
 
 
 def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
+    if record.is_queued:
+        return ()  # It waits for what is queued before it.
     if record.state is State.CONNECTING or not record.site.is_message:
         meeting = found.meetings[record.site.group_name][record.sequence]
         missing = meeting.absent + meeting.unknown
-        held_up = (other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other]))
-        return missing + tuple(sorted(set(held_up).difference(missing)))
+        held_up = {other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other])}
+        held_up |= {other for other, its in meeting.records.items() if its.is_queued and other != rank}
+        return missing + tuple(sorted(held_up.difference(missing)))
     message = found.messages[message_key(rank, record)]
     peer_rank = message.dst_rank if rank == message.src_rank else message.src_rank
     is_alone = message.send is None or message.receive is None
     other = message.receive if rank == message.src_rank else message.send
-    if peer_rank in gone and other is not None and _is_under_way(other):
+    if other is not None and (other.is_queued or (peer_rank in gone and _is_under_way(other))):
         return (peer_rank,)
     return (peer_rank,) if is_alone and (message.is_absent or peer_rank not in found.dumps) else ()
 

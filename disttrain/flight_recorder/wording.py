@@ -42,6 +42,8 @@ def call_text(record: Record) -> str:
 
 def waited_text(dump: Dump, record: Record) -> str:
     """How far this rank came with the call, and for how long it waited."""
+    if record.is_queued:
+        return f"to which its device had not come {dump.dumped_s - record.enqueued_s:.1f} s later"
     match record.state:
         case State.COMPLETED:
             return "which it completed"
@@ -51,23 +53,26 @@ def waited_text(dump: Dump, record: Record) -> str:
         case State.ENQUEUED | State.CONNECTING:
             what = " for others to connect" if record.state is State.CONNECTING else ""
             return f"for {waited_s(dump, record):.1f} s{what} when it was dumped"
-        case State.ON_DEVICE:
+        case State.ON_DEVICE if record.device is None:
             return f"queued on its device {waited_s(dump, record):.1f} s before it was dumped"
+        case State.ON_DEVICE:
+            return f"in it on its device for {waited_s(dump, record):.1f} s when it was dumped"
 
 
 def waited_s(dump: Dump, record: Record) -> float:
-    """By the rank's own clock."""
-    end_s = dump.dumped_s if record.completed_s is None else record.completed_s
-    return max(0.0, end_s - record.enqueued_s)
+    """By the rank's own clock: its device's wait, where that is known, else its host's."""
+    began_s, ended_s = record.times_s
+    return max(0.0, (dump.dumped_s if ended_s is None else ended_s) - began_s)
 
 
 def came_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> list[str]:
     """A line for all ranks that came alike: what they called, where, and how long the longest of them waited."""
-    alike: dict[tuple[str, str, State], list[int]] = {}
+    alike: dict[tuple[str, str, State, bool], list[int]] = {}
     for rank, record in sorted(records.items()):
-        alike.setdefault((call_text(record), place(dumps[rank], record.site.stack), record.state), []).append(rank)
+        where = place(dumps[rank], record.site.stack)
+        alike.setdefault((call_text(record), where, record.state, record.is_queued), []).append(rank)
     lines = []
-    for (call, where, _), ranks in alike.items():
+    for (call, where, *_), ranks in alike.items():
         longest = max(ranks, key=lambda rank: waited_s(dumps[rank], records[rank]))
         lines.append(f"{ranks_text(ranks)}: {call} at {where}, {waited_text(dumps[longest], records[longest])}")
     return lines

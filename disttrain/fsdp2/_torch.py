@@ -45,6 +45,6 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy, and cast, each source to its target, in few kernels."""
-    torch._foreach_copy_(list(targets), list(sources))
+def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Others when torch's operators have written to any of the tensors, or to a view of it."""
+    return tuple(tensor._version for tensor in tensors)

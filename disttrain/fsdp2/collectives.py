@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.fsdp2._torch import chunk_cat, copy_all
+from disttrain.fsdp2._torch import chunk_cat
 from disttrain.fsdp2.flat import FlatPlan
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
+from disttrain.kernels.copies import copy_all
 from disttrain.process_group import (
     ProcessGroup,
     ReduceOp,

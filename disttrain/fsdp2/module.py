@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
+from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.rounded import RoundedCopies
 from disttrain.fsdp2.scheduled import finish_all, reduce_all, start_schedule, stop_schedule, unshard_all
 from disttrain.fsdp2.state import ShardState, share_comm, state_of
+
+
+class WritesCopies(Protocol):
+    """An optimizer that can write parameters once more."""
+
+    def write_copies(self, copies: RoundedCopies) -> None:
+        """Do so in each step, where `copies` say."""
 
 
 class UnshardHandle:
@@ -155,6 +164,15 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """On the root: the next forward's gathers wait for this event, in place of everything on the current stream."""
         _state(self).post_optim_event = event
+
+    def round_in_step(self, optimizer: WritesCopies) -> None:
+        """Let `optimizer`, one of `disttrain.kernels`, write with each step the rounded shards that are gathered next:
+        of parameters in fp32 that are computed with in fewer bits. They take memory until the next backward has ended.
+
+        Nothing but that optimizer and torch's own operators may write to the parameters.
+        """
+        groups = [group for state in _states(self, recurse=True) for group in state.groups]
+        optimizer.write_copies(RoundedCopies([group for group in groups if type(group) is ParamGroup]))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients by `factor` in place of the number of ranks."""

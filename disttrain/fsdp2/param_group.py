@@ -23,6 +23,7 @@ from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.rounded import RoundedShards, latest
 from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.wholes import Wholes
@@ -57,10 +58,11 @@ class ParamGroup:
         self._offload = offload
         self._device = device
         self._orig_dtype = params[0].orig_dtype
-        self._plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
+        self.plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
         self._is_cut_in_front = all(param.dim == 0 for param in params)
         self._wholes: Wholes | None = None
         self._flat: torch.Tensor | None = None
+        self.rounded: RoundedShards | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
@@ -97,9 +99,15 @@ class ParamGroup:
         """True where shards and their gradients are kept on the host."""
         return isinstance(self._offload, CPUOffloadPolicy)
 
+    @property
+    def flat_to_round(self) -> torch.Tensor | None:
+        """The flat buffer, in fp32, where each gather would round it."""
+        is_rounded = self._orig_dtype == torch.float32 != self.compute_dtype
+        return None if self.is_offloaded or not is_rounded or self._is_misplaced else self._flat
+
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early", "grad_sums"))
+        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early", "grad_sums", "rounded"))
         return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set(), "_asked_for": []}
 
     def lay_out(self) -> None:
@@ -113,7 +121,7 @@ class ParamGroup:
         # Parameters outlive an inference; what is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             flat = self._new_flat(self._shard_device(locals_[0]), self._orig_dtype)
-            for param, local, slot in zip(self.params, locals_, self._plan.slots, strict=True):
+            for param, local, slot in zip(self.params, locals_, self.plan.slots, strict=True):
                 view = param.slot_view(flat, slot)
                 view.copy_(local)
                 param.lay_out(view)
@@ -130,7 +138,7 @@ class ParamGroup:
             and device.type == "cpu"
             and self._device.type == "cuda"
         )
-        return torch.zeros(self._plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
+        return torch.zeros(self.plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
     def unshard(self) -> None:
         """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
@@ -146,19 +154,18 @@ class ParamGroup:
         comm = self._comm()
         ready, comm.ready = comm.ready, None
         dtype, group = self.compute_dtype, self.sharding.shard_group
+        shard = latest(self, self._flat)
         if comm.streams.is_cuda and ready is None and self._kept is None and self._is_cut_in_front:
             places = self._allocated_wholes().places
-            self._gather = start_gather_in_place(self._flat, dtype, self._plan, places, group, comm.streams)
+            self._gather = start_gather_in_place(shard, dtype, self.plan, places, group, comm.streams)
             self._note_upload(comm)
             return
         comm.release_gathered()
-        shard = self._flat
         if self._kept is not None:
             shard, num_ranks = self._kept
             group = self.sharding.group_after_forward(num_ranks)
             self._kept = None
-        num_shards = self.sharding.num_shards
-        self._gather = start_gather(shard, dtype, self._device, num_shards, group, comm.streams, ready)
+        self._gather = start_gather(shard, dtype, self._device, self.sharding.num_shards, group, comm.streams, ready)
         self._note_upload(comm)
 
     def _note_upload(self, comm: Comm) -> None:
@@ -194,7 +201,7 @@ class ParamGroup:
         if wholes is not None and wholes.dtype == dtype and wholes.device == self._device:
             wholes.allocate()
             return wholes
-        wholes = self._wholes = Wholes(self.params, self._plan, dtype, self._device)
+        wholes = self._wholes = Wholes(self.params, self.plan, dtype, self._device)
         for param, whole in zip(self.params, wholes.parameters, strict=True):
             param.unsharded = whole
         if self._early is not None:
@@ -328,7 +335,7 @@ class ParamGroup:
             param.drop_grad()
         if scale is None:
             comm.finish_reductions()
-        plan = self._plan
+        plan = self.plan
         if len(trainable) < len(self.params):
             plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
         dtype = self.reduce_dtype

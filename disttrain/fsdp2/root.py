@@ -93,6 +93,8 @@ class RootContext:
             self.comm.finish_reductions()
             self.comm.finish_offload()
             self.comm.release_gathered()
+            for group in chain.from_iterable(state.groups for state in self.states):
+                group.rounded = None
         self._backward = None
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from disttrain.console import size_text, write
 from disttrain.kernels.attention_bench import Sizes, timed
-from disttrain.kernels.bench import Measured, copy_bytes_per_s, measure, measure_adamw
+from disttrain.kernels.bench import Measured, copy_bytes_per_s, measure, measure_adamw, measure_packing
 from disttrain.kernels.bench_cases import cases
 
 HEAD = (
@@ -94,6 +94,8 @@ def _all(options: argparse.Namespace, device: torch.device) -> Iterator[Measured
             yield from measure(case, device)
     if "AdamW".startswith(options.only):
         yield from measure_adamw(device, 64, options.tokens * options.dim // 16)
+    if "pack".startswith(options.only):
+        yield from measure_packing(device, options.dim)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -50,6 +50,17 @@ def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
     return torch._foreach_norm(list(tensors), 2.0, dtype)
 
 
+def version_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
+    """Another one when torch's operators have written to the tensor or to `local`, its part, or that is another one."""
+    # What goes through a DTensor counts there alone.
+    return local.data_ptr(), local._version, tensor._version
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy, and cast, each source to its target, in few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def is_within_a_graph() -> bool:
     """Whether operators are recorded, transformed or differentiated from within, so that nothing may be timed."""
     return bool(

@@ -15,7 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from disttrain.kernels._torch import copy_each
 from disttrain.kernels.bench_cases import Case, Step
+from disttrain.kernels.copies import copy_all
 from disttrain.kernels.optimizers import AdamW
 
 NUM_ROUNDS: Final = 20
@@ -74,8 +76,9 @@ def measure(case: Case, device: torch.device) -> Iterator[Measured]:
 def measure_adamw(device: torch.device, num_parameters: int, num_elements: int) -> Iterator[Measured]:
     """A step of AdamW, all in fp32 and all in bf16, as torch's have it; its fused one stands for Inductor.
 
-    The host's time counts here, where it is longer: a step is not recorded.
+    A step is not recorded. The device has work before it, as in training, so the host's time does not count.
     """
+    before = _busy(device)
     for dtype in (torch.float32, torch.bfloat16):
         steps: dict[str, Callable[[], Any]] = {}
         for name, make in (
@@ -92,12 +95,36 @@ def measure_adamw(device: torch.device, num_parameters: int, num_elements: int) 
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(NUM_ROUNDS):
             for name, step in steps.items():
+                before()
                 times[name].append(_seconds(step, device))
         medians = {name: statistics.median(found) for name, found in times.items()}
         # Parameter and averages are read and written, the gradient read.
         moved = 7 * dtype.itemsize * num_elements * num_parameters
         name = f"AdamW {num_parameters} x {num_elements} {str(dtype).removeprefix('torch.')}"
         yield Measured(name, True, medians, dict.fromkeys(medians, 0), moved, 0)
+
+
+def measure_packing(device: torch.device, dim: int) -> Iterator[Measured]:
+    """A block's gradients in bf16, copied to fp32 as they are summed over ranks; torch's list of copies is eager's."""
+    shapes = [(dim, dim), (dim // 4, dim), (dim // 4, dim), (dim, dim), *[(dim * 7 // 2, dim)] * 3, (dim,), (dim,)]
+    sources = [torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    copies: dict[str, Callable[[], Any]] = {
+        "eager": partial(copy_each, targets, sources),
+        "inductor": torch.compile(lambda: copy_each(targets, sources)),
+        "kernel": partial(copy_all, targets, sources),
+    }
+    moved = sum(tensor.nbytes for tensor in (*sources, *targets))
+    for step in copies.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in copies}
+    before = _busy(device)
+    for _ in range(NUM_ROUNDS):
+        for name, step in copies.items():
+            before()
+            times[name].append(_seconds(step, device))
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    yield Measured(f"pack a block of dim {dim}, bf16 to fp32", False, medians, dict.fromkeys(medians, 0), moved, 0)
 
 
 def _forward(run: Step, case: Case) -> Callable[[], Any]:
@@ -146,6 +173,19 @@ def _prepared(step: Callable[[], Any], device: torch.device) -> Callable[[], Any
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def _busy(device: torch.device) -> Callable[[], Any]:
+    """Gives a GPU some milliseconds of work."""
+    if device.type != "cuda":
+        return lambda: None
+    matrix = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+
+    def run() -> None:
+        for _ in range(4):
+            torch.mm(matrix, matrix)
+
+    return run
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

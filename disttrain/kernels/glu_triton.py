@@ -19,8 +19,12 @@ def _slope_of(gate, ACTIVATION: tl.constexpr):
         share = tl.sigmoid(gate)
         slope = share * (1.0 + gate * (1.0 - share))
     elif ACTIVATION == "gelu":
-        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        slope = share + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+        # 7.1.26 of Abramowitz and Stegun: as near as fp32 tells, and its exponential serves the slope too.
+        bell = tl.exp(-0.5 * gate * gate)
+        t = 1.0 / (1.0 + 0.23164188394 * tl.abs(gate))
+        tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+        share = tl.where(gate < 0, tail * bell, 1.0 - tail * bell)
+        slope = share + gate * bell * 0.3989422804014327
     else:
         # (1 + tanh(a)) / 2 is sigmoid(2 a).
         share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
@@ -29,7 +33,7 @@ def _slope_of(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _glu_forward(
     gate, up, result, gate_stride, up_stride, row_size, num_blocks, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -43,7 +47,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _glu_backward(
     grad,
     gate,
     up,
@@ -76,7 +80,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
     result = gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)
     with torch.cuda.device_of(gate):
-        _forward[(num_rows * num_blocks,)](
+        _glu_forward[(num_rows * num_blocks,)](
             gate, up, result, gate.stride(0), up.stride(0), row_size, num_blocks, ACTIVATION=activation, BLOCK=_BLOCK
         )
     return result
@@ -90,7 +94,7 @@ def backward(
     grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)
     with torch.cuda.device_of(gate):
-        _backward[(num_rows * num_blocks,)](
+        _glu_backward[(num_rows * num_blocks,)](
             grad,
             gate,
             up,

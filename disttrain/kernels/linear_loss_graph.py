@@ -15,6 +15,7 @@ from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.shard_sizes import piece_size
 from disttrain.dtensor.transfers import all_reduce
 from disttrain.kernels.choice import wide_dtype
+from disttrain.kernels.copies import copy_all
 from disttrain.kernels.cross_entropy_pieces import LossTerms
 from disttrain.kernels.linear_loss import Goal, Layer, Sums, Wanted, add_gradients, losses_of
 from disttrain.kernels.linear_loss_plan import Blocks, plan_blocks
@@ -86,7 +87,7 @@ class _Summed(torch.autograd.Function):
         _refuse_second_derivative()
         # Saved gradients stay as they are: there may be a second backward.
         grads = [
-            torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype)) if is_wanted else None
+            _scaled(saved, grad, dtype) if is_wanted else None
             for saved, dtype, is_wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
         ]
         return _finished(grads, ctx.summed_by)
@@ -119,6 +120,12 @@ def _finished(grads: list[torch.Tensor | None], group_name: str) -> Any:
     if grads[0] is not None and group_name:
         grads[0] = all_reduce(grads[0], "sum", current_world(NAME).find_group(NAME, group_name))
     return None, None, *grads, *[None] * 5
+
+
+def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    result = torch.empty_like(saved, dtype=dtype)
+    copy_all([result], [saved], grad)
+    return result
 
 
 def _refuse_second_derivative() -> None:

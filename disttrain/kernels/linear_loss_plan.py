@@ -10,9 +10,6 @@ from disttrain.kernels.cross_entropy_pieces import LossTerms
 BLOCK_BYTES: Final = 1 << 30
 """Of a block of logits, at most, unless told otherwise."""
 
-MOST_ROWS: Final = 4096
-"""Each block reads and writes the matrix's gradient in fp32; with so many rows that is a small part of multiplying."""
-
 FEWEST_ROWS: Final = 512
 """With fewer, reading the matrix takes longer than multiplying by it."""
 
@@ -48,7 +45,7 @@ def plan_blocks(num_rows: int, num_columns: int, element_bytes: int, block_bytes
     """Whole rows where FEWEST_ROWS of them fit, since each cut of the classes makes all logits a second time."""
     fitting = block_bytes // max(1, num_columns * element_bytes)
     if fitting >= min(num_rows, FEWEST_ROWS):
-        rows, columns = min(num_rows, MOST_ROWS, fitting // 128 * 128 or fitting), num_columns
+        rows, columns = min(num_rows, fitting // 128 * 128 or fitting), num_columns
     else:
         rows = min(num_rows, FEWEST_ROWS)
         fitting = block_bytes // (rows * element_bytes)

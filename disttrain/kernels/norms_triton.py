@@ -21,9 +21,12 @@ _TILE_ELEMENTS: Final = 4096
 _BACKWARD_WARPS: Final = 16
 """Of persistent programs on each multiprocessor."""
 
+_STAGED_BYTES: Final = 64 << 10
+"""Of a tile of each of three tensors, that shared memory holds while another is computed with."""
+
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x,
     residual,
     weight,
@@ -48,9 +51,11 @@ def _forward(
     # Only where the program begins may be far; within its rows 32 bits will do.
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
     places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
-    values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
+    # Rows are read once, parameters by every program.
+    values = tl.load(x + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if HAS_RESIDUAL:
-        values += tl.load(residual + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        added = tl.load(residual + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first")
+        values += added.to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + begin + places, rounded, mask=is_there)
         values = rounded.to(tl.float32)
@@ -65,14 +70,18 @@ def _forward(
         tl.store(statistics + rows, scale, mask=rows < num_rows)
     values *= scale[:, None]
     if HAS_WEIGHT:
-        values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        values *= tl.load(weight + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
+            None, :
+        ]
     if HAS_BIAS:
-        values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        values += tl.load(bias + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
+            None, :
+        ]
     tl.store(y + begin + places, values.to(y.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     grad,
     grad_total,
     x,
@@ -133,6 +142,18 @@ def _backward(
             tl.store(begin + row_size + columns, bias_sums, mask=is_column)
 
 
+@triton.jit
+def _norm_sums(parts, result, num_parts, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """result (size,) = the sum over `parts` (num_parts, size)."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, num_parts, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        is_there = (rows < num_parts)[:, None] & (columns < size)[None, :]
+        total += tl.load(parts + rows[:, None] * size + columns[None, :], mask=is_there, other=0.0)
+    tl.store(result + columns, tl.sum(total, 0), mask=columns < size)
+
+
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -148,7 +169,7 @@ def forward(
     statistics = torch.empty((num_rows, 2 if is_centered else 1), dtype=torch.float32, device=x.device)
     block, rows, num_warps = _tile(row_size)
     with torch.cuda.device_of(x):
-        _forward[(triton.cdiv(num_rows, rows),)](
+        _norm_forward[(triton.cdiv(num_rows, rows),)](
             x,
             x if residual is None else residual,
             x if weight is None else weight,
@@ -181,11 +202,11 @@ def backward(
     """As in `norms_twin`."""
     num_rows, row_size = x.shape
     grad_x = torch.empty_like(x)
-    block, rows, num_warps, num_stages = _backward_tile(row_size)
+    block, rows, num_warps, num_stages = _backward_tile(row_size, x.element_size())
     programs = min(triton.cdiv(num_rows, rows), num_programs(x.device) * max(1, _BACKWARD_WARPS // num_warps))
     sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _backward[(programs,)](
+        _norm_backward[(programs,)](
             grad,
             grad if grad_total is None else grad_total,
             x,
@@ -205,20 +226,29 @@ def backward(
             STAGES=num_stages,
             num_warps=num_warps,
         )
-    return grad_x, sums.sum(0)
+        return grad_x, _summed(sums)
+
+
+def _summed(parts: torch.Tensor) -> torch.Tensor:
+    """Over the first dim, which is much shorter than torch's own kernel would like."""
+    total = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    if total.numel():
+        _norm_sums[(triton.cdiv(total.numel(), 32),)](
+            parts, total, parts.shape[0], total.numel(), ROWS=64, COLUMNS=32, num_warps=8
+        )
+    return total
 
 
 def _tile(row_size: int) -> tuple[int, int, int]:
     """Elements of a padded row, rows at once, and warps."""
     block = int(triton.next_power_of_2(row_size))
     rows = max(1, _TILE_ELEMENTS // block) if block < _TILE_ELEMENTS else 1
-    return block, rows, min(16, max(4, block * rows // 1024))
+    return block, rows, min(16, max(4, block * rows // 2048))
 
 
-def _backward_tile(row_size: int) -> tuple[int, int, int, int]:
+def _backward_tile(row_size: int, element_size: int) -> tuple[int, int, int, int]:
     """The same, and how many rows are under way; sums over rows take registers too."""
-    block, rows, num_warps = _tile(row_size)
-    if block > _TILE_ELEMENTS:
-        # Two such rows would take the shared memory from other programs.
-        return block, rows, num_warps, 1
-    return block, rows, 2 * num_warps, 2
+    block, rows, _ = _tile(row_size)
+    tile_bytes = block * rows * element_size
+    num_stages = 3 if tile_bytes <= _STAGED_BYTES // 2 else 2 if tile_bytes <= _STAGED_BYTES else 1
+    return block, rows, 8 if block <= _TILE_ELEMENTS else 16, num_stages

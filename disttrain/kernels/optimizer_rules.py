@@ -28,8 +28,8 @@ class Rule:
     """sqrt(1 - beta2 ** step), of adamw."""
     is_nesterov: bool = False
     """Of sgd, whose momentum is beta1."""
-    seed: int = 0
-    """Of the random numbers that round to bf16; the same on all ranks, and another one in each step."""
+    step: int = 0
+    """The number of this step."""
 
 
 class Piece(NamedTuple):
@@ -42,9 +42,26 @@ class Piece(NamedTuple):
     they are rounded at random, so that what is too small for a step is not lost on average."""
     master: torch.Tensor | None
     """The parameter in fp32; the parameter is then its rounded copy."""
+    number: int
+    """Another one for each part of each parameter; the same on ranks that hold copies of a part."""
+
+    copy: torch.Tensor | None = None
+    """Where the new value is written once more, rounded to that dtype."""
+
+    def seed(self, step: int) -> int:
+        """Of the random numbers that round to bf16 in this step: copies stay alike, nothing else is."""
+        # Of CPUs' generators only the low half counts.
+        return step << 32 | (self.number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
+
+    @property
+    def is_rounded_at_random(self) -> bool:
+        """Where anything of it is kept in bf16 alone."""
+        is_alone = self.master is None and self.parameter.dtype is torch.bfloat16
+        return is_alone or any(state.dtype is torch.bfloat16 for state in self.states)
 
     @property
     def kind(self) -> tuple[torch.dtype | None, ...]:
         """Pieces of one kind can be updated together."""
         state = self.states[0].dtype if self.states else None
-        return self.parameter.dtype, self.grad.dtype, state, None if self.master is None else self.master.dtype
+        others = (None if one is None else one.dtype for one in (self.master, self.copy))
+        return self.parameter.dtype, self.grad.dtype, state, *others

@@ -6,20 +6,17 @@ A launch finds its tensors by their addresses, in a table. A program takes a blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels.launch_table import DTYPES, are_aligned, at, blocks_of, table_of
 from disttrain.kernels.optimizer_rules import Piece, Rule
 
 _BLOCK: Final = 1024
-_ALIGNMENT: Final = 16
-"""Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
-_DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_NUM_WARPS: Final = 4
 
 
 @triton.jit
@@ -32,20 +29,14 @@ def _rounded(value, noise, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _noise(seed, places, DTYPE: tl.constexpr):
-    """32 random bits for each place, where rounding to DTYPE needs them."""
-    noise = places.to(tl.int32)
-    if tl.bfloat16 == DTYPE:
-        noise = tl.randint(seed, noise).to(tl.int32, bitcast=True)
-    return noise
-
-
-@triton.jit
-def _at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    place = tl.load(address).to(tl.pointer_type(DTYPE))
-    if IS_ALIGNED:
-        place = tl.multiple_of(place, 16)
-    return place
+def _noise(seed, block, BLOCK: tl.constexpr):
+    """Twice 32 random bits for each place of a block: a call of Philox (Salmon et al., SC 2011) serves two places."""
+    pairs = (block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)).to(tl.int32)
+    first, second, third, fourth = tl.randint4x(seed, pairs, n_rounds=7)
+    return (
+        tl.interleave(first, second).to(tl.int32, bitcast=True),
+        tl.interleave(third, fourth).to(tl.int32, bitcast=True),
+    )
 
 
 @triton.jit
@@ -87,7 +78,7 @@ def _stepped(
 
 @triton.jit
 def _update(
-    addresses,
+    table,
     tensors,
     blocks,
     sizes,
@@ -99,15 +90,17 @@ def _update(
     eps,
     correction1,
     correction2,
-    seed,
     KIND: tl.constexpr,
     IS_NESTEROV: tl.constexpr,
     NUM_STATES: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    HAS_COPY: tl.constexpr,
     PARAMETER: tl.constexpr,
     GRAD: tl.constexpr,
     STATE: tl.constexpr,
+    COPY: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -115,23 +108,24 @@ def _update(
     size = tl.load(sizes + tensor)
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
-    places = tl.load(blocks + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(blocks + tl.program_id(0))
+    places = block * BLOCK + tl.arange(0, BLOCK)
     is_there = places < size
-    row = addresses + tensor * 5
-    parameter = _at(row, PARAMETER, IS_ALIGNED)
+    row = table + tensor * 7
+    parameter = at(row, PARAMETER, IS_ALIGNED)
     main = parameter
     if HAS_MASTER:
-        main = _at(row + 4, tl.float32, IS_ALIGNED)
+        main = at(row + 4, tl.float32, IS_ALIGNED)
     value = tl.load(main + places, mask=is_there, other=0.0).to(tl.float32)
-    grad = tl.load(_at(row + 1, GRAD, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+    grad = tl.load(at(row + 1, GRAD, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     if HAS_SCALE:
         grad *= tl.load(scale)
     first = tl.zeros((BLOCK,), tl.float32)
     second = first
     if NUM_STATES > 0:
-        first = tl.load(_at(row + 2, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        first = tl.load(at(row + 2, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     if NUM_STATES > 1:
-        second = tl.load(_at(row + 3, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        second = tl.load(at(row + 3, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
     value, first, second = _stepped(
         value,
         grad,
@@ -148,26 +142,32 @@ def _update(
         IS_NESTEROV,
         NUM_STATES,
     )
+    noise = places.to(tl.int32)
+    other_noise = noise
+    if IS_RANDOM:
+        noise, other_noise = _noise(tl.load(row + 6), block, BLOCK)
     if NUM_STATES > 0:
-        noise = _noise(seed + tensor, places, STATE)
-        tl.store(_at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
+        tl.store(at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
         if NUM_STATES > 1:
-            tl.store(_at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
+            tl.store(at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
     if HAS_MASTER:
         tl.store(main + places, value, mask=is_there)
         tl.store(parameter + places, value.to(PARAMETER), mask=is_there)
     else:
-        noise = _noise(seed + tensor, places ^ -2147483648, PARAMETER)
-        tl.store(parameter + places, _rounded(value, noise, PARAMETER), mask=is_there)
+        tl.store(parameter + places, _rounded(value, other_noise, PARAMETER), mask=is_there)
+    if HAS_COPY:
+        tl.store(at(row + 5, COPY, IS_ALIGNED) + places, value.to(COPY), mask=is_there)
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
     """As in `optimizer_twin`; of 32 bits at most."""
     first = pieces[0]
     device = first.parameter.device
-    tensors, blocks, sizes = _blocks(tuple(piece.parameter.numel() for piece in pieces), device)
-    rows = [_addresses(piece) for piece in pieces]
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
+    addresses = [_addresses(piece) for piece in pieces]
+    seeds = [piece.seed(rule.step) for piece in pieces]
+    rows = [(*own, seed) for own, seed in zip(addresses, seeds, strict=True)]
+    table = table_of(rows, device)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
             table,
@@ -182,37 +182,25 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             rule.eps,
             rule.correction1,
             rule.correction2,
-            rule.seed * 100_003 % 2**31,
             KIND=rule.kind,
             IS_NESTEROV=rule.is_nesterov,
             NUM_STATES=len(first.states),
             HAS_SCALE=scale is not None,
             HAS_MASTER=first.master is not None,
-            PARAMETER=_DTYPES[first.parameter.dtype],
-            GRAD=_DTYPES[first.grad.dtype],
-            STATE=_DTYPES[first.states[0].dtype] if first.states else tl.float32,
-            IS_ALIGNED=_are_aligned(pieces, rows),
+            HAS_COPY=first.copy is not None,
+            PARAMETER=DTYPES[first.parameter.dtype],
+            GRAD=DTYPES[first.grad.dtype],
+            STATE=DTYPES[first.states[0].dtype] if first.states else tl.float32,
+            COPY=tl.float32 if first.copy is None else DTYPES[first.copy.dtype],
+            IS_RANDOM=first.is_rounded_at_random,
+            IS_ALIGNED=are_aligned((piece.parameter for piece in pieces), addresses),
             BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
         )
 
 
 def _addresses(piece: Piece) -> list[int]:
-    """Of parameter, gradient, two states and the master; 0 for what is not there."""
+    """Of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
     states = [state.data_ptr() for state in piece.states]
-    master = 0 if piece.master is None else piece.master.data_ptr()
-    return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), master]
-
-
-def _are_aligned(pieces: Sequence[Piece], rows: Sequence[Sequence[int]]) -> bool:
-    sizes = (piece.parameter.numel() for piece in pieces)
-    return not any(number % _ALIGNMENT for number in chain(sizes, *rows))
-
-
-@lru_cache(maxsize=64)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Any, Any, Any]:
-    """For each program its tensor and which block of it, and each tensor's size; on the device."""
-    counts = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    begins = counts.cumsum(0) - counts
-    blocks = torch.arange(len(tensors)) - begins[tensors]
-    return tensors.to(device), blocks.to(device), torch.tensor(sizes).to(device)
+    others = [0 if one is None else one.data_ptr() for one in (piece.master, piece.copy)]
+    return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), *others]

@@ -12,8 +12,8 @@ from disttrain.kernels.optimizer_rules import Piece, Rule
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
     """Write the parameters and states of pieces of one kind. `scale` () multiplies the gradients."""
-    for place, piece in enumerate(pieces):
-        random = torch.Generator(piece.parameter.device).manual_seed(rule.seed * 100_003 + place)
+    for piece in pieces:
+        random = torch.Generator(piece.parameter.device).manual_seed(piece.seed(rule.step))
         main = piece.parameter if piece.master is None else piece.master
         wide = wide_dtype(main.dtype)
         grad = piece.grad.to(wide)
@@ -28,6 +28,8 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
         else:
             piece.master.copy_(value)
             piece.parameter.copy_(value)
+        if piece.copy is not None:
+            piece.copy.copy_(piece.parameter)
 
 
 def _updated(

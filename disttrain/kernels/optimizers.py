@@ -7,15 +7,17 @@ and rounding to a copy add no pass over memory here, and states in bf16 take 8 b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from disttrain.dtensor import DTensor
+from disttrain.dtensor import DTensor, Replicate
 from disttrain.errors import ShapeError
 from disttrain.kernels import optimizer_twin
+from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizer_rules import Piece, Rule
 from disttrain.kernels.total_norm import total_norm
@@ -24,6 +26,16 @@ _HALVES: Final = (torch.bfloat16, torch.float16)
 _STATE_DTYPES: Final = (None, torch.float32, torch.float64, torch.bfloat16)
 
 _UNKNOWN_OPTIONS: Final = ("amsgrad", "maximize", "dampening")
+
+
+class Copies(Protocol):
+    """Somebody who wants parameters once more in another dtype."""
+
+    def begin(self) -> Mapping[Any, torch.Tensor]:
+        """A step begins: by parameter, memory of its own part's shape that is to be written."""
+
+    def end(self, written: Iterable[torch.Tensor]) -> None:
+        """The step is over, and has written these parameters and their copies."""
 
 
 class FusedOptimizer(Optimizer):
@@ -52,6 +64,9 @@ class FusedOptimizer(Optimizer):
             problem = f"lr is {defaults['lr']}, weight_decay {defaults['weight_decay']}, max_norm {max_norm}."
             raise ShapeError(type(self).__name__, problem, "Give numbers that are not negative.")
         self.max_norm = max_norm
+        self._copies: list[Copies] = []
+        self._written: dict[torch.Tensor, Any] = {}
+        """What `version_of` said of parameters with masters when they were written here."""
         super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
 
     @torch.no_grad()
@@ -67,20 +82,35 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale = self._scale(grad_scale)
+        number = count()
+        places: dict[Any, torch.Tensor] = {}
+        for copies in self._copies:
+            places |= copies.begin()
+        updated: list[torch.Tensor] = []
         for group in self.param_groups:
             self._check_options(group)
             by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
-            for parameter in group["params"]:
+            for parameter, place in zip(group["params"], number, strict=False):
                 if parameter.grad is None:
                     continue
                 state = self._state_of(parameter, group)
                 state["step"] += 1
-                piece = _piece(parameter, state, self._names(group))
+                piece = _piece(parameter, state, self._names(group), place, places.get(parameter))
+                updated.append(parameter)
                 if piece.parameter.numel():
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
             for (step, _, _), pieces in by_step.items():
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
+            for parameter in group["params"]:
+                if "master" in self.state.get(parameter, ()):
+                    self._written[parameter] = version_of(parameter, _local(parameter))
+        for copies in self._copies:
+            copies.end(updated)
         return loss
+
+    def write_copies(self, copies: Copies) -> None:
+        """Write parameters once more in each step, where `copies` say."""
+        self._copies.append(copies)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """A loaded state may bring options of torch's optimizers that there are not here."""
@@ -117,11 +147,21 @@ class FusedOptimizer(Optimizer):
                 state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if group["keep_master"] and parameter.dtype in _HALVES and "master" not in state:
             state["master"] = parameter.detach().float()
+        if "master" in state and self._written.get(parameter) != version_of(parameter, _local(parameter)):
+            # Others have written to the parameter, or nobody knows: where it is no copy of the master it is right.
+            master, own = _local(state["master"]), _local(parameter)
+            master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has."""
+        return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also what comes of another optimizer, whose groups have other options."""
         super().__setstate__(state)
+        self._copies = vars(self).get("_copies", [])
+        self._written = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -163,7 +203,7 @@ class AdamW(FusedOptimizer):
         beta1, beta2 = group["betas"]
         corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
         return Rule(
-            "adamw", float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], *corrections, seed=step
+            "adamw", float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], *corrections, step=step
         )
 
 
@@ -188,7 +228,7 @@ class Lion(FusedOptimizer):
 
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         beta1, beta2 = group["betas"]
-        return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, seed=step)
+        return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, step=step)
 
 
 class SGD(FusedOptimizer):
@@ -217,17 +257,29 @@ class SGD(FusedOptimizer):
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         is_nesterov = bool(group["nesterov"])
         return Rule(
-            "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, seed=step
+            "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
         )
 
 
-def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str]) -> Piece:
+def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int, copy: torch.Tensor | None) -> Piece:
+    """Of the optimizer's parameter number `place`."""
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)
     states = tuple(_local(state[name]) for name in names)
     master = _local(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _local(grad).contiguous(), states, master)
+    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place), copy)
+
+
+def _part_number(parameter: torch.Tensor, place: int) -> int:
+    """Another one for each parameter, and each part of it that is not a copy of another rank's."""
+    if not isinstance(parameter, DTensor):
+        return place
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
+        place = place * size + (0 if isinstance(placement, Replicate) else position)
+    return place
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interlea
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False) -> torch.Tensor:
     """As `rotate`, in x's own memory, which is given back; what x was made of must not need its values for backward."""
     _check("rotate_", x, cos, sin)
+    if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+        problem = f"x is expanded: its shape is {tuple(x.shape)}, its strides are {x.stride()}."
+        raise ShapeError("rotate_", problem, "Use rotate, or x.contiguous().")
     if torch.is_grad_enabled() and x.requires_grad:
         if x.is_leaf:
             raise ShapeError("rotate_", "x is a leaf that requires a gradient.", "Use rotate.")

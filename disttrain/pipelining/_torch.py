@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about hooks and memory of tensors, and about nested values."""
+"""The one door to what torch keeps private about hooks and memory of tensors, the autograd engine and nested values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -20,6 +21,32 @@ from torch.utils._pytree import (
 
 Structure = TreeSpec
 """How a nest of values hangs together."""
+
+Root = torch.Tensor | GradientEdge
+"""Where a backward begins."""
+
+
+def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor]) -> None:
+    """torch.autograd.backward, without the checks and conversions of its arguments, which take as long as it does."""
+    _engine_run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gradients_of(
+    inputs: Sequence[torch.Tensor], roots: Sequence[Root], grads: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad, likewise; None for what has no part in it."""
+    return _engine_run_backward(tuple(roots), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)
+
+
+def edge_of(output: torch.Tensor) -> GradientEdge | None:
+    """Where a backward of this output begins, which keeps less than the output does; None when it has no gradient."""
+    node: Any = output.grad_fn
+    if node is None and not output.requires_grad:
+        return None
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        # Nodes written in Python are not kept by their Python objects, and leaves have none yet.
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 @contextmanager

@@ -19,12 +19,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
-from disttrain.pipelining._torch import has_hooks, without_hooks
+from disttrain.errors import ShapeError
+from disttrain.pipelining._torch import Root, edge_of, gradients_of, has_hooks, run_backward, without_hooks
 from disttrain.weight_grads import Grads, kept_by
 
-Root = torch.Tensor | GradientEdge
+Casts = dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""A parameter, so that it lives, and its copy, by its identity and the copy's dtype."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -32,11 +34,14 @@ _LEAF = "torch::autograd::AccumulateGrad"
 class Backward:
     """The backward of one forward: either `backward`, or `backward_input` and later `backward_weight`.
 
-    Args: fuses_sums  products of layers that `split_layers` has changed add to the gradients that are there, in one
+    Args: casts       copies of parameters in autocast's dtype: give the same to all forwards between two changes of the
+                      parameters, and there is one of each;
+          fuses_sums  products of layers that `split_layers` has changed add to the gradients that are there, in one
           kernel: rounded once instead of twice, so not bit for bit what autograd makes. Not where hooks wait for them.
     """
 
-    def __init__(self, *, fuses_sums: bool = False) -> None:
+    def __init__(self, casts: Casts | None = None, *, fuses_sums: bool = False) -> None:
+        self._casts = {} if casts is None else casts
         self._fuses_sums = fuses_sums
         self._is_split = False
         self._inputs: Sequence[Any] = ()
@@ -53,6 +58,13 @@ class Backward:
         self._kept.append((parameters, compute))
         return True
 
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter's values in another dtype."""
+        key = id(parameter), dtype
+        if key not in self._casts:
+            self._casts[key] = parameter, parameter.to(dtype)
+        return self._casts[key][1]
+
     def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The gradient that a product may add to; None where there is none yet, or somebody waits for each."""
         total = parameter.grad if self._fuses_sums and parameter.is_leaf else None
@@ -66,7 +78,7 @@ class Backward:
         roots, root_grads = _roots(outputs, grads)
         wanted = [given for given in inputs if _wants_grad(given)]
         if roots:
-            torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]  # tensors or edges
+            run_backward(roots, root_grads)
         found = {id(given): given.grad for given in wanted}
         for given in wanted:
             given.grad = None
@@ -92,12 +104,7 @@ class Backward:
         try:
             # The leaves' own hooks are for their whole gradient, in W.
             with without_hooks(leaves):
-                found = torch.autograd.grad(
-                    roots,  # type: ignore[arg-type]  # tensors or edges
-                    [*wanted, *leaves],
-                    root_grads,
-                    allow_unused=True,
-                )
+                found = gradients_of([*wanted, *leaves], roots, root_grads)
         finally:
             self._is_split, self._inputs = False, ()
         self._keep_found(leaves, found[len(wanted) :])
@@ -121,7 +128,7 @@ class Backward:
                 parameters, compute = kept.pop()
                 roots.append(_Later.apply(compute, *parameters))  # type: ignore[no-untyped-call]
         if roots:
-            torch.autograd.backward(roots, roots)
+            run_backward(roots, roots)
 
 
 class _Later(torch.autograd.Function):
@@ -140,45 +147,44 @@ class _Later(torch.autograd.Function):
         return (None, *compute())
 
 
-def edge_of(output: torch.Tensor) -> GradientEdge | None:
-    """Where a backward of this output begins, which keeps less than the output does; None when it has no gradient."""
-    return get_gradient_edge(output) if output.requires_grad else None
-
-
 def _roots(
     outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None
-) -> tuple[list[Root], list[torch.Tensor | None]]:
+) -> tuple[list[Root], list[torch.Tensor]]:
     """The outputs that a backward begins at, and their gradients."""
-    if grads is None:
-        losses = [output for output in outputs if _wants_grad(output)]
-        return losses, [None] * len(losses)
-    pairs = [
-        (output, grad) for output, grad in zip(outputs, grads, strict=True) if _wants_grad(output) and grad is not None
-    ]
-    return [output for output, _ in pairs], [grad for _, grad in pairs]
+    roots, root_grads = [], []
+    for output, grad in zip(outputs, [None] * len(outputs) if grads is None else grads, strict=True):
+        if not _wants_grad(output) or (grad is None and grads is not None):
+            continue
+        if isinstance(output, torch.Tensor) and grad is not None and grad.shape != output.shape:
+            raise ShapeError(
+                "Backward",
+                f"the gradient of shape {list(grad.shape)} is given for an output of shape {list(output.shape)}.",
+                "Give one of the same shape.",
+            )
+        roots.append(output)
+        root_grads.append(torch.ones_like(output) if grad is None else grad)
+    return roots, root_grads
 
 
 def _wants_grad(value: Any) -> bool:
     return isinstance(value, GradientEdge) or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
-def _node(root: Root) -> Node:
-    return root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-
-
 def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
+    given = set(map(id, inputs))
+    edges = [root if isinstance(root, GradientEdge) else edge_of(root) for root in roots]
     # While `seen` holds them, torch gives the same Python objects for the same nodes.
-    seen: set[Node | None] = {None, *(get_gradient_edge(given).node for given in inputs)}
-    waiting = [_node(root) for root in roots]
+    waiting: list[Any] = list(dict.fromkeys(edge.node for edge in edges if edge is not None))
+    seen: set[Node | None] = {None, *waiting}
     leaves = []
     while waiting:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
         further = node.next_functions
-        if not further and node.name() == _LEAF:
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        waiting.extend(child for child, _ in further if child not in seen)  # type: ignore[misc]
+        for child, _ in further:
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)
+        if not further and node.name() == _LEAF and id(node.variable) not in given:
+            leaves.append(node.variable)
     return leaves

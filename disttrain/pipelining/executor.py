@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from disttrain.errors import ScheduleError
+from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.backward import Backward, edge_of
+from disttrain.pipelining.backward import Backward
 from disttrain.pipelining.flights import Batch, Flight, Given, Pass, label_of
 from disttrain.pipelining.forms import Form, TensorForm, form_of, gradient_part, part_of, received, sent_gradient
 from disttrain.pipelining.learning import Forms
@@ -50,6 +51,7 @@ class Executor:
         group = next(iter(stages.values())).group
         self._rank, self._world = group.group_rank, group.world
         self._steps: dict[bool, tuple[Schedule, list[_Step]]] = {}
+        self._last_forms: dict[int, Form] = {}
         self._streams = Streams(device)
         self._tied = TiedGradients(stages, routes)
         self._sharded = {stage: module.scheduled_modules() for stage, module in stages.items()}
@@ -93,6 +95,7 @@ class Executor:
                     raise
         world.action = ""
         self._streams.end()
+        self._streams.hold_back()
         for stage in self._stages:
             self._finish_grads(stage)
         if schedule.has_backward:
@@ -131,7 +134,7 @@ class Executor:
         assert microbatch is not None
         module, now = self._stages[stage], self._now
         with self._streams.of(stage):
-            backward = Backward(fuses_sums=self._fuses_now)
+            backward = Backward(now.casts, fuses_sums=self._fuses_now)
             args, given = self._inputs(stage, microbatch)
             with backward.forward():
                 output = module.submod(*args, **now.batch.kwargs[microbatch])
@@ -199,7 +202,8 @@ class Executor:
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: Flight) -> None:
         """To all stages that take something of it."""
-        form, tensors = form_of(output)
+        form, tensors = form_of(output, self._last_forms.get(stage))
+        self._last_forms[stage] = form
         if self._schedule.has_backward:
             flight.roots = [edge_of(tensor) for tensor in tensors]
             flight.outputs = form.tensors

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from disttrain.pipelining._torch import Root
 from disttrain.pipelining.action import Action
-from disttrain.pipelining.backward import Backward, Root
+from disttrain.pipelining.backward import Backward, Casts
 from disttrain.pipelining.forms import Form, TensorForm
 from disttrain.pipelining.losses import Losses
 from disttrain.process_group import Work
@@ -27,8 +28,7 @@ class Batch:
     kwargs: Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """A tensor that a stage was given: number `which` of those that `source` returned."""
 
     source: int
@@ -64,6 +64,7 @@ class Pass:
     inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
     handed: dict[Action, tuple[Form, Sequence[torch.Tensor]]] = field(default_factory=dict)
     """What stays on this rank, by the receive that it makes needless; of gradients without a form."""
+    casts: Casts = field(default_factory=dict)
     due: dict[int, deque[Action]] = field(default_factory=dict)
     """Receives that are not posted yet, by peer."""
 

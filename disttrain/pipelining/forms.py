@@ -107,15 +107,30 @@ class Form:
             remedy,
         )
 
+    def is_of(self, value: Any) -> bool:
+        """True where this is one plain tensor, and `value` another of the same form."""
+        own = self._one_tensor
+        if own is None or own.sharding is not None or type(value) is not torch.Tensor:
+            return False
+        return value.shape == own.shape and value.dtype == own.dtype and value.requires_grad == own.wants_grad
+
+    @cached_property
+    def _one_tensor(self) -> TensorForm | None:
+        return self.tensors[0] if self.tensors and self.structure == _ONE else None
+
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The nest that holds these tensors, each as it lies there."""
+        if self._one_tensor is not None:
+            return tensors[0]
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf.value for leaf in self.leaves]
         return unflatten(leaves, self.structure)
 
 
-def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
-    """The form of a value, and its tensors."""
+def form_of(value: Any, known: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a value, `known` itself where that is it, and the value's tensors."""
+    if known is not None and known.is_of(value):
+        return known, [value]
     if type(value) is torch.Tensor:
         # What nearly all stages return.
         return Form(_ONE, (TensorForm(tuple(value.shape), value.dtype, value.requires_grad),)), [value]

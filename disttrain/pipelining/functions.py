@@ -70,7 +70,11 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
         if dtype is not None:
-            x, weight, bias = _lowered(x, dtype), _lowered(weight, dtype), _lowered(bias, dtype)
+            x, bias = _lowered(x, dtype), _lowered(bias, dtype)
+            if ctx.keeper is not None and weight.is_leaf and _is_lowered(weight, dtype):
+                weight = ctx.keeper.cast(weight, dtype)
+            else:
+                weight = _lowered(weight, dtype)
         ctx.is_in_out = is_in_out
         ctx.save_for_backward(x, weight)
         if not is_in_out:
@@ -107,8 +111,11 @@ class _Product(torch.autograd.Function):
 
 def _lowered(tensor: Any, dtype: torch.dtype) -> Any:
     """As autocast does it."""
-    is_left = tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-    return tensor if is_left else tensor.to(dtype)
+    return tensor.to(dtype) if _is_lowered(tensor, dtype) else tensor
+
+
+def _is_lowered(tensor: Any, dtype: torch.dtype) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype not in (torch.float64, dtype)
 
 
 def _left_grad(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

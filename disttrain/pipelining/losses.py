@@ -39,6 +39,7 @@ class Losses:
         self._scale = scale
         self._keeps_outputs = keeps_outputs
         self._has_backward = has_backward
+        self._root_grad: torch.Tensor | None = None
 
     def take(self, microbatch: int, output: Any) -> torch.Tensor | None:
         """The loss of what the last stage has returned, with its graph; None without a loss function.
@@ -63,5 +64,8 @@ class Losses:
         return loss
 
     def root_grad(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward from this loss begins with."""
-        return torch.full_like(loss, self._scale)
+        """What a backward from this loss begins with: one tensor for all losses that are alike."""
+        known = self._root_grad
+        if known is None or type(loss) is not torch.Tensor or known.shape != loss.shape or known.dtype != loss.dtype:
+            known = self._root_grad = torch.full_like(loss, self._scale)
+        return known

@@ -13,6 +13,7 @@ import torch
 
 from disttrain.process_group import ProcessGroup, Work, irecv, isend
 from disttrain.process_group.peer_channels import PeerChannels, open_channels
+from disttrain.process_group.point_to_point import start_receiving, start_sending
 
 _MAX_UNDER_WAY = 4
 """Messages to one peer that the host lets be under way; on the CPU it waits for the oldest one then."""
@@ -66,15 +67,15 @@ class Mail:
         torch.cuda.synchronize(self._device)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
-        """Start sending to group rank `peer`, in this order; `is_regular`: many more like it will come."""
+        """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
         under_way = self._under_way.setdefault(peer, deque())
         way = self._way(peer)
-        if is_regular:
+        if is_regular and not self.may_wait:
             self._most_tensors = max(self._most_tensors, len(tensors))
             self._largest_bytes = max(self._largest_bytes, *(tensor.nbytes for tensor in tensors), 0)
         for tensor in tensors:
             channels = self._channels_for(tensor)
-            work = isend(tensor, group=way, group_dst=peer) if channels is None else channels.send(tensor, peer)
+            work = start_sending(tensor, way, peer) if channels is None else channels.send(tensor, peer)
             under_way.append((work, tensor))
         while under_way and under_way[0][0].is_completed():
             under_way.popleft()
@@ -87,9 +88,7 @@ class Mail:
         works = []
         for tensor in tensors:
             channels = self._channels_for(tensor)
-            works.append(
-                irecv(tensor, group=way, group_src=peer) if channels is None else channels.receive(tensor, peer)
-            )
+            works.append(start_receiving(tensor, way, peer) if channels is None else channels.receive(tensor, peer))
         return works
 
     def open_channels(self, pairs: Iterable[tuple[int, int]], num_slots: int) -> None:

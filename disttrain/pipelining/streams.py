@@ -7,12 +7,16 @@ one after the other: threads would let the collectives of two stages race each o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from disttrain.pipelining.buffers import Buffers
+
+_MAX_PASSES_AHEAD = 2
+"""That the host has handed to the device, which has not come to their end."""
 
 
 class Streams:
@@ -23,6 +27,7 @@ class Streams:
         self._made: dict[int, torch.cuda.Stream] = {}
         self._own: dict[int, torch.cuda.Stream] = {}
         self._buffers: dict[int | None, Buffers] = {}
+        self._ends: deque[torch.cuda.Event] = deque()
 
     def begin(self, stages: Iterable[int]) -> None:
         """From now on `stages` run side by side. They follow what is on the current stream."""
@@ -38,6 +43,17 @@ class Streams:
         for stream in self._own.values():
             torch.cuda.current_stream(self._device).wait_stream(stream)
         self._own = {}
+
+    def hold_back(self) -> None:
+        """At the end of a pass: let the host wait for the end of an earlier one, so that it does not hand over, with
+        memory for what is to be received, pass after pass. Who fails lets all streams go on, and so this wait end."""
+        if self._device.type != "cuda":
+            return
+        end = torch.cuda.Event(blocking=True)
+        end.record(torch.cuda.current_stream(self._device))
+        self._ends.append(end)
+        if len(self._ends) > _MAX_PASSES_AHEAD:
+            self._ends.popleft().synchronize()
 
     def of(self, stage: int) -> AbstractContextManager[object]:
         """Within, what is computed is on the stage's stream."""

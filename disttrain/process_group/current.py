@@ -155,6 +155,19 @@ def current_world(operation: str = "current_world") -> World:
     return world
 
 
+class _Groups:
+    """torch's `group`: whoever writes `group.WORLD` means the default group."""
+
+    @property
+    def WORLD(self) -> ProcessGroup | None:  # noqa: N802  torch's name
+        """The default group; None before init_process_group, which all that takes a group takes for the same."""
+        world = _default.thread.world or _default.process_world
+        return None if world is None else world.default_group
+
+
+group: Final = _Groups()
+
+
 def resolve_group(operation: str, group: ProcessGroup | NonGroupMember | None) -> ProcessGroup:
     """The group that a collective is for: the default group for None."""
     if group is None:
@@ -251,6 +264,7 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "group",
     "init_process_group",
     "is_available",
     "is_initialized",

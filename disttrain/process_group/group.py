@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,9 @@ from disttrain.store import PrefixStore
 if TYPE_CHECKING:
     from disttrain.process_group.work import Work
     from disttrain.process_group.world import World
+
+DROPPED_S: Final = 5.0
+"""How long groups that are destroyed wait for collectives whose handles nobody has, all of a world's together."""
 
 
 class ProcessGroup:
@@ -205,13 +208,13 @@ class ProcessGroup:
             )
         return backend.short_name(), backend.transport
 
-    def shutdown(self) -> None:
-        """Let go of the transports; the group cannot be used afterwards."""
+    def shutdown(self, wait_s: float = DROPPED_S) -> None:
+        """Let go of the transports, after `wait_s` at most; the group cannot be used afterwards."""
         self._is_destroyed = True
         if self._registration is not None:
             self._registration.undo()
         for backend in self._made.values():
-            backend.shutdown()
+            backend.shutdown(wait_s)
         self._made.clear()
 
     def when_ended(self, callback: Callable[[], None]) -> None:

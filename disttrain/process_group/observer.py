@@ -52,6 +52,10 @@ class Recorder(Protocol):
         """As `Observer.enqueued`, called by `issue` itself. Returns: what `end` is to be given, never None."""
         ...
 
+    def waits(self, record: Any) -> None:
+        """The host begins to wait for a call that it has gone on beside; before `end`, once."""
+        ...
+
     def end(self, record: Any, error: DisttrainError | None) -> None:
         """As `Observer.completed`; once for each call."""
         ...

@@ -78,7 +78,10 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
-        self._place[1].waiting_in = self._place[2]
+        _, group, sequence, *_ = self._place
+        group.waiting_in = sequence
+        if self._record is not None and group.world.recorder is not None:
+            group.world.recorder.waits(self._record)
         try:
             if timeout is None:
                 self._started.wait()

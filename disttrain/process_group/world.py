@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
-from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.group import DROPPED_S, ProcessGroup
 from disttrain.process_group.observer import Observer, Recorder
 from disttrain.process_group.refusals import Refusals
 from disttrain.process_group.roll_call import Progress
@@ -224,8 +225,9 @@ class World:
         while self._companions:
             self._companions.popitem()[1].close()
         self.refusals.close()
+        end_s = time.monotonic() + DROPPED_S
         for group in reversed(self._groups):
-            group.shutdown()
+            group.shutdown(max(0.0, end_s - time.monotonic()))
         self._groups.clear()
         self._pending.clear()
         if self.witness is not None:

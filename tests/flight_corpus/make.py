@@ -18,7 +18,7 @@ import signal
 import tarfile
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -146,7 +146,6 @@ def be_rank(forked: Forked) -> None:
         DISTTRAIN_STORE=f"127.0.0.1:{forked.port}",
         DISTTRAIN_FLIGHT_DIR=str(forked.folder),
         DISTTRAIN_FLIGHT_RING_DIR=str(forked.folder.parent / "rings"),
-        TORCH_NCCL_ENABLE_TIMING="1",
         DISTTRAIN_FLIGHT_SOFT_LIMIT_S=str(SOFT_LIMIT_S[case.backend]),
     )
     log = os.open(forked.folder.parent / f"{case.name}.{forked.rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -160,13 +159,13 @@ def be_rank(forked: Forked) -> None:
         torch.cuda.synchronize()  # As every script ends: somebody reads a result.
 
 
-def make(cases: list[Case], work: Path, archives: Path, limit_s: float) -> None:
-    """Run them, a few at a time. Raises Forked in each rank."""
+def make(cases: list[Case], work: Path, archives: Path, limit_s: float, num_at_once: int) -> None:
+    """Run them, so many at a time. Raises Forked in each rank."""
     waiting, running = list(cases), list[Running]()
     end_s = time.monotonic() + limit_s
     try:
         while (waiting or running) and time.monotonic() < end_s:
-            while waiting and len(running) < NUM_AT_ONCE[cases[0].backend]:
+            while waiting and len(running) < num_at_once:
                 running.append(start(waiting.pop(0), work, archives))
             time.sleep(0.05)
             for run in [run for run in running if run.is_over()]:
@@ -190,6 +189,8 @@ def main() -> Forked | None:
     parser.add_argument("--backend", choices=(GLOO, NCCL), default=GLOO)
     parser.add_argument("--to", type=Path, default=RUNS, help="where the archives will lie")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="how long all runs may take together")
+    parser.add_argument("--at-once", type=int, help="how many runs are under way together")
+    parser.add_argument("--num-ranks", type=int, help="of each run, where GPUs are few; default: as the case says")
     given = parser.parse_args()
     cases = [case for case in CASES if case.backend == given.backend]
     if unknown := set(given.names) - {case.name for case in cases}:
@@ -197,8 +198,12 @@ def main() -> Forked | None:
     given.to.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="flight-corpus-"))
     try:
-        chosen = [case for case in cases if not given.names or case.name in given.names]
-        make(chosen, work, given.to, given.limit_s)
+        chosen = [
+            replace(case, num_ranks=given.num_ranks or case.num_ranks)
+            for case in cases
+            if not given.names or case.name in given.names
+        ]
+        make(chosen, work, given.to, given.limit_s, given.at_once or NUM_AT_ONCE[given.backend])
     except Forked as forked:
         return forked
     print("logs:", work)

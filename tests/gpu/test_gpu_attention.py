@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lm.model import PRESETS, Llama
+from llama.config import PRESETS
+from llama.model import Llama
 from torch.utils.checkpoint import checkpoint
 
 import disttrain

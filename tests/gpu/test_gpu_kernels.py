@@ -27,6 +27,7 @@ from disttrain.kernels import (
     swiglu,
     use_kernels,
 )
+from disttrain.kernels.copies import copy_all
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.kernel_cases import drawn, judge
 
@@ -244,3 +245,13 @@ def test_what_kernels_do_not_take_is_refused_or_said_once(monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="It is computed by torch's operators"):
         rms_norm(x)
     rms_norm(x)
+
+
+def test_copies() -> None:
+    sources = [drawn(*shape, seed=seed).bfloat16().cuda() for seed, shape in enumerate([(3, 5), (70001,), (64, 512)])]
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    copy_all(targets, sources)
+    assert all(torch.equal(found, wished.float()) for found, wished in zip(targets, sources, strict=True))
+    back = [torch.empty_like(source) for source in sources]
+    copy_all(back, targets, torch.tensor(3.0, device="cuda"))
+    assert all(torch.equal(found, (wished * 3).bfloat16()) for found, wished in zip(back, targets, strict=True))

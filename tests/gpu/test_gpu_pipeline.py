@@ -129,6 +129,36 @@ def test_one_pipeline_after_another_and_in_turns() -> None:
                 torch.testing.assert_close(parameter.grad, expected.grad)
 
 
+class Late(nn.Module):
+    """Takes the GPU a while, and the host no time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)
+        return x
+
+
+CYCLES = 100_000_000
+
+
+@on_ranks(2, timeout_s=110)
+def test_the_host_is_not_far_ahead_of_evaluations() -> None:
+    rank = disttrain.get_rank()
+    pipeline = get_schedule_class("1F1B")(PipelineStage(Late(), rank, 2, "cuda"), 2, loss_fn=loss_of)
+    x = torch.randn(4, DIM, device="cuda")
+    pipeline.eval(x)
+    torch.cuda.synchronize()
+    begin_s = time.monotonic()
+    torch.cuda._sleep(CYCLES)
+    torch.cuda.synchronize()
+    slept_s = time.monotonic() - begin_s
+    begin_s = time.monotonic()
+    for _ in range(12):
+        pipeline.eval(x)
+    # Of 12 passes with two such waits each the host has seen the end of all but the last.
+    assert time.monotonic() - begin_s > 16 * slept_s
+    torch.cuda.synchronize()
+
+
 @on_ranks(2)
 def test_what_follows_a_future_comes_after_the_message() -> None:
     rank = disttrain.get_rank()

@@ -13,7 +13,7 @@ import pytest
 from disttrain.flight_recorder.dump import RING, Dump
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Failure, Frame, GroupProgress, State, ThreadStack
+from disttrain.flight_recorder.record import DeviceTimes, Failure, Frame, GroupProgress, State, ThreadStack
 from disttrain.flight_recorder.thread_state import activities
 from disttrain.flight_recorder.verdict import Cause, Kind, Verdict
 from tests.unit.flight_ranks import NOW_S, Rank, line
@@ -170,7 +170,7 @@ def test_one_name_for_other_members() -> None:
 def test_a_device_that_has_not_begun() -> None:
     dumps = [_waiting(rank) for rank in range(3)]
     for rank in range(3):
-        last = dumps[rank].records[-1]._replace(has_begun=rank != 2)
+        last = dumps[rank].records[-1]._replace(device=DeviceTimes(None if rank == 2 else NOW_S - 20))
         dumps[rank] = replace(dumps[rank], records=(*dumps[rank].records[:-1], last))
     verdict = _judge(*dumps)
     assert (verdict.kind, verdict.ranks) == (Kind.NEVER_STARTED, (2,))

@@ -18,7 +18,7 @@ from disttrain.flight_recorder.dump import MAGIC, VERSION, Dump, dump_name, enco
 from disttrain.flight_recorder.dump_reader import decode, read_dump
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Failure, Frame, GroupProgress, State
+from disttrain.flight_recorder.record import DeviceTimes, Failure, Frame, GroupProgress, State
 from disttrain.flight_recorder.report import as_json, as_text
 from tests.unit.flight_ranks import NOW_S, Rank, line
 
@@ -146,7 +146,25 @@ def test_dumps_of_all_versions_are_read() -> None:
     assert (third.device_is_busy, second.device_is_busy) == (True, None)
     assert third.threads[0].activity == "read of pipe:[7]"
     assert [group.connecting for group in third.groups] == ["", "barrier"]
-    assert encode(third) == (FILES / "version-3.flight").read_bytes()
+    fourth = read_dump(FILES / "version-4.flight")
+    assert [record.device for record in fourth.records[:3]] == [
+        DeviceTimes(NOW_S - 29, NOW_S - 28, NOW_S - 28.5),
+        DeviceTimes(NOW_S - 20),
+        DeviceTimes(),
+    ]
+    assert fourth.records[0].waits_s == NOW_S - 29.5
+    assert fourth.records[3:] == third.records[3:]
+    assert encode(fourth) == (FILES / "version-4.flight").read_bytes()
+
+
+def test_records_with_times_of_a_device_that_cannot_be_are_left_out() -> None:
+    dump = _dump()
+    known = (DeviceTimes(1.0, 2.0, 1.5), DeviceTimes(1.0), DeviceTimes(), None, None, None)
+    records = [record._replace(device=device) for record, device in zip(dump.records, known, strict=True)]
+    assert decode(encode(replace(dump, records=tuple(records)))).records == tuple(records)
+    for wrong in ((1.0,), ("soon", None, None)):
+        bad = [*records[:-1], records[-1]._replace(device=wrong)]  # type: ignore[arg-type]
+        assert decode(encode(replace(dump, records=tuple(bad)))).records == tuple(records[:-1])
 
 
 def test_every_flipped_bit_is_noticed_and_every_cut_answered() -> None:

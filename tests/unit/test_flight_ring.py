@@ -6,6 +6,7 @@ import gzip
 import os
 import stat
 import struct
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,7 +202,7 @@ def test_groups_that_are_destroyed_are_forgotten(monkeypatch: pytest.MonkeyPatch
     [
         (b"", "is not a ring"),
         (layout.MAGIC, "is cut off in its head"),
-        (layout.MAGIC + struct.pack("@IIIIQQ", 2, 4, 4, 288, 1, 0), "has format version 2"),
+        (layout.MAGIC + struct.pack("@IIIIQQ", 3, 4, 4, 288, 1, 0), "has format version 3"),
         (layout.MAGIC + struct.pack("@IIIIQQ", 1, 4, 4, 288, 1 << 56, 0), "is of a machine with another byte order"),
         (layout.MAGIC + struct.pack("@IIIIQQ", 1, 1 << 31, 4, 288, 1, 0), "is cut off in its head, or damaged"),
     ],
@@ -223,6 +224,26 @@ def test_a_ring_of_the_first_version_is_read() -> None:
         ("barrier", 3, "failed", ""),
     ]
     assert dump.records[0].site.stack == (Frame("/job/train.py", 10, "step"), Frame("/job/train.py", 11, "step"))
+
+
+def test_when_the_host_begins_to_wait() -> None:
+    recorder = FlightRecorder(num_records=4)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        work = disttrain.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        time.sleep(0.01)
+        before = recorder.snapshot("asked for").records[-1]
+        work.wait()
+        disttrain.all_reduce(torch.ones(1))
+        beside, at_once = recorder.snapshot("asked for").records
+    assert (before.waits_s, at_once.waits_s) == (None, None)
+    assert beside.state is State.COMPLETED
+    assert beside.waits_s is not None
+    assert beside.completed_s is not None
+    assert 0.01 <= beside.waits_s - beside.enqueued_s <= beside.completed_s - beside.enqueued_s + 1e-6
+    assert beside.wait_s == (beside.waits_s, beside.completed_s)
+    assert at_once.wait_s == (at_once.enqueued_s, at_once.completed_s)
 
 
 def test_stacks_that_were_written_without_the_interpreters_lock(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder.record import DeviceTimes
 from disttrain.flight_recorder.trace import trace_events
 from tests.unit.flight_ranks import Rank
 
@@ -38,6 +39,19 @@ def test_calls_and_tracks() -> None:
     assert calls[-1]["dur"] == pytest.approx(1e6, abs=1)
     assert calls[-1]["args"]["state"] == "enqueued"
     assert calls[0]["args"]["at"] == "/job/train.py:10 in step"
+
+
+def test_how_far_a_gpu_has_come() -> None:
+    (dump, _) = two_ranks()
+    known = [DeviceTimes(), DeviceTimes(5.0), DeviceTimes(5.0, 5.002), None]
+    records = tuple(dump.records[0]._replace(device=device) for device in known)
+    calls = [event for event in trace_events([replace(dump, records=records)]) if event["ph"] == "X"]
+    assert [call["args"].get("device") for call in calls] == [
+        "has not come to it",
+        "has come to it",
+        "has left it after 2.000 ms",
+        None,
+    ]
 
 
 def test_an_arrow_for_each_message() -> None:

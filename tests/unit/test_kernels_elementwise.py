@@ -146,3 +146,5 @@ def test_refusals() -> None:
         rotate(torch.ones(1, 1, 2, 3), torch.ones(2, 1), torch.ones(2, 1))
     with pytest.raises(ShapeError, match="a leaf"):
         rotate_(torch.ones(1, 1, 2, 2, requires_grad=True), torch.ones(2, 1), torch.ones(2, 1))
+    with pytest.raises(ShapeError, match=r"rotate_: x is expanded: its shape is \(1, 3, 2, 2\).* Use rotate, or"):
+        rotate_(torch.ones(1, 1, 2, 2).expand(1, 3, 2, 2), torch.ones(2, 1), torch.ones(2, 1))

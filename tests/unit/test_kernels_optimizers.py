@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -129,6 +130,69 @@ def test_state_is_saved_and_loaded() -> None:
     assert state["exp_avg"].dtype is torch.bfloat16
     assert state["master"].dtype is torch.float32
     assert torch.equal(state["master"], optimizer.state[own[0]]["master"])
+
+
+def test_what_others_write_to_a_parameter_is_not_undone_by_its_master() -> None:
+    own = nn.Parameter(drawn(1000, dtype=torch.bfloat16))
+    optimizer = SGD([own], lr=1e-4)
+    own.grad = torch.ones_like(own)
+    optimizer.step()
+    master = optimizer.state[own]["master"].clone()
+    loaded = own.detach().clone()
+    loaded[500:] = drawn(500, seed=1, dtype=torch.bfloat16)
+    nn.ParameterList([own]).load_state_dict({"0": loaded})
+    own.grad.zero_()
+    optimizer.step()
+    assert torch.equal(own.detach()[500:], loaded[500:])
+    # Elsewhere the master keeps the bits that the parameter does not show.
+    kept = master.bfloat16() == loaded
+    torch.testing.assert_close(optimizer.state[own]["master"][kept], master[kept], rtol=0.0, atol=0.0)
+
+
+def test_a_copy_clips_as_well() -> None:
+    own = nn.Parameter(torch.zeros(4))
+    again = copy.deepcopy(SGD([own], lr=1.0, max_norm=1.0))
+    (other,) = again.param_groups[0]["params"]
+    other.grad = torch.full((4,), 8.0)
+    again.step()
+    torch.testing.assert_close(other.detach(), torch.full((4,), -0.5))
+
+
+def test_noise_is_of_one_parameter_and_one_part() -> None:
+    """Parameters that are alike, in groups or cut among ranks, are rounded apart; copies alike."""
+    start, gradient = torch.ones(512, dtype=torch.bfloat16), torch.full((512,), -1e-3, dtype=torch.bfloat16)
+    alike = [nn.Parameter(start.clone()) for _ in range(3)]
+    optimizer = SGD([{"params": alike[:2]}, {"params": alike[2:]}], lr=1.0, keep_master=False)
+    first: list[torch.Tensor] = []
+    for _ in range(2):
+        for one in alike:
+            one.grad = gradient
+        optimizer.step()
+        first = first or [one.detach().clone() for one in alike]
+    moved = [one.detach() > 1 for one in alike] + [one > 1 for one in first]
+    for place, one in enumerate(moved):
+        for other in moved[:place]:
+            assert not torch.equal(one, other)
+
+
+def test_parts_are_rounded_apart_and_copies_alike(implementation: str) -> None:
+    if implementation == "triton":
+        pytest.skip("its interpreter knows no threads")
+    found: dict[int, torch.Tensor] = {}
+
+    def body() -> None:
+        mesh = mesh_of((2, 2))
+        own = nn.Parameter(laid_out(torch.ones(1024, dtype=torch.bfloat16), mesh, [Shard(0), Replicate()]))
+        optimizer = SGD([own], lr=1.0, keep_master=False)
+        own.grad = laid_out(torch.full((1024,), -1e-3, dtype=torch.bfloat16), mesh, [Shard(0), Replicate()])
+        optimizer.step()
+        assert isinstance(own, DTensor)
+        found[mesh.get_rank()] = own.to_local().detach()
+
+    run_threads(4, body)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[2], found[3])
+    assert not torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

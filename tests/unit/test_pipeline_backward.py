@@ -288,6 +288,25 @@ def test_autocast() -> None:
     both_ways(Cast(), lambda: random(2, 3, DIM))
 
 
+def test_autocast_keeps_one_copy_of_a_weight_for_all_microbatches() -> None:
+    layer = nn.Linear(DIM, DIM)
+    split_layers(layer)
+    inputs, casts, outputs = [random(2, DIM) for _ in range(3)], {}, []
+    backwards = [Backward(casts) for _ in inputs]
+    for x, backward in zip(inputs, backwards, strict=True):
+        with backward.forward(), torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(layer(x))
+    assert len({output.grad_fn.saved_tensors[1].data_ptr() for output in outputs}) == len(casts) == 1
+    for x, backward, output in zip(inputs, backwards, outputs, strict=True):
+        backward.backward_input([output], [torch.ones_like(output)], [x])
+        backward.backward_weight()
+    found, layer.weight.grad = layer.weight.grad, None
+    for x in inputs:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layer(x).sum().backward()
+    assert_equal([found], [layer.weight.grad])
+
+
 def test_a_weight_that_is_an_input_gets_its_gradient_in_i() -> None:
     layer = nn.Linear(DIM, DIM)
     split_layers(layer)

@@ -124,3 +124,13 @@ def test_a_mesh_makes_its_group_anew_once_it_has_been_destroyed() -> None:
         return tensor.item()
 
     assert run_threads(3, body) == [2.0, 2.0, None]
+
+
+def test_torchs_name_for_the_default_group() -> None:
+    def body() -> tuple[bool, list[float]]:
+        tensor = torch.ones(2)
+        disttrain.all_reduce(tensor, group=disttrain.group.WORLD)
+        return disttrain.group.WORLD is disttrain.current_world().default_group, tensor.tolist()
+
+    assert run_threads(2, body) == [(True, [2.0, 2.0])] * 2
+    assert disttrain.group.WORLD is None

@@ -108,8 +108,11 @@ class Backend(ABC):
     def recv(self, tensor: torch.Tensor, src_rank: int, tag: int) -> TransportWork: ...
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Let go of connections and threads. Operations under way may fail on other ranks."""
+    def shutdown(self, wait_s: float) -> None:
+        """Let go of connections and threads. Operations under way may fail on other ranks.
+
+        For those whose handles nobody has it may wait, for `wait_s` seconds at most.
+        """
 
     def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
         """Reduce in place at the destination; the other ranks' tensors are left as they are."""
@@ -180,7 +183,7 @@ class Backend(ABC):
 
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks, and let go."""
-        self.shutdown()
+        self.shutdown(0.0)
 
     @classmethod
     def is_available(cls) -> bool:

@@ -187,7 +187,7 @@ class C10dBackend(Backend):
         started: AnySourceWork = self._transport.recv_anysource([self._movable(tensor)], tag)
         return started
 
-    def shutdown(self) -> None:
+    def shutdown(self, wait_s: float) -> None:
         if not self._is_adopted:
             self._transport.shutdown()
 

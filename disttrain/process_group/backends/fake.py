@@ -108,5 +108,5 @@ class FakeBackend(Backend):
     def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
         return _FromFirstRank()
 
-    def shutdown(self) -> None:
+    def shutdown(self, wait_s: float) -> None:
         """Nothing to let go of."""

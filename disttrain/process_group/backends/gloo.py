@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 
@@ -20,9 +19,6 @@ from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
 
 _log = logging.getLogger(__name__)
-
-_DROPPED_S: Final = 5.0
-"""How long a group that is destroyed waits for collectives whose handles nobody has."""
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
@@ -77,10 +73,10 @@ class GlooBackend(C10dBackend):
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier()
 
-    def shutdown(self) -> None:
-        """Let go of the transport, once what nobody has waited for has ended, or after some seconds."""
+    def shutdown(self, wait_s: float) -> None:
+        """Let go of the transport, once what nobody has waited for has ended, or after `wait_s`."""
         self._scope.is_given_up = True
-        if num_left := num_under_way(self._scope.dropped, _DROPPED_S):
+        if num_left := num_under_way(self._scope.dropped, wait_s):
             _log.warning(
                 "rank %d has not waited for collectives, %d under way in the group that it lets go of: they may "
                 "not take place. Keep the handle that async_op=True gives, and wait for it.",
@@ -89,7 +85,7 @@ class GlooBackend(C10dBackend):
             )
             # Its destructor would wait until their timeout.
             _c10d.keep_for_good(self._transport)
-        super().shutdown()
+        super().shutdown(wait_s)
 
     def abort(self) -> None:
         self._scope.is_given_up = True

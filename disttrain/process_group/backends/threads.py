@@ -158,7 +158,7 @@ class ThreadsBackend(Backend):
     def recv_any(self, tensor: torch.Tensor, tag: int) -> AnySourceWork:
         return self._pass_message(Envelope(tensor, False, None), self._membership.rank, tag)
 
-    def shutdown(self) -> None:
+    def shutdown(self, wait_s: float) -> None:
         """Nothing to let go of: the threads are the caller's."""
 
     def _contribution(self, operation: str, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:

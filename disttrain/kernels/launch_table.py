@@ -1,0 +1,46 @@
+"""How one Triton launch finds many tensors: a table of addresses, and for each program its tensor and block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_ALIGNMENT: Final = 16
+"""Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
+
+
+@triton.jit
+def at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """A tensor's beginning, whose address lies at `address`."""
+    place = tl.load(address).to(tl.pointer_type(DTYPE))
+    if IS_ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return place
+
+
+def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """The rows on the device, which nobody waits for."""
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[int]]) -> bool:
+    """Whether threads may read so many bytes at once of all of them."""
+    sizes = (tensor.numel() for tensor in tensors)
+    return not any(number % _ALIGNMENT for number in chain(sizes, *addresses))
+
+
+@lru_cache(maxsize=256)
+def blocks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Any, Any, Any]:
+    """For each program its tensor and which block of it, and each tensor's size; on the device."""
+    counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    begins = counts.cumsum(0) - counts
+    blocks = torch.arange(len(tensors)) - begins[tensors]
+    return tensors.to(device), blocks.to(device), torch.tensor(sizes).to(device)

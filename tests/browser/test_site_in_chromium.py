@@ -1,0 +1,40 @@
+"""The documentation's site in a browser, opened as a folder: it asks nobody for anything, and its search finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chromium import Chromium
+
+ROOT = Path(__file__).parents[2]
+SEARCH = """new Promise(done => {
+  document.getElementById("__search").click()
+  const input = document.querySelector(".md-search__input")
+  input.focus()
+  input.value = "straggler"
+  input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
+  const found = document.querySelector(".md-search-result__list")
+  const look = () => found.children.length ? done(found.innerText) : setTimeout(look, 50)
+  look()
+})"""
+
+
+def test_it_is_whole_by_itself_and_can_be_searched(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs, which builds the site, is not installed: make docs")
+    browser = Chromium(tmp_path / "profile")
+    try:
+        site = tmp_path / "site"
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+        environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        for page in ("index.html", "tutorial.html", "reference/pipelining.html", "decisions/index.html"):
+            browser.show(site / page)
+        assert [said for said in browser.complaints if "data:image" not in said] == []
+        assert "Verdicts" in browser.value(SEARCH)
+    finally:
+        browser.close()

@@ -1,0 +1,86 @@
+"""round_in_step: an optimizer writes what the next gathers send, and the numbers stay what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import disttrain
+from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.kernels import AdamW
+from disttrain.testing.pytest_plugin import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NUM_STEPS = 3
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    for layer in model[:2]:
+        fully_shard(layer, mp_policy=BF16)
+    return fully_shard(model, mp_policy=BF16)
+
+
+def trained(model: nn.Sequential, optimizer: AdamW) -> list[torch.Tensor]:
+    rank, losses = disttrain.get_rank(), []
+    for step in range(NUM_STEPS):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+
+
+@on_ranks(1, 2, 3)
+def test_numbers_stay_what_they_were() -> None:
+    """Of parts that are uneven, and empty on some ranks."""
+    plain, other = sharded(made()), sharded(made())
+    wished = trained(plain, AdamW(plain.parameters(), lr=0.05))
+    optimizer = AdamW(other.parameters(), lr=0.05)
+    other.round_in_step(optimizer)
+    assert torch.equal(torch.stack(trained(other, optimizer)), torch.stack(wished))
+    for one, two in zip(other.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+
+
+@on_ranks(2)
+def test_gathers_send_what_the_step_has_written() -> None:
+    model = sharded(made())
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    model.round_in_step(optimizer)
+    trained(model, optimizer)
+    (group,) = model[0]._disttrain_shard_state.groups
+    assert group.rounded is not None
+    group.rounded.values.fill_(2.0)
+    x = torch.ones(1, 7)
+    assert torch.equal(model[0](x), torch.full((1, 5), 16.0, dtype=torch.bfloat16))
+    model[0].reshard()
+    with torch.no_grad():
+        model[0].weight.zero_()  # by torch's operators, so the copies are none any more
+        model[0].bias.fill_(3.0)
+    assert torch.equal(model[0](x), torch.full((1, 5), 3.0, dtype=torch.bfloat16))
+
+
+@on_ranks(2)
+def test_copies_are_of_a_whole_step_and_gone_after_backward() -> None:
+    model = sharded(made())
+    optimizer = AdamW(model.parameters(), lr=0.05)
+    model.round_in_step(optimizer)
+    again = copy.deepcopy(model)
+    trained(again, AdamW(again.parameters(), lr=0.05))
+    states = [module._disttrain_shard_state for module in (model[0], model[1], model)]
+    trained(model, optimizer)
+    assert all(group.rounded is not None for state in states for group in state.groups)
+    model(torch.ones(2, 7)).sum().backward()
+    assert all(group.rounded is None for state in states for group in state.groups)
+    model[1].bias.grad = None
+    optimizer.step()
+    assert [group.rounded is None for state in states for group in state.groups] == [False, True, False]

@@ -1,0 +1,59 @@
+"""The code of README.md and docs/ does what it says: Python is run on ranks, commands are known with their flags."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disttrain.testing import RankPool
+from tests import doc_pages
+from tests.doc_commands import missing_files, problems
+from tests.doc_pages import PAGES, ROOT, Block, blocks, commands_with_output, compiled, setup_of
+from tests.launching import environment
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def _named(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.is_run}))
+def test_the_code_of_a_page_runs(page: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    num_ranks = getattr(setup_of(page), "NUM_RANKS", 2)
+    rank_pool.run(num_ranks, doc_pages.run_page, {"page": page, "folder": str(tmp_path)})
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=_named)
+def test_code_is_python(block: Block) -> None:
+    compiled(block)
+
+
+def test_commands_are_known() -> None:
+    """Programs, scripts and flags that pages show."""
+    found = {
+        _named(block): wrong
+        for block in BLOCKS
+        if block.language in ("sh", "console")
+        for command, _ in commands_with_output(block)
+        if (wrong := problems(command))
+    }
+    assert found == {}
+
+
+def test_files_that_pages_name_are_there() -> None:
+    assert {page: gone for page in PAGES if (gone := missing_files(ROOT / page))} == {}
+
+
+def test_tests_that_the_page_of_testing_shows(tmp_path: Path) -> None:
+    for block in blocks("docs/testing.md"):
+        if block.title.endswith(".py"):
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    # A configuration of its own: else pytest goes by the first one that it finds above.
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,61 @@
+"""Copies of many tensors in one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from disttrain.kernels import copies
+from disttrain.kernels.copies import copy_all
+from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
+
+SHAPES = [(3, 5), (0, 4), (2049,), (64, 64), ()]
+
+
+@pytest.fixture(autouse=True, params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_implementation(request.param, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.float32)],
+)
+def test_casts(source: torch.dtype, target: torch.dtype) -> None:
+    sources = [drawn(*shape, seed=seed, dtype=source) for seed, shape in enumerate(SHAPES)]
+    targets = [torch.empty(shape, dtype=target) for shape in SHAPES]
+    copy_all(targets, sources)
+    for found, wished in zip(targets, sources, strict=True):
+        # Triton's interpreter cuts off where a GPU rounds.
+        torch.testing.assert_close(found, wished.to(target), rtol=1e-3, atol=1e-6)
+    scaled = [torch.empty(shape, dtype=target) for shape in SHAPES]
+    copy_all(scaled, sources, torch.tensor(0.25))
+    for found, one in zip(scaled, targets, strict=True):
+        torch.testing.assert_close(found, one * 0.25, rtol=1e-3, atol=1e-6)
+
+
+def test_what_one_launch_does_not_take() -> None:
+    """Dtypes that differ, whole numbers, tensors that lie otherwise, nothing at all."""
+    sources = [drawn(4, 3), drawn(4, 3).float().t(), torch.arange(5)]
+    targets = [torch.empty(4, 3), torch.empty(3, 4), torch.empty(5, dtype=torch.int64)]
+    copy_all(targets, sources)
+    for found, wished in zip(targets, sources, strict=True):
+        torch.testing.assert_close(found, wished.to(found.dtype))
+    copy_all([], [])
+
+
+def test_what_is_traced_takes_torch_s_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a kernel that is no operator, in a graph")
+
+    monkeypatch.setattr(copies, "choose", refuse)
+
+    def scaled(source: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        target = torch.empty_like(source, dtype=torch.bfloat16)
+        copy_all([target], [source], scale)
+        return target
+
+    source, scale = torch.randn(5), torch.tensor(0.5)
+    graph = make_fx(scaled, tracing_mode="fake")(source, scale)
+    assert torch.equal(graph(source, scale), (source * scale).bfloat16())
