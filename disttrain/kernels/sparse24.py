@@ -82,8 +82,8 @@ class Sparse24:
         kernels.Sparse24(model, optimizer)
 
     Masks are chosen by magnitude, now and after every `every` steps. Before a step, a masked weight's gradient gets
-    `decay` times its dense value. The dense weights are in the optimizer's state, under "dense24", from its first step
-    on; a step takes no closure.
+    `decay` times its dense value, whatever the step's `grad_scale`. The dense weights are in the optimizer's state,
+    under "dense24", from its first step on, and steps are counted in its groups; a step takes no closure.
 
     Raises: ShardingError where no such layer's weight is trained, or ranks would have parts of a group of four.
     """
