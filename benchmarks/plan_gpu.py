@@ -199,6 +199,7 @@ def estimate(sizes: Sizes, choice: Choice, *, has_kernels: bool) -> dict[str, An
         num_sequences=sizes.num_sequences,
         has_kernels=has_kernels,
         may_compile=False,
+        has_lean_loss=False,
     )
     plan = plan_of(job, choice)
     return {

@@ -78,7 +78,7 @@ class PostBackend(Backend):
         self._store.delete_key(key)
         return DONE
 
-    def shutdown(self) -> None:
+    def shutdown(self, wait_s: float) -> None:
         """The store is the job's, and stays."""
 
 

@@ -27,18 +27,20 @@ def main() -> None:
     options = parser.parse_args()
     try:
         tokenizer = tokenizer_named(options.tokenizer)
-        if options.shard_size < 1 or options.shards.exists():
+        if options.shard_size < 1:
+            raise SettingError("tokenize_text", f"--shard-size is {options.shard_size}.", "Give 1 or more.")
+        if options.shards.exists():
             raise SettingError("tokenize_text", f"{options.shards} is there already.", "Name a new folder.")
+        text = read_text(options.text)
     except SettingError as error:
         sys.exit(str(error))
-    text = read_text(options.text)
     options.shards.mkdir(parents=True)
     num_tokens = {}
     for side, files in zip(SIDES, (text.training, text.held_out), strict=True):
         writer = ShardWriter(options.shards, side, options.shard_size)
         for first in range(0, len(files), FILES_AT_ONCE):
             # Not all at once, since tokens take more room than text.
-            writer.add(tokenizer.encode(files[first : first + FILES_AT_ONCE]))
+            writer.add(tokenizer.encode(files[first : first + FILES_AT_ONCE], follows=first > 0))
         writer.close()
         num_tokens[side] = writer.num_tokens
         print(f"{side}: {writer.num_tokens} tokens in {writer.num_files} files")

@@ -4,7 +4,7 @@
     disttrain-launch --standalone --nproc-per-node 8 examples/train_llama.py --mesh dp=2,tp=2,pp=2 --schedule ZBV
     disttrain-launch --standalone --nproc-per-node 8 examples/train_llama.py --config examples/configs/8b.toml
     disttrain-launch --standalone --nproc-per-node 4 examples/train_llama.py --resume --mesh tp=2
-    disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... examples/train_llama.py --out DIR
+    disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... train_llama.py --out DIR --batch 48
 
 `train` is the whole story. What it tells lies in `llama/`: how the model is cut and placed (`parallel.py`), what a step
 computes (`steps.py`), which tokens are whose (`batches.py`), others' weights (`huggingface.py`), what you see.
@@ -16,6 +16,7 @@ import math
 import signal
 import sys
 import time
+import zlib
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,9 @@ from llama.huggingface import has_weights, load_weights, save_weights
 from llama.meshes import MeshPlan, make_mesh, replica_of
 from llama.model import Llama
 from llama.parallel import Ways, place
-from llama.ranks import join, peak_memory_bytes, together
+from llama.ranks import is_alike, join, peak_memory_bytes, together
 from llama.steps import Pipelined, Stepper, Whole, mean_loss
-from llama.tokens import read_tokens
+from llama.tokens import Tokens, read_tokens
 from torch import Tensor
 
 import disttrain
@@ -76,17 +77,39 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
     with together():
         tokens = read_tokens(flags.data, flags.tokenizer, flags.seq)
         sizes = fit_vocabulary(flags, tokens.tokenizer.vocabulary_size)
+    with together():
+        check_same(tokens)
     mesh = make_mesh(flags.mesh, device)
     ways = Ways(flags.dtype, flags.kernels, flags.recompute, flags.compile)
     placed = place(sizes, mesh, flags.plan, ways, length=flags.seq, seed=flags.seed)
     if flags.plan is None:
-        stepper: Stepper = Whole(placed, mesh, flags.microbatches, uses_kernels=flags.kernels)
+        stepper: Stepper = Whole(
+            placed, mesh, flags.microbatches, uses_kernels=flags.kernels, reduces_each=flags.reduce_each
+        )
     else:
         stepper = Pipelined(placed, mesh, flags.plan)
     optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     batches = Batches(tokens, flags.seq, flags.seed)
     return Run(flags, device, replica_of(mesh), batches, placed.model, stepper, optimizer, checkpointer)
+
+
+def check_alike(flags: Namespace) -> None:
+    """Raises SettingError, on all ranks, where nodes that share no folder would do different things."""
+    if not is_alike(flags.resume, zlib.crc32(str(flags.out).encode())):
+        found = "with" if flags.resume else "without"
+        problem = f"not all ranks see {flags.out} {found} a checkpoint, as this one does."
+        raise SettingError("train_llama --out", problem, "Name a folder that all nodes share.")
+
+
+def check_same(tokens: Tokens) -> None:
+    """Raises SettingError, on all ranks, where nodes have texts of other sizes: rows would not be the same rows."""
+    training, held_out = tokens.training.size, tokens.held_out.size
+    if not is_alike(training, held_out):
+        problem = (
+            f"not all ranks find {training} + {held_out} {tokens.tokenizer.unit}s in {tokens.name}, as this one does."
+        )
+        raise SettingError("train_llama --data", problem, "Name a folder that is the same on all nodes.")
 
 
 def fit_vocabulary(flags: Namespace, vocabulary_size: int) -> command_line.LlamaConfig:
@@ -227,7 +250,7 @@ def train(flags: Namespace, device: torch.device) -> None:
         screen.show_evaluation(held_out_loss)
         record.add(Row(flags.steps, None, held_out_loss))
     tokenizer = run.batches.tokens.tokenizer
-    prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.encode([flags.prompt.encode()]).tolist()
+    prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
     continuation = sample(run, prompt)
     if flags.export is not None:
         save_weights(run.model, flags.export, tokenizer)
@@ -296,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = join()
     with together():
         flags = command_line.parse(arguments, disttrain.get_world_size())
+    with together():
+        check_alike(flags)
     if flags.dtype is None:
         flags.dtype = "bf16" if device.type == "cuda" else "fp32"
     try:

@@ -7,13 +7,14 @@ before is done, and to the last when they go on. CUDA runtime API, "Event Manage
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
+
+from disttrain.flight_recorder.device_probe import Probe, beside_captures, query_device
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.ring_reader import MarkedNs
@@ -24,7 +25,6 @@ _MAX_ANSWER_S: Final = 0.5
 MIN_BETWEEN_NS: Final = 5_000_000
 """From an operation of which it is marked how long it takes, to the next: each mark costs a GPU a few microseconds.
 That a device comes to an operation is marked always, since any may be the one that a job hangs in."""
-_CAPTURE_MODE_RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Event(Protocol):
@@ -52,6 +52,10 @@ class Device(Protocol):
         """One that nothing is queued on."""
         ...
 
+    def answers(self) -> bool:
+        """Whether it can be asked now without waiting. It has been asked for its `idle_stream` before."""
+        ...
+
 
 class Cuda:
     """The current GPU."""
@@ -65,7 +69,12 @@ class Cuda:
 
     def idle_stream(self) -> torch.cuda.Stream:
         # From torch's pool: of those with this priority few are taken.
-        return torch.cuda.Stream(priority=-1)
+        stream = torch.cuda.Stream(priority=-1)
+        self._probe = Probe(partial(query_device, stream.device.index))
+        return stream
+
+    def answers(self) -> bool:
+        return self._probe.answers()
 
 
 class DeviceMarks:
@@ -112,7 +121,11 @@ class DeviceMarks:
         """
         if self._idle_stream is None:
             return {}
-        with _beside_captures():
+        if not self._device.answers():
+            # Somebody waits in its driver for what is queued, so that it has not come to the last of that.
+            last = max(self._came.numbers)
+            return {last: (None, None, None)} if last >= 0 else {}
+        with beside_captures():
             try:
                 now = self._device.event()
                 now.record(self._idle_stream)
@@ -172,20 +185,3 @@ class _Kind:
         if not self.has(number) or not event.query():
             return None
         return now_ns - int(event.elapsed_time(now) * 1e6)
-
-
-@contextmanager
-def _beside_captures() -> Iterator[None]:
-    """Let this thread ask for events while another one captures a graph, which would be spoilt by that otherwise.
-
-    CUDA runtime API, cudaThreadExchangeStreamCaptureMode. torch has loaded the runtime for all to see.
-    """
-    exchange = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)
-    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-    if exchange is not None:
-        exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        if exchange is not None:
-            exchange(ctypes.byref(mode))

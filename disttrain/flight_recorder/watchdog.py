@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
+from disttrain.flight_recorder.device_probe import Probe, query_device
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.symbols import PACKAGE
@@ -266,7 +268,9 @@ def _private_file(path: Path) -> BinaryIO:
 
 
 def _is_busy(device: torch.device) -> bool | None:
-    """Whether its default stream has work left; None where the device has failed and does not answer."""
+    """Whether its default stream has work left; None where the device has failed."""
+    if not Probe(partial(query_device, device.index or 0)).answers():
+        return True  # Somebody waits in its driver for what is queued, and keeps others out.
     try:
         return not torch.cuda.default_stream(device).query()
     except RuntimeError:

@@ -64,6 +64,11 @@ def kept_of(job: Job, choice: Choice) -> Kept:
     )
 
 
+def is_lean(job: Job, choice: Choice) -> bool:
+    """Whether the loss of logits keeps no copies of them in float32."""
+    return choice.mesh.tp > 1 or (choice.schedule is not None and job.has_lean_loss)
+
+
 def _loss_bytes(job: Job, choice: Choice, tokens: int) -> int:
     tp, dim, dtype = choice.mesh.tp, job.sizes.dim, job.precision.compute_bytes
     vocab = -(-job.sizes.vocab_size // tp)
@@ -71,8 +76,8 @@ def _loss_bytes(job: Job, choice: Choice, tokens: int) -> int:
         rows = min(tokens, max(1, _LOSS_BLOCK_BYTES // (vocab * dtype)))
         # Sums of the matrix's gradient in float32, a block of logits, the hidden gradient in two forms.
         return 4 * vocab * dim + dtype * rows * vocab + 2 * dtype * tokens * dim
-    if tp > 1:
-        # The vocabulary-parallel loss: the logits and their gradient.
+    if is_lean(job, choice):
+        # The vocabulary-parallel loss, also of one rank: the logits and their gradient.
         return 2 * dtype * tokens * vocab
     # In float32: what log_softmax keeps, the gradient of the loss, and that of the logits.
     return 3 * 4 * tokens * vocab

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DisttrainError as error:
         print(error, file=sys.stderr)  # noqa: T201
     except OSError as error:
-        print(f"disttrain.plan: {error.filename}: {error.strerror}.", file=sys.stderr)  # noqa: T201
+        named = f"{error.filename}: " if error.filename else ""
+        print(f"disttrain.plan: {named}{error.strerror}.", file=sys.stderr)  # noqa: T201
     except KeyboardInterrupt:
         return 130
     return USAGE
@@ -46,10 +47,10 @@ def _plan(options: argparse.Namespace) -> int:
     mesh = None if options.mesh is None else _mesh(options.mesh, job.num_gpus)
     plans = find_plans(job, num_plans=options.top, schedules=options.schedule or SCHEDULES, mesh=mesh)
     write(as_text(plans, options.model))
-    if options.svg and plans.plans:
-        options.svg.write_text(_picture(job, plans.plans[0].choice), encoding="utf-8")
     if options.json:
         options.json.write_text(json.dumps(as_json(plans, options.model), indent=1) + "\n", encoding="utf-8")
+    if options.svg and plans.plans:
+        options.svg.write_text(_picture(job, plans.plans[0].choice), encoding="utf-8")
     return 0 if plans.plans else NOTHING_FITS
 
 

@@ -40,7 +40,8 @@ class Job:
 
     Args: num_sequences  in a step of all ranks;  memory_share  of a GPU's memory that tensors may take: CUDA, NCCL and
           what the allocator cannot use need the rest;  has_kernels  `use_kernels` and the loss without logits;
-          may_compile  blocks may be compiled;  uses_float8  products of blocks in float8.
+          may_compile  blocks may be compiled;  uses_float8  products of blocks in float8;  has_lean_loss  a pipeline's
+          last stage computes the loss of its logits without copies of them in float32, as in examples/train_llama.py.
     """
 
     sizes: LlamaSizes
@@ -54,6 +55,7 @@ class Job:
     has_kernels: bool = True
     may_compile: bool = True
     uses_float8: bool = False
+    has_lean_loss: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "node_size", "seq_size", "num_sequences"):
@@ -167,8 +169,8 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
 def meshes(job: Job) -> Iterator[MeshSizes]:
     """Every mesh of the job's GPUs that keeps tensor parallel within a node, whether it fits or not."""
     for tp in divisors(job.num_gpus):
-        if tp > job.node_size:
-            continue
+        if job.node_size % tp:
+            continue  # some of its groups would lie on two nodes
         for pp in divisors(job.num_gpus // tp):
             rest = job.num_gpus // tp // pp
             for replicate in divisors(rest):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from disttrain.errors import ScheduleError
-from disttrain.plan.job import Choice, Job, MeshSizes, divisors, meshes, why_not
+from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
 from disttrain.plan.memory import Memory, memory_of, resting_bytes
 from disttrain.plan.times import Times, likely_s, times_of
 from disttrain.plan.traffic import Traffic, traffic_of
@@ -101,10 +101,10 @@ def find_plans(
 def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Iterator[Choice]:
     """Every way to run the job on a mesh."""
     num_sequences = job.num_sequences // mesh.num_batch_parts
-    for size in divisors(num_sequences):
-        # Powers of two: what lies between them changes little.
-        if size > MOST_SEQUENCES or size & (size - 1):
-            continue
+    # Powers of two: what lies between them changes little.
+    for size in (1 << power for power in range(MOST_SEQUENCES.bit_length())):
+        if num_sequences % size:
+            break
         for schedule in schedules if mesh.pp > 1 else (None,):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
             for recomputes in (False, True):

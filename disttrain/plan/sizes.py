@@ -31,10 +31,13 @@ class LlamaSizes:
     is_tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"):
+        numbers = ["dim", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"]
+        for name in numbers + ["head_size"] * (self.head_size is not None):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SettingError(_OPERATION, f"{name} is {value!r}.", "Give a whole number from 1 on.")
+        if not isinstance(self.is_tied, bool):
+            raise SettingError(_OPERATION, f"is_tied is {self.is_tied!r}.", "Give true or false.")
         if self.head_size is None:
             if self.dim % self.num_heads:
                 problem = f"dim {self.dim} does not divide among {self.num_heads} heads."
@@ -109,6 +112,8 @@ _SPELLINGS = {
     "is_tied": ("is_tied", "tie_word_embeddings", "tied"),
 }
 """Ours first, then Hugging Face's. Beside `dim`, `hidden_size` is the feed-forward layers'."""
+_WEIGHTLESS = {"rotary_base", "norm_eps"}
+"""The example's, of no interest here."""
 
 
 def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
@@ -130,6 +135,9 @@ def _written_out(text: str) -> tuple[dict[str, Any], str]:
     table: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if name not in _WEIGHTLESS.union(*_SPELLINGS.values()):
+            problem = f"{text!r} has {name!r}, which is no size."
+            raise SettingError(_OPERATION, problem, f"Sizes are {', '.join(one[0] for one in _SPELLINGS.values())}.")
         table[name] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value.lower(), value)
     return table, repr(text)
 
@@ -154,6 +162,9 @@ def _read(text: str) -> tuple[dict[str, Any] | str, str]:
 
 
 def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
+    if experts := next((name for name in table if "experts" in name), None):
+        problem = f"{where} has {experts} {table[experts]!r}: its blocks are not a Llama's."
+        raise SettingError(_OPERATION, problem, "Take a model without experts.")
     found: dict[str, Any] = {}
     for field, spellings in _SPELLINGS.items():
         known = [name for name in spellings if table.get(name) is not None]

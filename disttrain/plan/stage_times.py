@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from disttrain.plan.activations import is_lean
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.parts import StageParts, local_key_size
 from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of
@@ -77,7 +78,7 @@ def _head(job: Job, choice: Choice) -> Computing:
     if job.has_kernels and not choice.has_whole_logits:
         # The loss without logits makes all gradients at once.
         return Computing(3 * product + 8 * logits_s, 0.0, 0.0)
-    forward_bytes, backward_bytes = (14, 26) if tp == 1 else (4, 4)
+    forward_bytes, backward_bytes = (4, 4) if is_lean(job, choice) else (14, 26)
     return Computing(product + forward_bytes * logits_s, 2 * product + backward_bytes * logits_s, product)
 
 

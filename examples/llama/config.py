@@ -45,14 +45,22 @@ PRESETS = {
     "tiny": LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=96),
     "small": LlamaConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=1, hidden_size=352),
     "base": LlamaConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_size=2048),
-    "1b": LlamaConfig(dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_size=8192, rotary_base=5e5),
+    "1b": LlamaConfig(2048, 16, 32, num_kv_heads=8, hidden_size=8192, rotary_base=5e5, is_tied=True),
     "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336, rotary_base=5e5),
 }
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
 NEEDED = ("dim", "num_layers", "num_heads", "num_kv_heads", "hidden_size")
 KINDS = dict.fromkeys(NEEDED, int) | {
     "rotary_base": float,
     "norm_eps": float,
-    "is_tied": lambda text: text == "True",
+    "is_tied": _truth,
 }
 
 

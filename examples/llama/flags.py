@@ -36,6 +36,7 @@ CHANGEABLE = (
     "compile",
     "kernels",
     "recompute",
+    "reduce_each",
     "tensorboard",
     "save_every",
     "eval_every",
@@ -62,7 +63,9 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     Raises: SettingError.
     """
     parser = _parser()
-    flags = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = [*_from_file(parser.parse_args(given).config), *given]
+    flags = parser.parse_args(given)
     if settings.ROUND.read() and flags.out is not None:
         flags.resume |= _has_run(flags.out)
     out = _choose_folder(flags.out, is_resumed=flags.resume)
@@ -70,13 +73,13 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     if flags.resume:
         saved = json.loads((out / MEMO).read_text(encoding="utf-8"))
         parser.set_defaults(**saved, resume=True)
-    if flags.config is not None or flags.resume:
-        command_line = sys.argv[1:] if arguments is None else arguments
-        flags = parser.parse_args([*_from_file(flags.config), *command_line])
+        flags = parser.parse_args(given)
     for name in FIXED if saved else ():
         if getattr(flags, name) != saved[name]:
             problem = f"the run in {out} has --{name} {saved[name]}, not {getattr(flags, name)}."
             raise SettingError("train_llama --resume", problem, f"Leave --{name} out, or start another run.")
+    if flags.export is not None and flags.export.exists():
+        raise SettingError("train_llama --export", f"{flags.export} is there already.", "Name a new folder.")
     flags.out = out
     flags.sizes = _sizes(flags.model)
     flags.mesh = parse_mesh(flags.mesh, num_ranks)
@@ -89,7 +92,10 @@ def save(flags: Namespace) -> None:
     """Make the run's folder, with the flags in it that resuming it takes."""
     flags.out.mkdir(parents=True, exist_ok=True)
     kept = {name: getattr(flags, name) for name in FIXED + CHANGEABLE}
-    (flags.out / MEMO).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    # Renamed, so that a run that is killed while it is resumed can still be.
+    beside = flags.out / f"{MEMO}.new"
+    beside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    beside.replace(flags.out / MEMO)
 
 
 def _parser() -> _Parser:
@@ -119,6 +125,12 @@ def _parser() -> _Parser:
     add(
         "--recompute", action=flag, default=False, help="keep blocks' inputs only, and compute them again (less memory)"
     )
+    add(
+        "--reduce-each",
+        action=flag,
+        default=False,
+        help="reduce gradients after each microbatch, not the last (less memory)",
+    )
     add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
@@ -137,7 +149,7 @@ def _from_file(path: Path | None) -> list[str]:
         return []
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # no TOML, or no text
         raise SettingError("train_llama --config", f"{path}: {error}.", "Name a TOML file.") from error
     line: list[str] = []
     for name, value in entries.items():
@@ -175,6 +187,8 @@ def _schedule(
         plan = make_schedule(name, mesh.pp, num_microbatches)
     except ScheduleError as error:
         raise SettingError("train_llama --schedule", error.problem, error.remedy) from error
+    if plan.name == "ForwardOnly":
+        raise SettingError("train_llama --schedule", f"{plan.name} trains nothing.", "Take 1F1B, say.")
     if plan.num_stages > sizes.num_layers:
         problem = f"{plan.name} on pp={mesh.pp} has {plan.num_stages} stages, the model {sizes.num_layers} layers."
         raise SettingError("train_llama --schedule", problem, "Take another schedule, a smaller pp, or more layers.")
@@ -217,7 +231,8 @@ def _choose_folder(out: Path | None, *, is_resumed: bool) -> Path:
 
 
 def _has_run(folder: Path) -> bool:
-    return any((folder / CHECKPOINTS).glob("step-*"))
+    """Whether there is a save that is whole: one that has died, or is being written, has more to its name."""
+    return any(path.name.removeprefix("step-").isdecimal() for path in (folder / CHECKPOINTS).glob("step-*"))
 
 
 def _number(folder: Path) -> int:

@@ -21,6 +21,17 @@ from llama.model import Llama
 from llama.tokenizer import FILE_NAME, Tokenizer
 
 CONFIG = "config.json"
+NEEDED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+OLDER_WEIGHTS = ("*.bin", "*.pth")
+"""Pickles: models had them before there were safetensors."""
 OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 INSIDE = {
     "attention_norm": "input_layernorm",
@@ -56,7 +67,10 @@ def our_name(theirs: str) -> str:
 
 def read_config(folder: Path) -> LlamaConfig:
     """The sizes in a config.json. Raises SettingError for a model that is no Llama, or one that we don't have."""
-    theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        theirs = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingError("train_llama --model", f"{folder / CONFIG} is no JSON: {error}.", "Mend it.") from error
     heads = theirs.get("num_attention_heads", 0)
     refused = {
         "model_type": theirs.get("model_type") != "llama",
@@ -68,6 +82,9 @@ def read_config(folder: Path) -> LlamaConfig:
     for name in (name for name, is_refused in refused.items() if is_refused):
         problem = f"{folder / CONFIG} has {name} {theirs.get(name)!r}, which this Llama has not."
         raise SettingError("train_llama --model", problem, "Take another model.")
+    if missing := [name for name in NEEDED if not isinstance(theirs.get(name), int | float)]:
+        problem = f"{folder / CONFIG} does not say {', '.join(missing)}."
+        raise SettingError("train_llama --model", problem, "Add it, as a number.")
     # Since version 5 both are in `rope_parameters`.
     rotary = theirs.get("rope_parameters") or {
         "rope_theta": theirs.get("rope_theta"),
@@ -90,7 +107,12 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 def has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors"))
+    """Raises SettingError where there are some that cannot be taken."""
+    found = any(folder.glob("*.safetensors"))
+    if not found and any(path for pattern in OLDER_WEIGHTS for path in folder.glob(pattern)):
+        problem = f"the weights in {folder} are pickles, which are not read."
+        raise SettingError("train_llama --model", problem, "Convert them to safetensors, or leave config.json alone.")
+    return found
 
 
 def load_weights(model: Llama, folder: Path) -> None:

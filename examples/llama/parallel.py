@@ -14,6 +14,7 @@ from torch import nn
 import disttrain
 from disttrain import kernels, tp
 from disttrain.compiling import compile_blocks
+from disttrain.dtensor import DTensor, Shard
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineStage, Schedule, split_blocks
 from llama.config import LlamaConfig
@@ -81,9 +82,16 @@ def _fit_out(module: nn.Module, config: LlamaConfig, mesh: disttrain.DeviceMesh,
     for block in module.modules():
         if isinstance(block, Block):
             fully_shard(block, mesh=shards, mp_policy=policy)
-    fully_shard(module, mesh=shards, mp_policy=policy)
+    fully_shard(module, mesh=shards, mp_policy=policy, shard_placement_fn=_across_uneven)
     if ways.compile:
         compile_blocks(module, Block)
+
+
+def _across_uneven(parameter: nn.Parameter) -> Shard | None:
+    """A vocabulary that tp cuts into uneven parts is not cut again: its matrix is, along the other dim."""
+    if isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size():
+        return Shard(1)
+    return None
 
 
 def _let_go_of_others(model: Llama, stages: list[nn.Module]) -> None:

@@ -66,6 +66,15 @@ def together() -> Iterator[None]:
         sys.exit(EXIT_CODE)
 
 
+def is_alike(*numbers: int) -> bool:
+    """Whether all ranks have the same numbers. Every rank must call, with as many."""
+    least = torch.tensor(numbers)
+    most = least.clone()
+    disttrain.all_reduce(least, disttrain.ReduceOp.MIN)
+    disttrain.all_reduce(most, disttrain.ReduceOp.MAX)
+    return torch.equal(least, most)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most that this rank has had so far: of its GPU's memory, or of the machine's."""
     if device.type == "cuda":

@@ -10,13 +10,17 @@ import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from disttrain.errors import SettingError
 from llama.tokenizer import FILE_NAME, Tokenizer
 
 MEMO = "shards.json"
 SIDES = ("training", "held-out")
+_KINDS = {"tokenizer": str, "num_text_files": int, "num_tokens": dict}
+_REMEDY = "Make the shards again, by examples/tokenize_text.py."
 
 
 class Shards:
@@ -88,7 +92,24 @@ def write_memo(folder: Path, tokenizer: Tokenizer, num_files: int, num_tokens: d
     (folder / MEMO).write_text(json.dumps(memo, indent=1) + "\n", encoding="utf-8")
 
 
-def open_shards(folder: Path, side: str) -> Shards:
-    """One side of a folder, mapped."""
+def read_memo(folder: Path) -> dict[str, Any]:
+    """Raises SettingError where it is not as `write_memo` wrote it."""
+    try:
+        memo = json.loads((folder / MEMO).read_text(encoding="utf-8"))
+        return {name: kind(memo[name]) for name, kind in _KINDS.items()}
+    except (ValueError, TypeError, KeyError) as error:
+        raise SettingError("train_llama --data", f"{folder / MEMO} is damaged: {error}.", _REMEDY) from error
+
+
+def open_shards(folder: Path, side: str, memo: dict[str, Any]) -> Shards:
+    """One side of a folder, mapped. Raises SettingError where files are missing, or are none of its own."""
     paths = sorted(folder.glob(f"{side}-*.npy"))
-    return Shards([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])
+    try:
+        found = Shards([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])
+    except (ValueError, EOFError) as error:
+        raise SettingError("train_llama --data", f"{folder} has a damaged file: {error}.", _REMEDY) from error
+    expected = memo["num_tokens"].get(side)
+    if found.size != expected:
+        problem = f"{folder} has {found.size} {side} tokens in {len(paths)} files; {MEMO} says {expected}."
+        raise SettingError("train_llama --data", problem, _REMEDY)
+    return found

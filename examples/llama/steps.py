@@ -44,18 +44,26 @@ class Whole:
     """Every rank runs the model from end to end, on rows of its own; gradients of microbatches add up."""
 
     def __init__(
-        self, placed: Placed, mesh: disttrain.DeviceMesh, num_microbatches: int, *, uses_kernels: bool
+        self,
+        placed: Placed,
+        mesh: disttrain.DeviceMesh,
+        num_microbatches: int,
+        *,
+        uses_kernels: bool,
+        reduces_each: bool,
     ) -> None:
         self._model = placed.model
-        self._loss = Loss(placed.model.config, mesh["tp"])
+        self._loss = Loss(placed.model.config, mesh["tp"], is_lean=mesh["tp"].size() > 1)
         self._num_microbatches = num_microbatches
+        # Else whole gradients are kept until the last microbatch, which costs memory and spares messages.
+        self._reduces_each = reduces_each
         # The head computes the loss itself, without logits, where it is not cut.
         self._has_loss_in_head = uses_kernels and mesh["tp"].size() == 1
 
     def train(self, batch: Tensor) -> Tensor:
         total = torch.zeros((), device=batch.device, dtype=torch.float64)
         for number, rows in enumerate(batch.chunk(self._num_microbatches)):
-            self._model.set_requires_gradient_sync(number == self._num_microbatches - 1)
+            self._model.set_requires_gradient_sync(self._reduces_each or number == self._num_microbatches - 1)
             loss = self._loss_of(rows) / self._num_microbatches
             loss.backward()
             total += loss.detach()
@@ -86,7 +94,8 @@ class Pipelined:
     """Each rank has stages of the model; a schedule says when which of them runs on which microbatch."""
 
     def __init__(self, placed: Placed, mesh: disttrain.DeviceMesh, schedule: Schedule) -> None:
-        self._loss = Loss(placed.model.config, mesh["tp"])
+        # Several microbatches' logits are there at a time.
+        self._loss = Loss(placed.model.config, mesh["tp"], is_lean=True)
         self._running = PipelineSchedule(placed.stages, schedule, self._loss)
         # One row at a time, for sampling.
         self._rows = PipelineSchedule(placed.stages, forward_only(schedule.placement, 1))
@@ -116,15 +125,19 @@ class Pipelined:
 
 
 class Loss:
-    """Mean negative log-likelihood of each next token, in nats; logits may be cut along the vocabulary by `tp`."""
+    """Mean negative log-likelihood of each next token, in nats; logits may be cut along the vocabulary by `tp`.
 
-    def __init__(self, config: LlamaConfig, mesh: disttrain.DeviceMesh) -> None:
+    `is_lean`: beside logits there is only their gradient, no copy of them in fp32. Logits that are cut ask for it.
+    """
+
+    def __init__(self, config: LlamaConfig, mesh: disttrain.DeviceMesh, *, is_lean: bool) -> None:
+        self._is_lean = is_lean
         self._vocabulary_size = config.vocabulary_size
         self._mesh = mesh
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, targets = logits.flatten(0, 1), targets.flatten()
-        if self._mesh.size() > 1:
+        if self._is_lean:
             return tp.vocab_parallel_cross_entropy(logits, targets, self._mesh, vocab_size=self._vocabulary_size)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 

@@ -25,8 +25,15 @@ class Tokenizer(Protocol):
     path: Path | None
     vocabulary_size: int
 
-    def encode(self, texts: Sequence[bytes]) -> np.ndarray:
-        """All texts, one after the other, with an end after each where there is a token for it."""
+    def encode(self, texts: Sequence[bytes], *, follows: bool = False) -> np.ndarray:
+        """All texts, one after the other, each with its end, where there is a token for it.
+
+        `follows`: whether texts come before, to which these are added.
+        """
+        ...
+
+    def begin(self, text: bytes) -> list[int]:
+        """The tokens of a text that is to be continued, so without an end."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -40,8 +47,13 @@ class ByteTokenizer:
     path = None
     vocabulary_size = 256
 
-    def encode(self, texts: Sequence[bytes]) -> np.ndarray:
-        return np.frombuffer(bytes([FILE_END]).join(texts), dtype=np.uint8)
+    def encode(self, texts: Sequence[bytes], *, follows: bool = False) -> np.ndarray:
+        # Between texts only: the last one's end comes with the next.
+        end = bytes([FILE_END])
+        return np.frombuffer((end if follows else b"") + end.join(texts), dtype=np.uint8)
+
+    def begin(self, text: bytes) -> list[int]:
+        return list(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token % 256 for token in tokens).decode("utf-8", "replace")
@@ -56,14 +68,18 @@ class FileTokenizer:
         self.path = path / FILE_NAME if path.is_dir() else path
         self.name = str(path)
         self._own = _read(self.path)
-        self.vocabulary_size = self._own.get_vocab_size()
+        # Where numbers have been left out, there are fewer tokens than that.
+        self.vocabulary_size = max(self._own.get_vocab().values(), default=-1) + 1
         self._end = next((token for token in map(self._own.token_to_id, ENDS) if token is not None), None)
 
-    def encode(self, texts: Sequence[bytes]) -> np.ndarray:
+    def encode(self, texts: Sequence[bytes], *, follows: bool = False) -> np.ndarray:
         encoded = self._own.encode_batch_fast([text.decode("utf-8", "replace") for text in texts], False)
         end = [] if self._end is None else [self._end]
         dtype = np.uint16 if self.vocabulary_size <= 1 << 16 else np.uint32
         return np.concatenate([np.array([*one.ids, *end], dtype=dtype) for one in encoded] or [np.zeros(0, dtype)])
+
+    def begin(self, text: bytes) -> list[int]:
+        return list(self._own.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._own.decode(list(tokens))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sysconfig
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain.errors import SettingError
-from llama.shards import MEMO, SIDES, Shards, open_shards
-from llama.tokenizer import FILE_END, Tokenizer, tokenizer_named
+from llama.shards import MEMO, SIDES, Shards, open_shards, read_memo
+from llama.tokenizer import FILE_END, FILE_NAME, ByteTokenizer, Tokenizer, tokenizer_named
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 HELD_OUT_EVERY = 20
@@ -48,11 +47,11 @@ class Text:
 def read_tokens(data: str | None, tokenizer: str, seq_size: int) -> Tokens:
     """A folder of shards, or of text; by default Python's standard library, which every machine with Python has.
 
-    Shards have their own tokenizer, so that `tokenizer` counts for text only.
-    Raises: SettingError when there is too little of it for windows of `seq_size` + 1 tokens.
+    Shards have their own tokenizer: with them `tokenizer` is bytes, its default, or the same.
+    Raises: SettingError when there is too little of it for windows of `seq_size` + 1 tokens, or shards are not whole.
     """
     if data is not None and (Path(data) / MEMO).is_file():
-        tokens = _from_shards(Path(data))
+        tokens = _from_shards(Path(data), tokenizer)
     else:
         tokens = _from_text(read_text(data), tokenizer_named(tokenizer), has_default_prompt=data is None)
     sizes = tokens.training.size, tokens.held_out.size
@@ -71,6 +70,8 @@ def read_text(folder: str | None) -> Text:
         name = f"the standard library of Python {platform.python_version()}"
     else:
         root, suffix, skipped, name = Path(folder), "", frozenset[str](), folder
+        if not root.is_dir():
+            raise SettingError("train_llama --data", f"there is no folder {folder}.", "Name one with text, or shards.")
     files = {path: data for path, data in _read_files(root, suffix, skipped) if MARK not in data}
     training = [data for path, data in files.items() if not _is_held_out(path)]
     held_out = [data for path, data in files.items() if _is_held_out(path)]
@@ -83,23 +84,27 @@ def read_text(folder: str | None) -> Text:
 
 def _from_text(text: Text, tokenizer: Tokenizer, *, has_default_prompt: bool) -> Tokens:
     training, held_out = (Shards([tokenizer.encode(side)]) for side in (text.training, text.held_out))
-    start = (
-        tokenizer.encode([b"    def __init__(self"]) if has_default_prompt else held_out.read(0, _prompt_of(held_out))
-    )
-    return Tokens(text.name, text.num_files, tokenizer, training, held_out, tuple(start.tolist()))
+    start = tokenizer.begin(b"    def __init__(self") if has_default_prompt else _prompt_of(held_out)
+    return Tokens(text.name, text.num_files, tokenizer, training, held_out, tuple(start))
 
 
-def _from_shards(folder: Path) -> Tokens:
-    memo = json.loads((folder / MEMO).read_text(encoding="utf-8"))
+def _from_shards(folder: Path, tokenizer: str) -> Tokens:
+    memo = read_memo(folder)
     name = memo["tokenizer"]
-    own = tokenizer_named(str(folder / name) if (folder / name).is_file() else name)
-    training, held_out = (open_shards(folder, side) for side in SIDES)
-    start = held_out.read(0, _prompt_of(held_out))
-    return Tokens(str(folder), memo["num_text_files"], own, training, held_out, tuple(start.tolist()))
+    own = tokenizer_named(str(folder / name) if name == FILE_NAME else name)
+    if tokenizer != ByteTokenizer.name and not _is_same(own, tokenizer_named(tokenizer)):
+        problem = f"{folder} has tokens of its own {name}, not of {tokenizer}."
+        raise SettingError("train_llama --tokenizer", problem, "Leave --tokenizer out, or make shards with that one.")
+    training, held_out = (open_shards(folder, side, memo) for side in SIDES)
+    return Tokens(str(folder), memo["num_text_files"], own, training, held_out, tuple(_prompt_of(held_out)))
 
 
-def _prompt_of(side: Shards) -> int:
-    return min(NUM_PROMPT_TOKENS, side.size)
+def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
+    return one.path is not None and other.path is not None and one.path.read_bytes() == other.path.read_bytes()
+
+
+def _prompt_of(side: Shards) -> list[int]:
+    return [int(token) for token in side.read(0, min(NUM_PROMPT_TOKENS, side.size))]
 
 
 def _read_files(root: Path, suffix: str, skipped: frozenset[str]) -> Iterator[tuple[str, bytes]]:

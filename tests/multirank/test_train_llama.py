@@ -1,17 +1,24 @@
-"""The example as a person runs it: by the launcher, from beginning to end, killed and resumed, and told nonsense."""
+"""The example as a person runs it: by the launcher, from beginning to end, and killed on the way; and told nonsense."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
+import train_llama
 
+import disttrain
+from disttrain.testing import RankPool
 from tests.launching import EXAMPLES, command, environment
+from tests.llama_cases import trained
 
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
@@ -19,9 +26,9 @@ RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
 
-def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
+def start(folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(2, SCRIPT, *flags),
+        command(2, *argv),
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -29,13 +36,6 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def run(folder: Path, *flags: str) -> tuple[int, str]:
-    """Exit code and output."""
-    process = start(folder, *flags)
-    output, _ = process.communicate(timeout=LIMIT_S)
-    return process.returncode, output
 
 
 def kill_rank(process: subprocess.Popen[str], rank: int, save: Path) -> None:
@@ -55,16 +55,25 @@ def losses(table: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a whole run, and what it printed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    exit_code, output = run(folder, *RUN)
-    assert exit_code == 0, output
-    return folder / "runs" / "llama-1", output
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run one of whose ranks was killed on the way, and what it printed."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if "step    12   held out" in line:
+            kill_rank(process, 1, folder / "mine" / "checkpoints" / "step-00000005")
+            break
+    after, _ = process.communicate(timeout=LIMIT_S)
+    output = "".join(before) + after
+    assert process.returncode == 0, output
+    return folder / "mine", output
 
 
-def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Path, str]) -> None:
-    out, _ = undisturbed
+def test_a_run_leaves_its_losses_a_picture_and_checkpoints(finished: tuple[Path, str]) -> None:
+    out, _ = finished
     rows = losses(out / "loss.csv")
     assert [row["step"] for row in rows] == [str(step) for step in range(31)]
     assert float(rows[-1]["held_out_loss"]) < float(rows[0]["held_out_loss"]) - 1.5
@@ -74,8 +83,8 @@ def test_a_run_leaves_its_losses_a_picture_and_checkpoints(undisturbed: tuple[Pa
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000025", "step-00000030"]
 
 
-def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> None:
-    out, output = undisturbed
+def test_a_run_tells_its_story_in_plain_lines(finished: tuple[Path, str]) -> None:
+    out, output = finished
     assert "\x1b" not in output
     assert "\r" not in output
     assert "[rank 1]" not in output
@@ -86,25 +95,28 @@ def test_a_run_tells_its_story_in_plain_lines(undisturbed: tuple[Path, str]) -> 
     assert "mesh        dp=2: each keeps 1/2 of the parameters" in lines
     assert f"step     0   held out {first:.3f}" in lines
     assert f"held out    {first:.3f} \N{RIGHTWARDS ARROW} {last:.3f} nats per token" in lines
-    assert f"curve       {Path('runs', 'llama-1', 'loss.png')}" in lines
+    assert f"curve       {Path('mine', 'loss.png')}" in lines
 
 
-def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
-    undisturbed: tuple[Path, str], tmp_path: Path
+def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_had_happened(
+    rank_pool: RankPool, finished: tuple[Path, str], tmp_path: Path
 ) -> None:
-    process = start(tmp_path, *RUN)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step    12   held out" in line:
-            kill_rank(process, 1, tmp_path / "runs" / "llama-1" / "checkpoints" / "step-00000005")
-            break
-    output, _ = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGKILL, output
-    assert "rank 1" in output
-    exit_code, output = run(tmp_path, "--resume")
-    assert exit_code == 0, output
-    table = Path("loss.csv")
-    assert losses(tmp_path / "runs" / "llama-1" / table) == losses(undisturbed[0] / table)
+    out, output = finished
+    assert "restart 1 of 1" in output
+    rank_pool.run(2, trained, {"arguments": [*RUN, "--sample", "0", "--out", str(tmp_path)]}, timeout_s=LIMIT_S)
+    assert losses(out / "loss.csv") == losses(tmp_path / "loss.csv")
+
+
+def told(arguments: list[list[str]]) -> list[object]:
+    """Rank task: the exit code, and what this rank says, with a command line for each rank."""
+    world = disttrain.current_world()
+    with (
+        mock.patch.object(train_llama, "join", return_value=world.device),
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        pytest.raises(SystemExit) as caught,
+    ):
+        train_llama.main(arguments[disttrain.get_rank()])
+    return [caught.value.code, said.getvalue()]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +132,40 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
         ),
     ],
 )
-def test_nonsense_gets_one_line(tmp_path: Path, flags: tuple[str, ...], answer: str) -> None:
-    exit_code, output = run(tmp_path, *flags)
-    said = [line for line in output.splitlines() if line.startswith("[rank")]
-    assert exit_code == 2, output
-    assert len(said) == 1
-    assert said[0].removeprefix("[rank 0] ").startswith(answer)
+def test_nonsense_gets_one_line(
+    rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], answer: str
+) -> None:
+    empty = [str(tmp_path) if flag == "." else flag for flag in flags]
+    found = rank_pool.run(2, told, {"arguments": [empty, empty]})
+    (first_code, first_said), second = found
+    assert second == [2, ""]
+    assert (first_code, first_said.count("\n")) == (2, 1)
+    assert first_said.replace(str(tmp_path), ".").startswith(answer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nodes_that_see_other_folders_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    texts, outs = [tmp_path / "a", tmp_path / "b"], [tmp_path / "c", tmp_path / "d"]
+    for rank, text in enumerate(texts):
+        text.mkdir()
+        (text / "numbers.txt").write_text("1 2 3 " * (400 + rank))
+    for name, own, answer in (
+        ("data", texts, f"not all ranks find 2280 + 120 bytes in {texts[0]}, as this one does."),
+        ("out", outs, f"not all ranks see {outs[0]} without a checkpoint, as this one does."),
+    ):
+        arguments = [[*TINY, "--out", str(outs[0]), f"--{name}", str(path)] for path in own]
+        (first, said), second = rank_pool.run(2, told, {"arguments": arguments})
+        assert (first, second) == (2, [2, ""])
+        assert said.startswith(f"train_llama --{name}: {answer}")
+
+
+def test_a_rank_that_fails_alone_ends_all_of_them(rank_pool: RankPool, tmp_path: Path) -> None:
+    arguments = [[*TINY, "--out", str(tmp_path / "out")] for _ in range(2)]
+    arguments[1] += ["--data", str(tmp_path / "none")]
+    first, second = rank_pool.run(2, told, {"arguments": arguments})
+    assert first == [2, ""]
+    assert second == [
+        2,
+        f"train_llama --data: there is no folder {tmp_path / 'none'}. Name one with text, or shards.\n",
+    ]
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from llama.config import PRESETS, LlamaConfig, RotaryScaling
-from llama.huggingface import load_weights, our_name, read_config, save_weights, their_name
+from llama.huggingface import has_weights, load_weights, our_name, read_config, save_weights, their_name
 from llama.model import Llama
 from llama.tokenizer import ByteTokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -120,6 +120,30 @@ def test_other_models_are_refused(tmp_path: Path, changes: dict[str, object], pr
     with pytest.raises(SettingError) as caught:
         read_config(tmp_path)
     assert problem in caught.value.problem
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "is no JSON"), ("{}", "has model_type None")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SettingError, match=problem):
+        read_config(tmp_path)
+
+
+def test_sizes_that_are_not_said_are_asked_for(tmp_path: Path) -> None:
+    theirs = json.loads(TheirConfig(hidden_size=48, num_attention_heads=6).to_json_string())
+    del theirs["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps({**theirs, "rms_norm_eps": "small"}))
+    with pytest.raises(SettingError, match="does not say vocab_size, rms_norm_eps"):
+        read_config(tmp_path)
+
+
+def test_weights_that_are_pickles_are_refused(tmp_path: Path) -> None:
+    assert not has_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(SettingError, match="are pickles, which are not read"):
+        has_weights(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert has_weights(tmp_path)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:

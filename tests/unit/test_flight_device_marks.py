@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import disttrain
 from disttrain.flight_recorder import FlightRecorder, device_marks
 from disttrain.flight_recorder import recorder as recorder_file
 from disttrain.flight_recorder.device_marks import DeviceMarks
+from disttrain.flight_recorder.device_probe import Probe, query_device
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.store import HashStore
 
@@ -25,6 +27,10 @@ class HandMoved:
         self.now_ms = 0.0
         self.captures = False
         self.has_failed = False
+        self.is_shut = False
+
+    def answers(self) -> bool:
+        return not self.is_shut
 
     def event(self) -> Event:
         return Event(self)
@@ -191,3 +197,30 @@ def test_a_stream_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     device.idle_stream = lambda: "taken"  # type: ignore[method-assign]
     monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
     assert _marked(device, range(3)).read() == {}
+
+
+def test_a_driver_that_does_not_answer_is_not_called() -> None:
+    device = HandMoved()
+    marks = _marked(device, range(3))
+    device.is_shut = device.has_failed = True
+    assert marks.read() == {2: (None, None, None)}
+    assert _marked(device, range(0)).read() == {}
+
+
+def test_a_query_that_does_not_come_back_is_left_alone() -> None:
+    come_back, num_queries = threading.Event(), 0
+
+    def query() -> None:
+        nonlocal num_queries
+        num_queries += 1
+        come_back.wait(10.0)
+
+    probe = Probe(query, limit_s=0.01)
+    assert not probe.answers()
+    assert not probe.answers()
+    assert num_queries == 1
+    come_back.set()
+    deadline_s = time.monotonic() + 5
+    while not probe.answers():
+        assert time.monotonic() < deadline_s
+    query_device(0)  # Without CUDA there is nothing to ask.

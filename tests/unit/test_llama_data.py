@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from llama.batches import Batches, shuffled
-from llama.shards import Shards, open_shards
+from llama.shards import Shards, open_shards, read_memo
 from llama.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_named
 from llama.tokens import Tokens, read_tokens
 
@@ -146,10 +146,48 @@ def test_shards_have_what_the_text_has(tmp_path: Path, monkeypatch: pytest.Monke
     assert everything(found.training) == everything(expected.training)
     assert everything(found.held_out) == everything(expected.held_out)
     assert len(list(shards.glob("training-*.npy"))) == found.training.size // 1000 + 1
-    assert open_shards(shards, "training").read(990, 20).dtype == np.uint8
+    assert open_shards(shards, "training", read_memo(shards)).read(990, 20).dtype == np.uint8
     assert (found.prompt, found.num_files) == (expected.prompt, 60)
     with pytest.raises(SystemExit, match="is there already"):
         make_shards(monkeypatch, text, str(shards))
+
+
+def test_many_files_have_their_ends_in_shards_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, shards = files(tmp_path / "text", 300), tmp_path / "shards"
+    make_shards(monkeypatch, text, str(shards))
+    assert everything(read(shards).training) == everything(read(text).training)
+
+
+def test_shards_that_are_not_whole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = tmp_path / "shards"
+    make_shards(monkeypatch, files(tmp_path / "text", 60), str(shards), "--shard-size", "1000")
+    last = max(shards.glob("training-*.npy"))
+    whole = last.read_bytes()
+    last.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SettingError, match="shards has a damaged file"):
+        read(shards)
+    last.write_bytes(b"")
+    with pytest.raises(SettingError, match="shards has a damaged file"):
+        read(shards)
+    last.unlink()
+    with pytest.raises(SettingError, match=r"has \d+000 training tokens in \d files; shards\.json says"):
+        read(shards)
+    (shards / "shards.json").write_text("{}")
+    with pytest.raises(SettingError, match=r"shards\.json is damaged: 'tokenizer'"):
+        read(shards)
+
+
+def test_a_text_that_is_continued_has_no_end(tokenizer_file: Path) -> None:
+    own = FileTokenizer(tokenizer_file)
+    assert (own.encode([b"file 5"]).tolist(), own.begin(b"file 5")) == ([0, 8, 1], [0, 8])
+    assert ByteTokenizer().begin(b"file") == list(b"file")
+    assert read_tokens(None, str(tokenizer_file), 16).prompt[-1] != 1
+
+
+def test_a_vocabulary_reaches_to_its_last_number(tokenizer_file: Path) -> None:
+    with_a_gap = tokenizer_file.read_text().replace('"59": 62', '"59": 99').replace('"59":62', '"59":99')
+    tokenizer_file.write_text(with_a_gap)
+    assert FileTokenizer(tokenizer_file).vocabulary_size == 100
 
 
 @pytest.fixture
@@ -179,6 +217,10 @@ def test_a_tokenizer_of_others_goes_with_its_shards(
     assert everything(found.training) == everything(expected.training)
     assert (found.tokenizer.vocabulary_size, found.tokenizer.unit) == (63, "token")
     assert json.loads((shards / "shards.json").read_text())["tokenizer"] == "tokenizer.json"
+    assert read_tokens(str(shards), str(tokenizer_file), 16).training.size == found.training.size
+    tokenizer_file.write_text(tokenizer_file.read_text() + "\n")
+    with pytest.raises(SettingError, match=r"tokens of its own tokenizer\.json, not of"):
+        read_tokens(str(shards), str(tokenizer_file), 16)
 
 
 def test_tokenizers_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

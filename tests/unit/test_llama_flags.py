@@ -61,6 +61,7 @@ def test_sizes_can_be_spelled(name: str) -> None:
         ("dim=64,depth=2", "nor sizes: depth is no size"),
         ("dim=x,num_layers=1,num_heads=1,num_kv_heads=1,hidden_size=4", "invalid literal for int() with base 10: 'x'"),
         ("dim=24,num_layers=1,num_heads=8,num_kv_heads=8,hidden_size=4", "dim 24 has 8 heads, of which 8 are"),
+        ("dim=8,num_layers=1,num_heads=1,num_kv_heads=1,hidden_size=4,is_tied=no", "'no' is neither true nor false"),
         ("dim=24,num_layers=0,num_heads=2,num_kv_heads=2,hidden_size=4", "a size is below 1"),
     ],
 )
@@ -87,6 +88,8 @@ def test_other_sizes_are_refused(text: str, problem: str) -> None:
             "would share one matrix",
         ),
         (["--config", "none.toml"], "No such file or directory"),
+        (["--mesh", "pp=2", "--schedule", "ForwardOnly"], "ForwardOnly trains nothing"),
+        (["--export", "."], ". is there already"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--resume"], "there is no checkpoint in runs"),
         (["--resume", "--out", "there"], "there is no checkpoint in there"),
@@ -117,6 +120,30 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
     assert flags.parse(["--resume"], 2).out == Path("runs/llama-2")
     with pytest.raises(SettingError, match="mine has a run in it"):
         flags.parse(["--out", "mine"], 2)
+
+
+def test_a_save_that_died_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saves = Path("mine", flags.CHECKPOINTS)
+    (saves / f"step-00000007.tmp-{'0' * 32}").mkdir(parents=True)
+    with pytest.raises(SettingError, match="there is no checkpoint in mine"):
+        flags.parse(["--resume", "--out", "mine"], 2)
+    monkeypatch.setenv("DISTTRAIN_ROUND", "1")
+    assert not flags.parse(["--out", "mine"], 2).resume  # a job that is started again begins again
+    flags.save(flags.parse(["--out", "mine"], 2))
+    (saves / "step-00000007").mkdir()
+    assert flags.parse(["--out", "mine"], 2).resume
+
+
+def test_a_file_may_name_the_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text('out = "mine"\nsteps = 5\n')
+    assert finished_run("--config", "run.toml") == Path("mine")
+    with pytest.raises(SettingError, match="mine has a run in it"):
+        flags.parse(["--config", "run.toml"], 2)
+    assert flags.parse(["--config", "run.toml", "--resume"], 2).out == Path("mine")
+    monkeypatch.setenv("DISTTRAIN_ROUND", "1")
+    assert flags.parse(["--config", "run.toml"], 2).resume
 
 
 def test_a_resumed_run_has_its_flags_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,6 +179,9 @@ def test_a_file_has_the_flags_and_the_command_line_comes_first(tmp_path: Path) -
     assert found.sizes == LlamaConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, hidden_size=160)
     path.write_text("speed = 3")
     with pytest.raises(SettingError, match="unrecognized arguments: --speed=3"):
+        flags.parse(["--config", str(path)], 2)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingError, match="Name a TOML file"):
         flags.parse(["--config", str(path)], 2)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from llama import flags as example_flags
+from llama.config import config_named
 
 from disttrain.errors import SettingError
 from disttrain.plan import HARDWARE, PRESETS, LlamaSizes, read_sizes
@@ -55,6 +56,7 @@ def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> 
         given = words[words.index("examples/train_llama.py") + 1 :]
         found = example_flags.parse([*given, "--out", str(tmp_path / "run")], 16)
         assert vars(found.mesh) == plan["choice"]["mesh"]
+        assert found.sizes == config_named("8b")
         assert found.microbatches == plan["choice"]["num_microbatches"]
         assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
         assert (found.recompute, found.compile) == (plan["choice"]["recomputes"], plan["choice"]["is_compiled"])
@@ -69,7 +71,20 @@ def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.Capture
     assert command.endswith("--kernels --no-recompute --compile")
 
 
+def test_a_folder_gives_its_tokenizer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HUGGING_FACE))
+    arguments = ["--model", str(tmp_path), "--gpus", "2", "--batch-tokens", "524288"]
+    assert main(arguments) == 0
+    assert "--tokenizer" not in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").touch()
+    assert main(arguments) == 0
+    assert f"--model {tmp_path} --tokenizer {tmp_path}" in capsys.readouterr().out
+
+
 def test_it_says_what_the_example_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = f"{SMALL.spelled},head_dim=32,vocab=1000"
+    assert main(["--model", sizes, "--gpus", "2", "--batch-tokens", "524288"]) == 0
+    assert "to run it (the example has no flag for head_dim):" in capsys.readouterr().out
     assert main([*ARGUMENTS, "--float8"]) == 0
     assert "to run it (the example has no flag for --float8):" in capsys.readouterr().out
 
@@ -96,6 +111,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "8b"], "--gpus is missing"),
         (["--model", "9b", "--gpus", "8"], "'9b' is no preset, and cannot be read"),
         (["--model", "dim=64,num_layers=2", "--gpus", "8"], "does not say num_heads"),
+        (["--model", "dim=64,n_layer=2", "--gpus", "8"], "has 'n_layer', which is no size"),
+        (["--model", f"{SMALL.spelled},vocab=9,head_dim=0", "--gpus", "8"], "head_size is 0"),
+        (["--model", "dim=64,layers=2,heads=4,ffn=96,vocab=9,tied=no", "--gpus", "8"], "is_tied is 'no'"),
         (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
         (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),
@@ -131,6 +149,9 @@ def test_models_are_read_in_all_their_forms(tmp_path: Path) -> None:
     ours.write_text('[run]\nsteps = 3\n[model]\nname = "x"\n')
     with pytest.raises(SettingError, match="does not say dim/hidden_size, num_layers/num_hidden_layers"):
         read_sizes(str(ours))
+    (tmp_path / "config.json").write_text(json.dumps({**HUGGING_FACE, "num_local_experts": 8}))
+    with pytest.raises(SettingError, match="has num_local_experts 8: its blocks are not a Llama's"):
+        read_sizes(str(tmp_path))
     ours.write_text('model = "8b"\n')
     assert read_sizes(str(ours)) == PRESETS["8b"]
     ours.write_text("model = ")

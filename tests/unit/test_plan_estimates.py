@@ -216,6 +216,12 @@ def test_the_loss_without_logits_has_the_kernels_blocks() -> None:
     assert kept_of(BIG, choice).loss == pytest.approx(sums + 2 * blocks.rows * vocab, rel=0.02)
 
 
+def test_a_pipelines_loss_has_no_copies_of_its_logits() -> None:
+    choice = Choice(MeshSizes(pp=4, dp=16), 1, 8, "1F1B")
+    assert kept_of(BIG, choice).loss == 2 * 2 * BIG.seq_size * BIG.sizes.vocab_size
+    assert kept_of(replace(BIG, has_lean_loss=False), choice).loss == 3 * kept_of(BIG, choice).loss
+
+
 def test_the_loss_without_logits_takes_less() -> None:
     choice = Choice(MeshSizes(dp=64), 4, 2)
     assert kept_of(BIG, choice).loss < kept_of(replace(BIG, has_kernels=False), choice).loss / 4

@@ -73,6 +73,7 @@ def _pure(sizes: LlamaSizes, num_gpus: int, seq_size: int, num_sequences: int) -
         num_sequences=num_sequences,
         precision=PURE,
         has_kernels=False,
+        has_lean_loss=False,
     )
 
 

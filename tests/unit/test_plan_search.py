@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from disttrain.errors import ScheduleError, SettingError
-from disttrain.plan import HARDWARE, PRESETS, Job, MeshSizes, find_plans, plan_of
+from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_plans, plan_of
 from disttrain.plan.job import meshes, why_not
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import choices, leanest
@@ -34,6 +34,11 @@ def test_it_finds_the_best() -> None:
     assert [plan.times.step_s for plan in found.plans] == pytest.approx(sorted(best.values())[:3], rel=0.01)
     assert all(plan.fits(JOB) for plan in found.plans)
     assert len({(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in found.plans}) == 3
+
+
+def test_tensor_parallel_stays_within_nodes() -> None:
+    job = Job(LlamaSizes(48, 2, 6, 6, 96, 100), 24, node_size=8)
+    assert {mesh.tp for mesh in meshes(job)} == {1, 2, 4, 8}  # of groups of 3, every third would lie on two nodes
 
 
 def test_schedules_that_cannot_be_made_are_left_out() -> None:
