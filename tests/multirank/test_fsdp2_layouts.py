@@ -195,6 +195,17 @@ def test_meshes_that_are_not_slices_of_one_are_refused() -> None:
 
 
 @on_ranks(2)
+def test_slices_of_which_an_equal_mesh_was_there_before() -> None:
+    alone = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    distribute_tensor(torch.zeros(4, 6), alone, [Shard(0)])
+    mesh = disttrain.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    linear = nn.Linear(6, 4, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh["tp"], [Shard(0)]))
+    fully_shard(linear, mesh=mesh["dp"])
+    assert linear.weight.device_mesh == mesh
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("reduce_dtype", [torch.float16, torch.float32, None])
 def test_sums_of_16_bits_do_not_overflow(reduce_dtype: torch.dtype | None) -> None:
     linear = nn.Linear(1, 4, bias=False)
