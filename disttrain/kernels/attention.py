@@ -11,6 +11,7 @@ import torch
 
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShapeError
+from disttrain.kernels._torch import is_within_autocast
 from disttrain.kernels.attention_choice import chosen, machine_of
 from disttrain.kernels.attention_plan import DENSE, NAMES, SDPA, Call, serving
 from disttrain.kernels.attention_rules import (
@@ -60,13 +61,15 @@ def attention(
         from disttrain.kernels.attention_dtensor import attention_of_dtensors
 
         return attention_of_dtensors(query, key, value, mask, scale, by)
-    if torch.is_autocast_enabled(query.device.type):
+    check_fits(query, key, value, mask)
+    if is_within_autocast(query.device):
         query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
         # What is computed within in fp32 stays so.
         with torch.autocast(query.device.type, enabled=False):
             return attention(query, key, value, mask, scale=scale, by=by)
-    _check_tensors(query, key, value)
-    _check_rules(query, key, mask)
+    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        problem = f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}."
+        raise ShapeError(NAME, problem, "Give floats of one dtype, or use autocast.")
     call = call_of(query, key, value, mask)
     name = chosen(call, (query, key, value), mask, scale) if by is None else _asked(by, query, call)
     if name == DENSE and by is None and query.is_cuda and query.numel():
@@ -106,10 +109,8 @@ def _asked(by: str, query: torch.Tensor, call: Call) -> str:
     raise ShapeError(NAME, problem, f"Known are {', '.join(NAMES)}; here {', '.join(sorted(can_serve))} do.")
 
 
-def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
-        problem = f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}."
-        raise ShapeError(NAME, problem, "Give floats of one dtype, or use autocast.")
+def check_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Rule | None) -> None:
+    """Raise ShapeError for shapes, or a rule, that don't fit; of DTensors by their global shapes, so on all ranks."""
     fits = query.dim() == key.dim() == value.dim() == 4
     fits = fits and key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0]
     fits = fits and query.shape[3] == key.shape[3] and query.shape[3] > 0
@@ -121,27 +122,28 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
         problem = f"{num_kv_heads} heads of keys cannot serve {num_heads} heads of queries alike."
         raise ShapeError(NAME, problem, "Give a divisor of the heads of queries.")
-
-
-def _check_rules(query: torch.Tensor, key: torch.Tensor, mask: Rule | None) -> None:
-    batch_size, num_heads, num_queries, _ = query.shape
     for part in parts_of(mask):
-        if isinstance(part, SlidingWindow):
-            if part.size < 1:
-                raise ShapeError(NAME, f"SlidingWindow has size {part.size}.", "Give 1 or more.")
-        elif isinstance(part, SoftCap):
-            if not part.cap > 0:
-                raise ShapeError(NAME, f"SoftCap has cap {part.cap}.", "Give a positive number.")
-        elif isinstance(part, Documents):
-            wanted = (num_queries,) if part.ids.dim() == 1 else (batch_size, num_queries)
-            _check_one("Documents", part.ids, wanted, query)
-            if key.shape[2] != num_queries:
-                problem = f"Documents has ids for {num_queries} queries, and there are {key.shape[2]} keys."
-                raise ShapeError(NAME, problem, "Give as many keys as queries.")
-        elif isinstance(part, Prefix):
-            _check_one("Prefix", part.lengths, (batch_size,), query)
-        elif isinstance(part, Alibi):
-            _check_one("Alibi", part.slopes, (num_heads,), query)
+        _check_rule(part, query, key)
+
+
+def _check_rule(part: Rule, query: torch.Tensor, key: torch.Tensor) -> None:
+    batch_size, num_heads, num_queries, _ = query.shape
+    if isinstance(part, SlidingWindow):
+        if part.size < 1:
+            raise ShapeError(NAME, f"SlidingWindow has size {part.size}.", "Give 1 or more.")
+    elif isinstance(part, SoftCap):
+        if not part.cap > 0:
+            raise ShapeError(NAME, f"SoftCap has cap {part.cap}.", "Give a positive number.")
+    elif isinstance(part, Documents):
+        wanted = (num_queries,) if part.ids.dim() == 1 else (batch_size, num_queries)
+        _check_one("Documents", part.ids, wanted, query)
+        if key.shape[2] != num_queries:
+            problem = f"Documents has ids for {num_queries} queries, and there are {key.shape[2]} keys."
+            raise ShapeError(NAME, problem, "Give as many keys as queries.")
+    elif isinstance(part, Prefix):
+        _check_one("Prefix", part.lengths, (batch_size,), query)
+    elif isinstance(part, Alibi):
+        _check_one("Alibi", part.slopes, (num_heads,), query)
 
 
 def _check_one(name: str, tensor: torch.Tensor, wanted: tuple[int, ...], query: torch.Tensor) -> None:

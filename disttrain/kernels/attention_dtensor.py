@@ -13,7 +13,7 @@ import torch
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import LayoutError
-from disttrain.kernels.attention import NAME, attention
+from disttrain.kernels.attention import NAME, attention, check_fits
 from disttrain.kernels.attention_rules import Rule
 from disttrain.mesh import DeviceMesh
 
@@ -35,11 +35,13 @@ def attention_of_dtensors(
     mesh = query.device_mesh
     for name, one in (("query", query), ("key", key), ("value", value)):
         _check(name, one, query)
+    check_fits(query, key, value, mask)
     placements = [_placement(*those) for those in zip(query.placements, key.placements, value.placements, strict=True)]
     num_parts = 1
     for axis, placement in enumerate(placements):
         num_parts *= mesh.size(axis) if placement.is_shard(1) else 1
-    shares_heads = key.shape[1] % num_parts != 0
+    # With a head of keys for each of queries both are cut alike, evenly or not.
+    shares_heads = key.shape[1] != query.shape[1] and key.shape[1] % num_parts != 0
     others = [Replicate() if shares_heads and placement.is_shard(1) else placement for placement in placements]
     # Where heads are shared, each rank has a term of their gradient.
     grads = [Partial() if shares_heads and placement.is_shard(1) else placement for placement in placements]

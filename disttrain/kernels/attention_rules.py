@@ -47,7 +47,7 @@ class Rule:
         return Rules((*parts_of(self), *parts_of(other)))
 
     def local(self, batch: slice, heads: slice) -> Rule:
-        """As it is for these sequences and heads alone."""
+        """As it is for these sequences and heads alone; itself where it is the same, as what is kept goes by it."""
         return self
 
 
@@ -132,7 +132,7 @@ class Documents(Mask):
         return (low <= key_high) & (key_low <= high), every
 
     def local(self, batch: slice, heads: slice) -> Rule:
-        return self if self.ids.dim() == 1 else Documents(self.ids[batch])
+        return self if self.ids.dim() == 1 or _is_all(batch, self.ids) else Documents(self.ids[batch])
 
     def _ends(self, first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The lowest and the highest id of each block, (..., num_blocks)."""
@@ -156,7 +156,7 @@ class Prefix(Mask):
         return some, (blocks.last_key <= blocks.first_query) | (blocks.last_key < lengths)
 
     def local(self, batch: slice, heads: slice) -> Rule:
-        return Prefix(self.lengths[batch])
+        return self if _is_all(batch, self.lengths) else Prefix(self.lengths[batch])
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,11 @@ class Alibi(ScoreChange):
         return score - (self.slopes.detach()[places.head] * distance).to(score.dtype)
 
     def local(self, batch: slice, heads: slice) -> Rule:
-        return Alibi(self.slopes[heads])
+        return self if _is_all(heads, self.slopes) else Alibi(self.slopes[heads])
+
+
+def _is_all(part: slice, tensor: torch.Tensor) -> bool:
+    return (part.start, part.stop) == (0, len(tensor))
 
 
 BLOCK_SIZE = 128

@@ -70,14 +70,13 @@ def _sdpa(
     if masks_of(rule) and not is_causal:
         is_seen = seen(rule, places_of((*query.shape[:3], key.shape[2]), query.device))
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=is_seen,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, attn_mask=is_seen, is_causal=is_causal, scale=scale, **option_of_groups(query, key)
     )
+
+
+def option_of_groups(query: torch.Tensor, key: torch.Tensor) -> dict[str, bool]:
+    """torch's name for heads of keys that serve several of queries. Within a graph it takes no symbol for it."""
+    return {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
 
 
 def _cudnn(

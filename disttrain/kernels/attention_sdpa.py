@@ -29,7 +29,8 @@ def attended(
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_groups: bool) -> bool:
-    if not query.is_cuda or any(isinstance(one, DTensor) or one.dim() != 4 for one in (query, key, value)):
+    tensors = (query, key, value)
+    if not query.is_cuda or any(isinstance(one, DTensor) or one.is_nested or one.dim() != 4 for one in tensors):
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype is torch.float64:
         return False

@@ -16,6 +16,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor
 from disttrain.errors import LayoutError, ShapeError
+from disttrain.kernels._torch import is_within_autocast
 from disttrain.kernels.float8 import Cast, cast, multiply
 from disttrain.kernels.float8_twin import LINE
 from disttrain.kernels.float8_weight import WEIGHT_DTYPE, Float8Gather, Float8Weight
@@ -38,7 +39,7 @@ def float8_linear(
     Gradient: of all three, once.
     """
     check_fits(x, weight, recipe)
-    if torch.is_autocast_enabled(x.device.type):
+    if is_within_autocast(x.device):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
         # Within a function of autograd nobody sees this, and transposes would be made for a backward.

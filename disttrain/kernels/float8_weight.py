@@ -61,14 +61,16 @@ class Float8Weight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # the stubs leave out that it is a class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
-            weight: Float8Weight = args[0]
-            return Float8Weight(weight.codes, weight.scales, weight.rows_per_scale, weight.dtype)
         if func._schema.is_mutable and isinstance(args[0], Float8Weight):
             problem = "a weight that was gathered in float8 is to be written to."
             raise LayoutError(str(func), problem, "Write to the shards; they are in the parameter's own dtype.")
-        values = map_tensors(Float8Weight, Float8Weight.values, (args, kwargs or {}))
-        return func(*values[0], **values[1])
+        # torch notes of a view whose it is, and cannot where the view was made in inference mode.
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not func.is_view):
+            if func in _SAME and (len(args) == 1 or tuple(args[1]) == tuple(args[0].shape)):
+                weight: Float8Weight = args[0]
+                return Float8Weight(weight.codes, weight.scales, weight.rows_per_scale, weight.dtype)
+            values = map_tensors(Float8Weight, Float8Weight.values, (args, kwargs or {}))
+            return func(*values[0], **values[1])
 
 
 class Float8Gather:

@@ -27,6 +27,9 @@ GROUP: Final = 4
 _DENSE: Final = "dense24"
 """What the dense weight is called in the optimizer's state."""
 
+_STEPS: Final = "steps24"
+"""What the number of steps is called in the optimizer's groups, which are saved with its state."""
+
 
 class SparseLinear(nn.Linear):
     """nn.Linear whose weight is 2:4 sparse, once a `Sparse24` keeps it so."""
@@ -79,8 +82,8 @@ class Sparse24:
         kernels.Sparse24(model, optimizer)
 
     Masks are chosen by magnitude, now and after every `every` steps. Before a step, a masked weight's gradient gets
-    `decay` times its dense value. The dense weights are in the optimizer's state, under "dense24", from its first step
-    on; a step takes no closure.
+    `decay` times its dense value, whatever the step's `grad_scale`. The dense weights are in the optimizer's state,
+    under "dense24", from its first step on, and steps are counted in its groups; a step takes no closure.
 
     Raises: ShardingError where no such layer's weight is trained, or ranks would have parts of a group of four.
     """
@@ -105,7 +108,8 @@ class Sparse24:
         for name, parameter in named.items():
             _check_groups(name, parameter)
         self._optimizer, self._every, self._decay = optimizer, every, decay
-        self._num_steps = 0
+        self._num_steps_before = 0
+        """Of the one that is being taken; other `Sparse24` of the optimizer count it too."""
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         """Dense weights that the optimizer's state has no place for yet."""
         self._masks: dict[nn.Parameter, torch.Tensor] = {}
@@ -123,17 +127,23 @@ class Sparse24:
         if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             problem = "the step is given a closure, which would see the dense weights."
             raise ShapeError("Sparse24", problem, "Compute the gradients before the step.")
+        scale = kwargs.get("grad_scale")
+        self._num_steps_before = self._optimizer.param_groups[0].get(_STEPS, 0)
         with torch.no_grad():
             for parameter, dense in self._stepped():
                 local = _local(parameter)
                 # Those of a step that has failed are still there.
                 mask = self._masks.setdefault(parameter, local != 0)
-                _local(parameter.grad).add_(dense * ~mask, alpha=self._decay)
+                decayed = dense * ~mask * self._decay
+                # The gradient is multiplied by it in the step.
+                _local(parameter.grad).add_(decayed if scale is None else decayed / scale)
                 local.copy_(dense)
 
     def _show_sparse(self, *_: Any) -> None:
-        is_due = self._num_steps % self._every == 0
-        self._num_steps += 1
+        num_steps = self._num_steps_before
+        for group in self._optimizer.param_groups:
+            group[_STEPS] = num_steps + 1
+        is_due = num_steps % self._every == 0
         with torch.no_grad():
             for parameter, dense in self._stepped():
                 local = _local(parameter)
@@ -141,7 +151,8 @@ class Sparse24:
                 mask = self._masks.pop(parameter)
                 local.mul_(mask24(local) if is_due else mask)
                 if parameter in self._before:
-                    self._optimizer.state[parameter][_DENSE] = self._before.pop(parameter)
+                    # A state that was loaded in the meantime has its own.
+                    self._optimizer.state[parameter].setdefault(_DENSE, self._before.pop(parameter))
 
     def _stepped(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Weights with a gradient, and this rank's part of their dense ones."""

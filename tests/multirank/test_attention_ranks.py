@@ -11,8 +11,17 @@ from torch import nn
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Placement, Replicate, Shard, distribute_tensor
-from disttrain.errors import LayoutError
-from disttrain.kernels import Causal, SoftCap, attention, attention_choice, attention_choices
+from disttrain.errors import LayoutError, ShapeError
+from disttrain.kernels import (
+    Alibi,
+    Causal,
+    Documents,
+    Prefix,
+    SoftCap,
+    attention,
+    attention_choice,
+    attention_choices,
+)
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.attention_cases import rule_called, tensors, wished
@@ -43,7 +52,7 @@ def assert_as_a_whole(
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("heads", [(6, 6), (6, 2), (6, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("heads", [(6, 6), (4, 4), (6, 2), (6, 1), (4, 2), (2, 2)])
 def test_heads_cut(heads: tuple[int, int]) -> None:
     """Evenly and not; where there are fewer heads of keys than ranks, these share them."""
     mesh = mesh_of((disttrain.get_world_size(),))
@@ -131,6 +140,35 @@ def test_positions_cut_are_refused() -> None:
         attention(query, key, value)
     with pytest.raises(LayoutError, match="query, key and value are DTensor, DTensor, Tensor"):
         attention(query, query, torch.zeros(1))
+
+
+@on_ranks(3)
+def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    """Also where a rank's own part would fit: none goes on alone."""
+    mesh = mesh_of((3,))
+
+    def cut(heads: tuple[int, int]) -> list[DTensor]:
+        return [distribute_tensor(one, mesh, [Shard(1)]) for one in tensors(BATCH, heads, LENGTH, 8)]
+
+    for heads, num_kv in (((8, 3), 3), ((2, 4), 4)):
+        with pytest.raises(ShapeError, match=f"{num_kv} heads of keys cannot serve {heads[0]} heads of queries"):
+            attention(*cut(heads))
+    for rule, wanted in (
+        (Alibi(torch.zeros(5)), r"\(6,\)"),
+        (Prefix(torch.zeros(2)), r"\(3,\)"),
+        (Documents(torch.zeros(4, LENGTH)), r"\(3, 20\)"),
+    ):
+        with pytest.raises(ShapeError, match=f"Give {wanted} on cpu"):
+            attention(*cut((6, 2)), rule)
+
+
+@on_ranks(3)
+def test_heads_that_are_cut_unevenly_alike_stay_where_they_are() -> None:
+    mesh = mesh_of((3,))
+    query, key, value = (distribute_tensor(one, mesh, [Shard(1)]) for one in tensors(BATCH, (4, 4), LENGTH, 8))
+    with CommDebugMode() as comm:
+        attention(query, key, value, Causal())
+    assert comm.get_total_counts() == 0
 
 
 @on_ranks(3)

@@ -103,6 +103,26 @@ def test_a_sharded_model_trains_as_a_whole_one(recipe: str, is_compiled: bool) -
             optimizer.zero_grad()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("is_by_values", [False, True])
+def test_inference_is_the_forward_of_training(is_by_values: bool) -> None:
+    """Also where layers multiply by the values of what was gathered."""
+    torch.manual_seed(0)
+    model = quietly(Model(), "tensorwise")
+    for block in model.blocks:
+        if is_by_values:
+            block.up.__class__ = nn.Linear
+            block.up.fsdp_gather_hooks = block.gate.fsdp_gather_hooks
+        fully_shard(block)
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(0))
+    wished = model(x).detach()
+    for without_grad in (torch.no_grad, torch.inference_mode):
+        with without_grad():
+            assert torch.equal(model(x), wished)
+    model(x).square().mean().backward()
+    assert model.blocks[0].up.weight.grad.full_tensor().norm() > 0.0
+
+
 @on_ranks(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor loads
 def test_inductor_takes_gathered_weights() -> None:

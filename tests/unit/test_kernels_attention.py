@@ -88,6 +88,9 @@ def test_lengths_are_symbols_of_one_graph() -> None:
     for length in (40, 50, 60, 70):
         compiled(*tensors(2, (4, 2), length, 8))
     assert len(graphs) == 2
+    every = torch.compile(lambda *own: attention(*own, Causal()), fullgraph=True, backend="eager", dynamic=True)
+    own = tensors(2, (4, 2), 40, 8)
+    assert torch.equal(every(*own), attention(*own, Causal()))
 
 
 def test_within_a_checkpoint_and_autocast() -> None:
@@ -141,3 +144,17 @@ def test_tensors_that_do_not_fit() -> None:
         attention(query[:, :, :3], key, value, Documents(torch.zeros(3)))
     with pytest.raises(ShapeError, match=r"'flash' does not serve torch.float64 .* on cpu. Known are cudnn, flash"):
         attention(query, key, value, by="flash")
+
+
+def test_on_meta_only_shapes_are_computed() -> None:
+    query, key, value = (one.to("meta") for one in tensors(2, (4, 2), 5, 8))
+    found = attention(query, key, value, Causal() & SlidingWindow(2))
+    assert found.is_meta
+    assert found.shape == query.shape
+
+
+def test_a_rule_stays_itself_where_heads_alone_are_cut() -> None:
+    """So the blocks that are kept for the next layers are found."""
+    rule = Causal() & Documents(torch.zeros(2, 5)) & Prefix(torch.zeros(2))
+    assert rule.local(slice(0, 2), slice(1, 3)) == rule
+    assert rule.local(slice(0, 1), slice(0, 4)) != rule

@@ -331,3 +331,14 @@ def test_beside_other_kernels() -> None:
     assert Counter(one.what for one in found)["SwiGLU"] == 2
     torch.testing.assert_close(model(tokens), wished, atol=0.05, rtol=0.05)
     assert type(model.blocks[0].feed_forward.gate) is Float8Linear
+
+
+def test_a_layer_made_on_meta() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 16), nn.ReLU())
+        use_float8(model, filter=lambda *_: True, report=lambda _: None)
+        assert model(torch.empty(3, 32)).shape == (3, 16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    assert torch.equal(model(torch.ones(3, 32)), torch.full((3, 16), 33.0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from disttrain.errors import ShapeError, ShardingError
-from disttrain.kernels import AdamW, Sparse24, SparseLinear, use_sparse24
+from disttrain.kernels import SGD, AdamW, Sparse24, SparseLinear, use_sparse24
 from disttrain.kernels.sparse24 import mask24
 from tests.kernel_cases import drawn
 
@@ -67,28 +67,50 @@ def test_a_step_is_that_of_the_dense_weight() -> None:
         assert not is_sparse(model[3].weight)
 
 
+@pytest.mark.parametrize("is_made_first", [False, True])
+@pytest.mark.parametrize("num_before", [3, 4])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, AdamW])
-def test_training_goes_on_from_its_states(make: type[torch.optim.Optimizer]) -> None:
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
-        for step in range(first, first + 4):
+def test_training_goes_on_from_its_states(
+    make: type[torch.optim.Optimizer], num_before: int, is_made_first: bool
+) -> None:
+    """Exactly, also where masks are not chosen just then, and where a save is loaded into what is ready to train."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
             model(drawn(4, 8, seed=step).float()).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
     model = model_of()
-    optimizer = make(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), lr=0.05)
     Sparse24(model, optimizer, every=4)
-    steps(model, optimizer, 0)
+    steps(model, optimizer, 0, num_before)
     assert is_sparse(model[2].weight)
     other = model_of(1)
-    other_optimizer = make(other.parameters(), lr=0.01)
+    other_optimizer = make(other.parameters(), lr=0.05)
+    if is_made_first:
+        Sparse24(other, other_optimizer, every=4)
     other.load_state_dict(model.state_dict())
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    Sparse24(other, other_optimizer, every=4)
+    if not is_made_first:
+        Sparse24(other, other_optimizer, every=4)
     for one in ((model, optimizer), (other, other_optimizer)):
-        steps(*one, 4)
+        steps(*one, num_before, num_before + 6)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_scaled_gradients_decay_as_others() -> None:
+    """A masked weight's decay is not scaled with the loss."""
+    found = []
+    for scale in (1.0, 1024.0):
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.5)
+        Sparse24(model, optimizer, decay=0.1)
+        (scale * model(drawn(4, 8).float()).square().sum()).backward()
+        optimizer.step(grad_scale=torch.tensor(1.0 / scale))
+        found.append(optimizer.state[model[0].weight]["dense24"])
+    torch.testing.assert_close(*found)
 
 
 def test_it_learns() -> None:
