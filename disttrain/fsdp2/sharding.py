@@ -101,7 +101,7 @@ class Sharding:
     def _joined_with(self, fqn: str, other: DeviceMesh) -> DeviceMesh:
         """The mesh of this one's axes and then the other's; both must be slices of one.
 
-        Equal meshes may have come of different ones, and a tensor lies on whichever of them was first: so either's will do.
+        Equal meshes may have come of different ones, and a tensor is on whichever was first: so either's root will do.
         """
         names, other_names = self.mesh.mesh_dim_names or (), other.mesh_dim_names or ()
         joined = (*names, *other_names)
