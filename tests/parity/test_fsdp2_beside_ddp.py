@@ -52,7 +52,7 @@ def run(kind: str) -> dict[str, Any]:
     model = {"sharded": sharded, "ddp": copied}[kind]()
     optimizer = train_llama.make_optimizer(model, uses_kernels=False)
     plan = parse_mesh("dp=2", NUM_RANKS)
-    loss_of = Loss(PRESETS["tiny"], train_llama.make_mesh(plan, torch.device("cpu"))["tp"])
+    loss_of = Loss(PRESETS["tiny"], train_llama.make_mesh(plan, torch.device("cpu"))["tp"], is_lean=False)
     batches = Batches(read_tokens(str(Path(train_llama.__file__).parent), "bytes", 32), 32, SEED)
     losses = []
     for step in range(NUM_STEPS):
