@@ -188,6 +188,18 @@ def test_what_nobody_waits_for_holds_up_no_end() -> None:
     disttrain.barrier()
 
 
+@on_ranks(2)
+def test_sums_of_nothing_hold_up_no_end() -> None:
+    """Gloo takes no part in them, and says for ever that they are under way."""
+    group = disttrain.new_group([0, 1], timeout=60)
+    assert isinstance(group, ProcessGroup)
+    disttrain.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group, async_op=True)
+    began_s = time.monotonic()
+    disttrain.destroy_process_group(group)
+    assert time.monotonic() - began_s < 2
+    disttrain.barrier()
+
+
 @on_ranks(3)
 def test_over_a_file_that_goes_with_its_last_user() -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -119,9 +118,15 @@ class InterruptibleWork:
 def num_under_way(works: Sequence[TransportWork], wait_s: float) -> int:
     """How many of `works` have not ended in `wait_s` seconds, well or not."""
     deadline_s = time.monotonic() + wait_s
-    for work in works:
-        while not work.is_completed() and (left_s := deadline_s - time.monotonic()) > 0:
-            with suppress(RuntimeError):
-                # torch takes a timeout of nothing for none at all.
-                work.wait(timedelta(seconds=max(left_s, 1e-3)))
-    return sum(not work.is_completed() for work in works)
+    return sum(not _ends(work, deadline_s) for work in works)
+
+
+def _ends(work: TransportWork, deadline_s: float) -> bool:
+    """Whether it ends until then. Gloo's works on nothing at all can be waited for, and never say that they have."""
+    if work.is_completed():
+        return True
+    try:
+        # torch takes a timeout of nothing for none at all.
+        return work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+    except RuntimeError:
+        return work.is_completed()
