@@ -93,6 +93,8 @@ class Watchdog:
         world = recorder.world
         self._stacks_file = rings / f"{recorder.name}{STACKS_SUFFIX}"
         self._stacks = _private_file(self._stacks_file)
+        # One for all beats: of a driver that does not answer, one thread waits.
+        self._probe = Probe(partial(query_device, world.device.index or 0))
         self._responder: Responder | None = None
         if world.world_size > 1:
             try:
@@ -172,7 +174,7 @@ class Watchdog:
         waited_s = self._inside.look(activity, _is_inside(), now_s)
         stuck_s = self._on_device.look((activity, _main_place()), activity > 0 and device.type == "cuda", now_s)
         # Asked late only: a query may spoil the capture of a CUDA graph, which does not take so long.
-        if stuck_s >= self._soft_limit_s and _is_busy(device) is not False:
+        if stuck_s >= self._soft_limit_s and self._is_busy(device) is not False:
             return max(waited_s, stuck_s)
         return waited_s
 
@@ -217,7 +219,16 @@ class Watchdog:
         device = self._recorder.world.device
         if device.type != "cuda" or time.monotonic() - self._on_device.since_s < self._soft_limit_s / 2:
             return None
-        return _is_busy(device)
+        return self._is_busy(device)
+
+    def _is_busy(self, device: torch.device) -> bool | None:
+        """Whether its default stream has work left; None where the device has failed."""
+        if not self._probe.answers():
+            return True  # Somebody waits in its driver for what is queued, and keeps others out.
+        try:
+            return not torch.cuda.default_stream(device).query()
+        except RuntimeError:
+            return None
 
     def _give_verdict(self, analyze: Callable[[Path, str], Analysis]) -> None:
         if self._is_first():
@@ -265,13 +276,3 @@ def _is_inside() -> bool:
 def _private_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "w+b", buffering=0)
-
-
-def _is_busy(device: torch.device) -> bool | None:
-    """Whether its default stream has work left; None where the device has failed."""
-    if not Probe(partial(query_device, device.index or 0)).answers():
-        return True  # Somebody waits in its driver for what is queued, and keeps others out.
-    try:
-        return not torch.cuda.default_stream(device).query()
-    except RuntimeError:
-        return None
