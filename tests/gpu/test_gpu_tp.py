@@ -11,19 +11,19 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import parallelize_module
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.tp_cases import Block, block_plan, gathered, scattered
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("overlap", [False, True, None])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtype: torch.dtype) -> None:
     torch.set_float32_matmul_precision("highest")
-    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,), mesh_dim_names=("tp",))
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     alone = Block(512, 8, 2, 1024).to(disttrain.current_world().device, dtype)
     plan = block_plan(64, sequence=True)
