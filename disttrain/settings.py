@@ -285,6 +285,11 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def set_for_libraries(name: str, value: str) -> None:
+    """Set a variable that libraries read later in this process, and none of ours."""
+    os.environ[name] = value
+
+
 def table() -> str:
     """All settings as a Markdown table, in the order of this file."""
     rows = [f"| `{s.name}` | {_shown(s.default)} | {s.meaning} |" for s in SETTINGS.values()]

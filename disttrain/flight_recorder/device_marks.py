@@ -8,13 +8,13 @@ before is done, and to the last when they go on. CUDA runtime API, "Event Manage
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from disttrain.flight_recorder.device_probe import Probe, beside_captures, query_device
+from disttrain.flight_recorder import device_probe
+from disttrain.flight_recorder.device_probe import Probe, beside_captures
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.ring_reader import MarkedNs
@@ -52,8 +52,17 @@ class Device(Protocol):
         """One that nothing is queued on."""
         ...
 
-    def answers(self) -> bool:
-        """Whether it can be asked now without waiting. It has been asked for its `idle_stream` before."""
+    def record(self, event: Any, stream: Any) -> None:
+        """Record an event again. As the next two, it may wait for what another thread does in the driver, but leaves
+        the interpreter's lock to others."""
+        ...
+
+    def has_passed(self, event: Any) -> bool:
+        """As `event.query`."""
+        ...
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """As `begin.elapsed_time`."""
         ...
 
 
@@ -69,12 +78,20 @@ class Cuda:
 
     def idle_stream(self) -> torch.cuda.Stream:
         # From torch's pool: of those with this priority few are taken.
-        stream = torch.cuda.Stream(priority=-1)
-        self._probe = Probe(partial(query_device, stream.device.index))
-        return stream
+        return torch.cuda.Stream(priority=-1)
 
-    def answers(self) -> bool:
-        return self._probe.answers()
+    record = staticmethod(device_probe.record)
+    has_passed = staticmethod(device_probe.has_passed)
+    elapsed_ms = staticmethod(device_probe.elapsed_ms)
+
+
+class _Clock(NamedTuple):
+    """An event that the device has passed at `passed_ns` of the host's clock, and how to put others beside it."""
+
+    event: Any
+    passed_ns: int
+    has_passed: Callable[[Any], bool]
+    elapsed_ms: Callable[[Any, Any], float]
 
 
 class DeviceMarks:
@@ -84,6 +101,8 @@ class DeviceMarks:
         self._device = device
         # Made by the first operation: the GPU is left alone until the script has chosen it.
         self._idle_stream: Any = None
+        # What one waits for, the other may do without.
+        self._probes = Probe(2 * _MAX_ANSWER_S), Probe(2 * _MAX_ANSWER_S)
         self._came, self._waits, self._left = (_Kind(num_records) for _ in range(3))
         self._timed = [-1] * num_records
         self._time_next_ns = 0
@@ -117,43 +136,82 @@ class DeviceMarks:
         """Of each record that was marked: when the device came to it, had left it, and began to wait for it, by the
         monotonic clock, or None.
 
-        Never waits for what the device is at. Empty where it does not answer.
+        Never waits for what the device is at. Empty where it has failed.
         """
         if self._idle_stream is None:
             return {}
-        if not self._device.answers():
-            # Somebody waits in its driver for what is queued, so that it has not come to the last of that.
-            last = max(self._came.numbers)
-            return {last: (None, None, None)} if last >= 0 else {}
-        with beside_captures():
+        found: dict[int, MarkedNs] = {}
+        for read in (self._read_by_new_clock, self._read_by_last_clock):
             try:
-                now = self._device.event()
-                now.record(self._idle_stream)
-                end_s = time.monotonic() + _MAX_ANSWER_S
-                while not now.query():
-                    if time.monotonic() > end_s:
-                        return {}
-                    time.sleep(1e-4)
-                now_ns = time.monotonic_ns()
-            except RuntimeError:  # It has failed.
+                read(found)
+                return found
+            except TimeoutError:
+                continue  # Somebody waits in the driver.
+            except RuntimeError:
                 return {}
-            return dict(self._read(now, now_ns))
+        # What that is for is queued, so that the device has not come to the last of it.
+        last = max(self._came.numbers)
+        return found.copy() or ({last: (None, None, None)} if last >= 0 else {})
 
-    def _read(self, now: Event, now_ns: int) -> Iterator[tuple[int, MarkedNs]]:
-        for number in self._came.numbers:
+    def _read_by_new_clock(self, found: dict[int, MarkedNs]) -> None:
+        clock = self._probes[0].ask(self._set_clock)
+        # Who has just been let into the driver asks torch, which is quicker, since it keeps the interpreter's lock.
+        with beside_captures():
+            self._read(clock, found)
+
+    def _read_by_last_clock(self, found: dict[int, MarkedNs]) -> None:
+        """The clocks may have drifted apart since, by some microseconds in a second."""
+        self._probes[1].ask(lambda: self._read_apart(found))
+
+    def _read_apart(self, found: dict[int, MarkedNs]) -> None:
+        with beside_captures():
+            clock = _Clock(*self._last_clock, self._device.has_passed, self._device.elapsed_ms)
+            if clock.has_passed(clock.event):
+                self._read(clock, found)
+
+    def _set_clock(self) -> _Clock:
+        """Raises TimeoutError when the idle stream does not come to it, RuntimeError when the device has failed."""
+        with beside_captures():
+            event = self._clock_events[0]
+            self._device.record(event, self._idle_stream)
+            end_s = time.monotonic() + _MAX_ANSWER_S
+            while not self._device.has_passed(event):
+                if time.monotonic() > end_s:
+                    raise TimeoutError
+                time.sleep(1e-4)
+            self._last_clock = event, time.monotonic_ns()
+            self._clock_events.reverse()
+        return _Clock(*self._last_clock, _query, _elapsed_ms)
+
+    def _read(self, clock: _Clock, found: dict[int, MarkedNs]) -> None:
+        """Put into `found` what there is, the newest first: the driver may let nobody in before the end."""
+        for number in sorted(self._came.numbers, reverse=True):
             if number >= 0:
                 try:
                     kinds = self._came, self._left, self._waits
-                    came_ns, left_ns, waits_ns = [kind.passed_ns(number, now, now_ns) for kind in kinds]
+                    came_ns, left_ns, waits_ns = [kind.passed_ns(number, clock) for kind in kinds]
                 except RuntimeError:
                     continue  # Of another device, or in a graph.
                 if self._came.has(number):
-                    yield number, (came_ns, left_ns, waits_ns)
+                    found[number] = came_ns, left_ns, waits_ns
 
     def _begin(self) -> None:
         for kind in (self._came, self._waits, self._left):
             kind.events = [self._device.event() for _ in kind.numbers]
-        self._idle_stream = self._device.idle_stream()
+        idle_stream = self._device.idle_stream()
+        self._clock_events = [self._device.event(), self._device.event()]
+        for event in self._clock_events:
+            self._last_clock = event, time.monotonic_ns()
+            event.record(idle_stream)
+        self._idle_stream = idle_stream
+
+
+def _query(event: Event) -> bool:
+    return event.query()
+
+
+def _elapsed_ms(begin: Event, end: Event) -> float:
+    return begin.elapsed_time(end)
 
 
 class _Kind:
@@ -179,9 +237,9 @@ class _Kind:
     def has(self, number: int) -> bool:
         return self.numbers[number % self._num_records] == number
 
-    def passed_ns(self, number: int, now: Event, now_ns: int) -> int | None:
+    def passed_ns(self, number: int, clock: _Clock) -> int | None:
         """When the device came to it; None where it was not set, or the device has not come to it."""
         event = self.events[number % self._num_records]
-        if not self.has(number) or not event.query():
+        if not self.has(number) or not clock.has_passed(event):
             return None
-        return now_ns - int(event.elapsed_time(now) * 1e6)
+        return clock.passed_ns - int(clock.elapsed_ms(event, clock.event) * 1e6)

@@ -1,8 +1,9 @@
-"""Whether a GPU's driver answers at all, asked so that nobody waits for it.
+"""A GPU's driver, asked so that nobody waits for it.
 
-A thread that waits in the driver, as one does that makes a communicator behind a kernel that does not end, may keep
-others out of it; and who calls it by torch waits with the interpreter's lock held, so that nothing of the process goes
-on. Here it is called by ctypes, which gives that lock away, in a thread that may be left behind.
+A thread that waits in the driver, as one does that makes a communicator, or loads a kernel, behind a kernel that does
+not end, keeps others out of most of it; and who calls it by torch waits with the interpreter's lock held, so that
+nothing of the process goes on. Here it is called by ctypes, which gives that lock away, in a thread that may be left
+behind. CUDA runtime API, "Event Management" and "Stream Management".
 """
 
 from __future__ import annotations
@@ -10,41 +11,69 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final, TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 _LIMIT_S: Final = 0.5
-"""A query takes microseconds."""
+"""A question takes microseconds."""
 _CAPTURE_MODE_RELAXED: Final = 2  # cudaStreamCaptureModeRelaxed
+_NOT_READY: Final = 600  # cudaErrorNotReady
 
 
 class Probe:
-    """Calls `query` in a thread of its own, one at a time."""
+    """Asks in a thread of its own, one question at a time."""
 
-    def __init__(self, query: Callable[[], object], limit_s: float = _LIMIT_S) -> None:
-        self._query, self._limit_s = query, limit_s
-        self._thread: threading.Thread | None = None
+    def __init__(self, limit_s: float = _LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._asked: Future[Any] | None = None
 
-    def answers(self) -> bool:
-        """Whether a query comes back within the limit; False as long as an earlier one has not."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._query, name="disttrain-device-probe", daemon=True)
-            self._thread.start()
-        self._thread.join(self._limit_s)
-        return not self._thread.is_alive()
+    def ask(self, question: Callable[[], T]) -> T:
+        """Returns: its answer. Raises what it raises; TimeoutError when there is none within the limit, as long as an
+        earlier question has none."""
+        if self._asked is not None:
+            self._asked.exception(self._limit_s)
+        answer: Future[T] = Future()
+
+        def find() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # noqa: BLE001 -- who asks gets it
+                answer.set_exception(error)
+
+        self._asked = answer
+        threading.Thread(target=find, name="disttrain-device-probe", daemon=True).start()
+        return answer.result(self._limit_s)
 
 
-def query_device(index: int) -> None:
-    """Ask the runtime about GPU `index`'s default stream; the answer does not matter.
-
-    CUDA runtime API, "Stream Management". torch has loaded the runtime for all to see; without it, nothing is asked.
-    """
-    runtime = ctypes.CDLL(None)
-    if not hasattr(runtime, "cudaStreamQuery"):
-        return
+def has_stream_ended(index: int) -> bool:
+    """Whether GPU `index` has come to the end of its default stream. Raises: RuntimeError when it has failed."""
     with beside_captures():
-        runtime.cudaSetDevice(ctypes.c_int(index))
-        runtime.cudaStreamQuery(None)
+        _call("cudaSetDevice", ctypes.c_int(index))
+        return _call("cudaStreamQuery", None) != _NOT_READY
+
+
+def has_passed(event: torch.Event) -> bool:
+    """Whether the device has come to an event that was recorded. Raises: RuntimeError when it has failed."""
+    return _call("cudaEventQuery", ctypes.c_void_p(event.event_id)) != _NOT_READY
+
+
+def elapsed_ms(begin: torch.Event, end: torch.Event) -> float:
+    """Between two events that have been passed. Raises: RuntimeError, as when they are of different devices."""
+    taken_ms = ctypes.c_float()
+    events = ctypes.c_void_p(begin.event_id), ctypes.c_void_p(end.event_id)
+    _call("cudaEventElapsedTime", ctypes.byref(taken_ms), *events)
+    return taken_ms.value
+
+
+def record(event: torch.Event, stream: torch.cuda.Stream) -> None:
+    """Record an event again that torch has recorded before. Raises: RuntimeError when the device has failed."""
+    _call("cudaSetDevice", ctypes.c_int(stream.device_index))
+    _call("cudaEventRecord", ctypes.c_void_p(event.event_id), ctypes.c_void_p(stream.cuda_stream))
 
 
 @contextmanager
@@ -62,3 +91,14 @@ def beside_captures() -> Iterator[None]:
     finally:
         if exchange is not None:
             exchange(ctypes.byref(mode))
+
+
+def _call(name: str, *arguments: object) -> int:
+    # torch has loaded the runtime for all to see.
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is None:
+        raise RuntimeError(f"{name}: there is no CUDA runtime")
+    code = int(function(*arguments))
+    if code not in (0, _NOT_READY):
+        raise RuntimeError(f"{name} failed with error {code}")
+    return code

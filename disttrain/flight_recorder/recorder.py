@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -54,14 +54,11 @@ _DEPTH: Final = 3
 """From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
 
 
-class _Site(NamedTuple):
-    """What the hot path needs of a call site: the counter is that of its group or channel, `messages` numbers these."""
-
-    stack: list[Any]
-    """Code object, offset, code object, offset, ..., innermost first."""
-    number: int
-    counter: int
-    messages: itertools.count[int] | None
+_Site = tuple[list[Any], int, int, Any]
+"""What the hot path needs of a call site: its stack as code object, offset, code object, offset, ..., innermost first;
+its number; the counter of its group or channel; what numbers messages. A named tuple takes longer to be taken apart."""
+_NO_SITES: Final[list[_Site]] = [([None], 0, 0, None)]
+"""No stack is like this one."""
 
 
 class FlightRecorder:
@@ -202,12 +199,9 @@ class FlightRecorder:
             shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
             dtypes = tuple([tensor.dtype for tensor in inputs or outputs])
             key = operation, group.group_name, peer_rank, address, *shapes, dtypes
-        for site in self._sites.get(key, ()):
-            if site[0] == stack:
-                break
-        else:
-            site = self._new_site(key, group, inputs, outputs, stack)
-        _, site_number, counter, messages = site
+        site_stack, site_number, counter, messages = self._sites.get(key, _NO_SITES)[0]
+        if site_stack != stack:
+            _, site_number, counter, messages = self._other_site(key, group, inputs, outputs, stack)
         if not sequence and messages is not None:
             sequence = next(messages)
         world = group.world
@@ -312,7 +306,7 @@ class FlightRecorder:
             self._label = (action, module, label)
             return label
 
-    def _new_site(
+    def _other_site(
         self,
         key: tuple[Any, ...],
         group: ProcessGroup,
@@ -320,7 +314,10 @@ class FlightRecorder:
         outputs: Sequence[torch.Tensor],
         raw: list[Any],
     ) -> _Site:
-        """Learn and describe a call site: its group, its channel, its stack and itself, as far as they are new."""
+        """Find a call site, or learn and describe it: its group, channel, stack and itself, as far as they are new."""
+        for site in self._sites.get(key, ()):
+            if site[0] == raw:
+                return site
         operation, group_name, peer_rank = key[:3]
         with self._lock:
             if self._num_sites > MAX_SITES or self._ring.is_full:
@@ -340,7 +337,7 @@ class FlightRecorder:
                 None if peer_rank is None else group.ranks[peer_rank],
                 stack,
             )
-            site = _Site(raw, entry[1], counter, messages)
+            site = raw, entry[1], counter, messages
             # A new list: another thread may be going through the old one.
             self._sites[key] = [*self._sites.get(key, ()), site]
             self._num_sites += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from disttrain.flight_recorder.dump import Dump
+from disttrain.flight_recorder.dump import RING, Dump
 from disttrain.flight_recorder.match import Match, connecting_record, message_key
 from disttrain.flight_recorder.on_device import LOOSE, find_device_waits, members_of
 from disttrain.flight_recorder.record import SEND, Record, State
@@ -50,7 +50,7 @@ def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]
         if not _has_arrived(found, rank, record)
     ]
     if any(record.device for dump in found.dumps.values() for record in dump.records):
-        waits += [wait for wait in _on_devices(found, gone) if _is_sure(found, wait)]
+        waits += _on_devices(found, gone)
     else:
         held_up = {wait.rank for wait in waits} | gone
         waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
@@ -82,30 +82,54 @@ def _pending(dump: Dump) -> list[Record]:
 
 def _on_devices(found: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
     """What hosts have left, and devices have come to and not left as far as is known: of each group the last."""
-    for rank, dump in found.dumps.items():
-        if rank not in gone:
-            last: dict[Hashable, Record] = {}
-            for record in dump.records:
-                if record.device is not None and record.device.came_s is not None:
-                    site = record.site
-                    last[site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())] = record
-            for record in last.values():
-                if record.state is State.COMPLETED and record.times_s[1] is None:
-                    held = record._replace(state=State.ON_DEVICE)
-                    yield Wait(rank, held, _missing(found, rank, held, gone))
+    come = {rank: _last_come(dump) for rank, dump in found.dumps.items() if rank not in gone}
+    furthest: dict[str, int] = {}
+    for last, _ in come.values():
+        for record in last:
+            if not record.site.is_message:
+                name = record.site.group_name
+                furthest[name] = max(furthest.get(name, 0), record.sequence)
+    for rank, (last, newest) in come.items():
+        for record in last:
+            if record.state is State.COMPLETED and record.times_s[1] is None:
+                held = record._replace(state=State.ON_DEVICE)
+                missing = _missing(found, rank, held, gone)
+                if record is newest and found.dumps[rank].device_is_busy:
+                    missing = tuple(sorted({*missing, *_of_lost_devices(found, rank, held, gone)}))
+                wait = Wait(rank, held, missing)
+                was_left = not wait.is_message and record.sequence < furthest[record.site.group_name]
+                if _is_sure(found, wait, was_left=was_left):
+                    yield wait
 
 
-def _is_sure(found: Match, wait: Wait) -> bool:
+def _last_come(dump: Dump) -> tuple[list[Record], Record | None]:
+    """What its device has come to last, of each group and each channel; and of all."""
+    last: dict[Hashable, Record] = {}
+    newest = None
+    for record in dump.records:
+        if record.device is not None and record.device.came_s is not None:
+            site, newest = record.site, record
+            last[site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())] = record
+    return list(last.values()), newest
+
+
+def _of_lost_devices(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> set[int]:
+    """Who takes part and is gone with all that was known of its device, which may never have come to it."""
+    return {other for other in members_of(found, rank, record) & gone if found.dumps[other].reason == RING}
+
+
+def _is_sure(found: Match, wait: Wait, *, was_left: bool) -> bool:
     """Whether a device cannot have left it, though that is not marked: others have not come to it.
 
     Where these may leave it first, or nothing is known of them, or all have come, the devices must be known to be busy.
+    `was_left`: another's device has come to a later one of the group, and so has left this one, which nobody does
+    before all have come: the rank's own device is held up behind it.
     """
+    is_loose = wait.record.site.operation in LOOSE
     busy = {rank for rank, dump in found.dumps.items() if dump.device_is_busy}
     if not wait.for_ranks:
-        return members_of(found, wait.rank, wait.record) <= busy
-    return wait.rank in busy or (
-        wait.record.site.operation not in LOOSE and not set(found.without_dump).issuperset(wait.for_ranks)
-    )
+        return members_of(found, wait.rank, wait.record) <= busy and (is_loose or not was_left)
+    return wait.rank in busy or (not is_loose and not set(found.without_dump).issuperset(wait.for_ranks))
 
 
 def _connecting(dump: Dump) -> list[Record]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
-from disttrain.flight_recorder.device_probe import Probe, query_device
+from disttrain.flight_recorder.device_probe import Probe, has_stream_ended
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.symbols import PACKAGE
@@ -94,7 +94,7 @@ class Watchdog:
         self._stacks_file = rings / f"{recorder.name}{STACKS_SUFFIX}"
         self._stacks = _private_file(self._stacks_file)
         # One for all beats: of a driver that does not answer, one thread waits.
-        self._probe = Probe(partial(query_device, world.device.index or 0))
+        self._probe = Probe()
         self._responder: Responder | None = None
         if world.world_size > 1:
             try:
@@ -223,10 +223,10 @@ class Watchdog:
 
     def _is_busy(self, device: torch.device) -> bool | None:
         """Whether its default stream has work left; None where the device has failed."""
-        if not self._probe.answers():
-            return True  # Somebody waits in its driver for what is queued, and keeps others out.
         try:
-            return not torch.cuda.default_stream(device).query()
+            return not self._probe.ask(partial(has_stream_ended, device.index or 0))
+        except TimeoutError:
+            return True  # Somebody waits in its driver for what is queued, and keeps others out.
         except RuntimeError:
             return None
 

@@ -78,7 +78,8 @@ class RankPool:
     """Runs functions on ranks that are processes on this machine, over real Gloo or NCCL.
 
     Each call makes a fresh world of its first `world_size` workers, so that calls cannot disturb each other. Workers
-    are started when first needed; a call that hangs or kills one replaces them all.
+    are started when first needed; a call that hangs or kills one replaces them all. Where ranks are more than GPUs,
+    several compute on one.
     """
 
     def __init__(self) -> None:

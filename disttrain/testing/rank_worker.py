@@ -1,7 +1,6 @@
 """The process of one rank in a `RankPool`: reads tasks from its standard input, runs them as that rank, answers.
 
-Whatever a task prints goes to
-the worker's log, so that standard output carries answers alone.
+Whatever a task prints goes to the worker's log, so that standard output carries answers alone.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import torch
 
 import disttrain
 from disttrain.process_group.packing import pack
+from disttrain.settings import set_for_libraries
 from disttrain.store import PrefixStore, TCPStore
 from disttrain.testing.frames import read_frame, write_frame
 
@@ -45,7 +45,7 @@ def _run(task: dict[str, Any], modules: dict[str, ModuleType]) -> dict[str, Any]
     store = TCPStore(task["host"], task["port"], timeout=timedelta(seconds=task["timeout_s"]), wait_for_workers=False)
     try:
         if torch.cuda.is_available():
-            torch.cuda.set_device(task["rank"] % torch.cuda.device_count())
+            _take_gpu(task["rank"])
         disttrain.init_process_group(
             backend=task["backend"],
             store=PrefixStore(task["job"], store),
@@ -64,6 +64,15 @@ def _run(task: dict[str, Any], modules: dict[str, ModuleType]) -> dict[str, Any]
             disttrain.destroy_process_group()
         store.close()
     return answer
+
+
+def _take_gpu(rank: int) -> None:
+    """Each rank its own, as far as there are enough; further ranks share them."""
+    round_of_gpus, gpu = divmod(rank, torch.cuda.device_count())
+    torch.cuda.set_device(gpu)
+    if round_of_gpus:
+        # NCCL refuses two ranks of one GPU, unless it takes them for ranks of two hosts.
+        set_for_libraries("NCCL_HOSTID", f"host-{round_of_gpus}")
 
 
 def _find(task: dict[str, Any], modules: dict[str, ModuleType]) -> Callable[..., Any]:

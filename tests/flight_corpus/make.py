@@ -1,9 +1,10 @@
 """Make the corpus: run every case on real processes, and keep the files that its flight recorders leave.
 
     python -m tests.flight_corpus.make [NAME ...]
-    python -m tests.flight_corpus.make --backend nccl [--to FOLDER] [--limit-s 180]     on a machine with four GPUs
+    python -m tests.flight_corpus.make --backend nccl [--to FOLDER] [--limit-s 180]     on a machine with GPUs
 
-Ranks are forked from this process, which has imported torch once and leaves GPUs alone. A run is over when all ranks
+Ranks are forked from this process, which has imported torch once and leaves GPUs alone. Where there are fewer of these
+than ranks, several ranks have one, and NCCL takes each for a host of its own (`gpu_of`). A run is over when all ranks
 have ended, or a while after the first has dumped because it waited for too long: the watchdogs of the others, and
 `faulthandler` in those that cannot run Python, have had their time then. What names this machine is taken out
 (`anonymous.py`).
@@ -18,7 +19,7 @@ import signal
 import tarfile
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -151,12 +152,28 @@ def be_rank(forked: Forked) -> None:
     log = os.open(forked.folder.parent / f"{case.name}.{forked.rank}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    device = None
     if case.backend == NCCL:
-        torch.cuda.set_device(forked.rank)
-    disttrain.init_process_group(GLOO if case.backend == GLOO else None, timeout=case.timeout_s)
+        num_gpus = torch.cuda.device_count()
+        if num_gpus < case.num_ranks:
+            # Else NCCL refuses two ranks of one GPU.
+            os.environ["NCCL_HOSTID"] = f"host-{forked.rank}"
+        device = torch.device("cuda", gpu_of(case, forked.rank, num_gpus))
+        torch.cuda.set_device(device)
+    disttrain.init_process_group(GLOO if device is None else None, timeout=case.timeout_s, device_id=device)
     case.run(forked.rank)
     if case.backend == NCCL:
         torch.cuda.synchronize()  # As every script ends: somebody reads a result.
+
+
+def gpu_of(case: Case, rank: int, num_gpus: int) -> int:
+    """Which GPU a rank computes on: its own, as far as there are enough.
+
+    Kernels of several processes take turns on a GPU, so where one rank is to blame it has the last GPU to itself.
+    """
+    if num_gpus >= case.num_ranks or num_gpus == 1 or len(case.ranks) != 1:
+        return rank % num_gpus
+    return num_gpus - 1 if rank in case.ranks else rank % (num_gpus - 1)
 
 
 def make(cases: list[Case], work: Path, archives: Path, limit_s: float, num_at_once: int) -> None:
@@ -190,7 +207,6 @@ def main() -> Forked | None:
     parser.add_argument("--to", type=Path, default=RUNS, help="where the archives will lie")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="how long all runs may take together")
     parser.add_argument("--at-once", type=int, help="how many runs are under way together")
-    parser.add_argument("--num-ranks", type=int, help="of each run, where GPUs are few; default: as the case says")
     given = parser.parse_args()
     cases = [case for case in CASES if case.backend == given.backend]
     if unknown := set(given.names) - {case.name for case in cases}:
@@ -198,11 +214,7 @@ def main() -> Forked | None:
     given.to.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="flight-corpus-"))
     try:
-        chosen = [
-            replace(case, num_ranks=given.num_ranks or case.num_ranks)
-            for case in cases
-            if not given.names or case.name in given.names
-        ]
+        chosen = [case for case in cases if not given.names or case.name in given.names]
         make(chosen, work, given.to, given.limit_s, given.at_once or NUM_AT_ONCE[given.backend])
     except Forked as forked:
         return forked

@@ -22,9 +22,9 @@ from disttrain.kernels.attention_choice import machine_of
 from disttrain.kernels.attention_plan import serving
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.attention_cases import NAMES, on, rule_called, tensors, wished
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import judge
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what Inductor loads
     pytest.mark.filterwarnings("ignore:cuDNN SDPA backward"),  # a gradient's strides are not the result's
@@ -170,9 +170,9 @@ def test_what_no_kernel_takes_is_refused_or_said(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(attention(*inputs), wished(None)(*inputs))
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_heads_cut_among_gpus() -> None:
-    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,))
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,))
     whole = [one.bfloat16().cuda() for one in tensors(2, (8, 4), 130, 64)]
     own = [distribute_tensor(one, mesh, [Shard(1)]).requires_grad_() for one in whole]
     found = attention(own[0], own[1], own[2], Causal())

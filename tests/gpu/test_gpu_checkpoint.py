@@ -13,8 +13,7 @@ from disttrain.checkpoint import Checkpointer, RngState, get_state_dict, set_sta
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
-
-NUM_GPUS = max(1, torch.cuda.device_count())
+from tests.gpu_ranks import NUM_GPU_RANKS
 
 
 def sharded_model(seed: int, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -68,8 +67,8 @@ def resume_training(directory: str, options: dict[str, Any]) -> dict[str, torch.
 def test_training_on_gpus_goes_on_bit_by_bit(rank_pool: RankPool, tmp_path: Any, option: str) -> None:
     """Dropout draws from the GPU's generator, so that is resumed too."""
     arguments = {"directory": str(tmp_path), "options": {option: True}}
-    undisturbed = rank_pool.run(NUM_GPUS, save_training, arguments)
-    resumed = rank_pool.run(NUM_GPUS, resume_training, arguments)
+    undisturbed = rank_pool.run(NUM_GPU_RANKS, save_training, arguments)
+    resumed = rank_pool.run(NUM_GPU_RANKS, resume_training, arguments)
     for before, after in zip(undisturbed, resumed, strict=True):
         assert set(before) == set(after)
         assert [name for name in before if not before[name].equal(after[name])] == []

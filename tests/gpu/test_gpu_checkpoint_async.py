@@ -14,8 +14,8 @@ from disttrain.checkpoint import Checkpointer, get_state_dict
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
+from tests.gpu_ranks import NUM_GPU_RANKS
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 WIDTH = 4096
 NUM_STEPS = 6
 LIMIT_S = 60.0
@@ -77,7 +77,7 @@ def save_each_step(directory: str, names_optimizers: bool) -> list[str]:
 def test_values_are_those_at_the_call(rank_pool: RankPool, tmp_path: Path, names_optimizers: bool) -> None:
     """The first two saves copy on the GPU while memory is being pinned, later ones go straight to it."""
     arguments = {"directory": str(tmp_path), "names_optimizers": names_optimizers}
-    assert rank_pool.run(NUM_GPUS, save_each_step, arguments) == [[]] * NUM_GPUS
+    assert rank_pool.run(NUM_GPU_RANKS, save_each_step, arguments) == [[]] * NUM_GPU_RANKS
 
 
 def save_plain(directory: str) -> bool:
@@ -100,4 +100,4 @@ def save_plain(directory: str) -> bool:
 
 
 def test_what_no_optimizer_owns_is_safe_at_once(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert rank_pool.run(NUM_GPUS, save_plain, {"directory": str(tmp_path)}) == [True] * NUM_GPUS
+    assert rank_pool.run(NUM_GPU_RANKS, save_plain, {"directory": str(tmp_path)}) == [True] * NUM_GPU_RANKS

@@ -8,15 +8,14 @@ import torch
 import disttrain
 from disttrain import ReduceOp
 from disttrain.testing.pytest_plugin import on_ranks
-
-NUM_GPUS = max(1, torch.cuda.device_count())
+from tests.gpu_ranks import NUM_GPU_RANKS
 
 
 def own_device() -> torch.device:
     return disttrain.current_world().device
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_both_devices_in_one_group(dtype: str) -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
@@ -38,7 +37,7 @@ def test_both_devices_in_one_group(dtype: str) -> None:
         disttrain.barrier()
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_asynchronous_work_orders_the_stream() -> None:
     size = disttrain.get_world_size()
     tensors = [torch.full((1 << 20,), float(step), device=own_device()) for step in range(8)]
@@ -50,7 +49,7 @@ def test_asynchronous_work_orders_the_stream() -> None:
         assert tensor.eq(2.0 * step * size).all()
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_messages() -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
     if size == 1:
@@ -66,7 +65,7 @@ def test_messages() -> None:
         assert received.eq(rank - 1).all()
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_factors_of_sums(dtype: str) -> None:
     """NCCL by torch 2.11 sums up zeros in bfloat16."""

@@ -15,14 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import disttrain
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 PLACEMENTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def mesh_of_all() -> disttrain.DeviceMesh:
-    return disttrain.init_device_mesh("cuda", (NUM_GPUS,))
+    return disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,))
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -50,7 +50,7 @@ def agree(compute: Callable[..., torch.Tensor], wholes: list[torch.Tensor], plac
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, atol=4 * tolerance, rtol=4 * tolerance)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -63,7 +63,7 @@ def test_attention_of_cut_batch_and_heads(backend: str, dim: int, is_causal: boo
     agree(attend, wholes, [Shard(dim)] * 3)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_layers_with_kernels_of_their_own(name: str) -> None:
     placement = PLACEMENTS[name]
@@ -85,7 +85,7 @@ def test_layers_with_kernels_of_their_own(name: str) -> None:
     agree(F.embedding, [tokens, normal(10, 4)], [Shard(0), placement])
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_random_numbers_are_those_of_one_process(name: str) -> None:
     placement = PLACEMENTS[name]
@@ -107,7 +107,7 @@ def test_random_numbers_are_those_of_one_process(name: str) -> None:
         torch.testing.assert_close(draw(cut).full_tensor(), wanted, rtol=0, atol=0)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_a_model_trains_as_in_one_process(kind: str) -> None:
     device = disttrain.current_world().device

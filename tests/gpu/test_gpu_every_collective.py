@@ -10,29 +10,29 @@ from disttrain import ReduceOp
 from disttrain.errors import BackendError, ShapeError
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.collective_cases import CASES
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.object_cases import CASES as OBJECT_CASES
 
-NUM_GPUS = max(2, torch.cuda.device_count())
 # NCCL neither receives from anybody nor reduces bit by bit.
 OF_NCCL = sorted(set(CASES) - {"messages_from_anybody_and_in_batches", "every_reduction", "reductions_of_truth"})
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two GPUs")
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("case", OF_NCCL)
 def test_over_nccl(case: str) -> None:
     with disttrain.current_world().device:
         CASES[case]()
 
 
-@on_ranks(NUM_GPUS, backend="nccl")
+@on_ranks(NUM_GPU_RANKS, backend="nccl")
 @pytest.mark.parametrize("case", list(OBJECT_CASES))
 def test_objects_over_nccl(case: str) -> None:
     OBJECT_CASES[case]()
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_a_ring_of_messages_in_one_launch() -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
     with disttrain.current_world().device:
@@ -48,7 +48,7 @@ def test_a_ring_of_messages_in_one_launch() -> None:
         assert received.tolist() == [(rank - 1) % size] * 3
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_what_nccl_lacks_is_said() -> None:
     with disttrain.current_world().device:
         with pytest.raises(ShapeError, match="nccl cannot reduce int32 by BXOR"):

@@ -92,6 +92,37 @@ def test_marks_wait_for_nothing() -> None:
     assert took_s < 1.0
 
 
+def test_a_dump_beside_a_thread_that_waits_in_the_driver() -> None:
+    """Which keeps others out of most of it, until what is queued ends."""
+    recorder = FlightRecorder()
+    world, tensor = _world(), torch.ones(4, device="cuda")
+    held = [torch.empty(1 << 28, device="cuda")]
+
+    def free() -> None:
+        held.clear()
+        torch.cuda.empty_cache()
+
+    with entered_world(world):
+        recorder.attach(world)
+        disttrain.all_reduce(tensor)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(CYCLES // 2)
+        disttrain.all_reduce(tensor)
+        waiting = threading.Thread(target=free, daemon=True)
+        waiting.start()
+        waiting.join(0.3)
+        start_s = time.monotonic()
+        over, queued = recorder.snapshot("asked for").records
+        took_s = time.monotonic() - start_s
+        assert waiting.is_alive()
+        waiting.join()
+    assert took_s < 3.0
+    assert over.device is not None
+    assert over.device.came_s is not None
+    assert over.enqueued_s - 0.1 < over.device.came_s < queued.enqueued_s + 0.1
+    assert queued.is_queued
+
+
 def test_a_dump_beside_a_capture_leaves_it_whole() -> None:
     recorder = FlightRecorder()
     world, tensor = _world(), torch.ones(4, device="cuda")

@@ -17,9 +17,9 @@ from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.kernels import Float8Weight, float8_linear, float8_twin, use_float8
 from disttrain.kernels.float8 import cast
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import drawn, values_and_grads
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -87,7 +87,7 @@ def step_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor loads
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -12,9 +12,8 @@ import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.multirank import models
-
-NUM_GPUS = max(1, torch.cuda.device_count())
 
 
 def large_model() -> nn.Module:
@@ -27,7 +26,7 @@ def batch(step: int) -> torch.Tensor:
     return models.batch(step, rows=rows, length=256, vocab=1003).to(disttrain.current_world().device)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("meta", [False, True], ids=["initialised", "meta"])
 @pytest.mark.parametrize("reshard", [None, False])
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
@@ -67,7 +66,7 @@ def test_training_equals_a_single_process(meta: bool, reshard: bool | None, kind
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-2, atol=2e-3)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_bf16_training_does_not_grow_and_learns() -> None:
     device = disttrain.current_world().device
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -96,7 +95,7 @@ def test_bf16_training_does_not_grow_and_learns() -> None:
     assert torch.cuda.memory_stats()["num_alloc_retries"] == num_retries
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_random_values_are_those_of_a_single_process() -> None:
     mesh = disttrain.init_device_mesh("cuda", (disttrain.get_world_size(),))
     for placement in (Shard(0), Replicate()):

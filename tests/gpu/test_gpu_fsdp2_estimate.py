@@ -15,9 +15,9 @@ from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fu
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.multirank import models
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 TOLERANCE = 0.05
 
@@ -117,8 +117,8 @@ def test_parameters_kept_on_pairs_that_are_not_there() -> None:
     )
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("name", ["plain", "bf16, reduced in fp32", "offloaded"])
 def test_real_ranks(name: str) -> None:
     device = disttrain.current_world().device
-    check(disttrain.init_device_mesh("cuda", (NUM_GPUS,)), device, is_tied=False, **OPTIONS[name])
+    check(disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,)), device, is_tied=False, **OPTIONS[name])

@@ -12,6 +12,7 @@ import disttrain
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
 from disttrain.fsdp2.state import state_of
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.scheduled_cases import (
     ONE_F_ONE_B,
     ZERO_BUBBLE,
@@ -22,8 +23,6 @@ from tests.scheduled_cases import (
     shard,
     two_stages,
 )
-
-NUM_GPUS = max(1, torch.cuda.device_count())
 
 CYCLES = 20_000_000
 """About 10 ms: longer than the host needs for what it queues meanwhile."""
@@ -36,7 +35,7 @@ OPTIONS: dict[str, Callable[[], dict[str, object]]] = {
 }
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("who", ["compute", "gathering", "reducing", "replicating"])
 @pytest.mark.parametrize("kind", sorted(OPTIONS))
 @pytest.mark.parametrize("text", [ONE_F_ONE_B, ZERO_BUBBLE], ids=["1f1b", "zero bubble"])

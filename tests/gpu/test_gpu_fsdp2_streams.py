@@ -16,8 +16,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from disttrain.fsdp2.comm import Comm
 from disttrain.testing.pytest_plugin import on_ranks
-
-NUM_GPUS = max(1, torch.cuda.device_count())
+from tests.gpu_ranks import NUM_GPU_RANKS
 
 CYCLES = 20_000_000
 """About 10 ms: longer than the host needs for what it queues meanwhile."""
@@ -106,7 +105,7 @@ OPTIONS: dict[str, Callable[[], dict[str, object]]] = {
 }
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("who", ["compute", "gathering", "reducing", "replicating"])
 @pytest.mark.parametrize("kind", list(OPTIONS))
 def test_training_is_right_whichever_stream_is_late(kind: str, who: str) -> None:
@@ -127,7 +126,7 @@ def test_training_is_right_whichever_stream_is_late(kind: str, who: str) -> None
                 optimizer.zero_grad()
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("waits_for_optimizer", [False, True])
 def test_memory_that_is_still_read_is_not_gathered_into(waits_for_optimizer: bool) -> None:
     device = disttrain.current_world().device
@@ -159,7 +158,7 @@ def test_memory_that_is_still_read_is_not_gathered_into(waits_for_optimizer: boo
     assert was_reused
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_what_neighbours_keep_is_held_until_it_has_been_gathered() -> None:
     device = disttrain.current_world().device
     model, reference = pair(reshard_after_forward=1)
@@ -176,7 +175,7 @@ def test_what_neighbours_keep_is_held_until_it_has_been_gathered() -> None:
     assert len(junk) == 8
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_shards_on_the_host_may_be_written_after_an_evaluation() -> None:
     model, reference = pair(offload_policy=CPUOffloadPolicy())
     own_loss(model, 0).backward()
@@ -190,7 +189,7 @@ def test_shards_on_the_host_may_be_written_after_an_evaluation() -> None:
         torch.testing.assert_close(found, reference(batch(1)), rtol=1e-3, atol=1e-5)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_parameters_on_the_wrong_device_are_refused() -> None:
     device = disttrain.current_world().device
     mesh = disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),))

@@ -29,9 +29,9 @@ from disttrain.kernels import (
 )
 from disttrain.kernels.copies import copy_all
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import drawn, judge
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -146,15 +146,15 @@ def test_memory_is_that_of_blocks() -> None:
     assert grads + (34 << 20) < 4096 * 32000 * 2
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_classes_cut_among_gpus() -> None:
-    group = disttrain.init_device_mesh("cuda", (NUM_GPUS,))
+    group = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,))
     whole_hidden, whole_weight = drawn(300, 64).float().cuda(), drawn(1001, 64, seed=1).float().cuda()
     target = torch.arange(300, device="cuda")
     leaves = [whole_hidden.clone().requires_grad_(), whole_weight.clone().requires_grad_()]
     wished = F.cross_entropy(F.linear(*leaves), target)
     wished.backward()
-    size, first = piece(1001, NUM_GPUS, disttrain.get_rank())
+    size, first = piece(1001, NUM_GPU_RANKS, disttrain.get_rank())
     hidden = whole_hidden.requires_grad_()
     weight = whole_weight.narrow(0, first, size).contiguous().requires_grad_()
     loss = linear_cross_entropy(hidden, weight, target, group=group, vocab_size=1001, block_bytes=100 << 10)

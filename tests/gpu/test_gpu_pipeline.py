@@ -14,8 +14,9 @@ from disttrain.errors import DisttrainError
 from disttrain.pipelining import PipelineSchedule, PipelineStage, get_schedule_class, make_schedule
 from disttrain.process_group.peer_channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.gpu_ranks import NUM_GPU_RANKS
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two GPUs")
 
 DIM = 256
 

@@ -11,28 +11,31 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import parallelize_module
+from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.tp_cases import Block, block_plan, gathered, scattered
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
 @pytest.mark.parametrize("overlap", [False, True, None])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtype: torch.dtype) -> None:
     torch.set_float32_matmul_precision("highest")
-    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,), mesh_dim_names=("tp",))
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    alone = Block(512, 8, 2, 1024).to(disttrain.current_world().device, dtype)
-    plan = block_plan(64, sequence=True)
+    # Heads that ranks can have alike, few and wide: each takes memory by the square of the rows.
+    dim = 256 * NUM_GPU_RANKS
+    alone = Block(dim, 2 * NUM_GPU_RANKS, NUM_GPU_RANKS, 2 * dim).to(disttrain.current_world().device, dtype)
+    plan = block_plan(128, sequence=True)
     for style in plan.values():
         if hasattr(style, "overlap"):
             style.overlap = overlap
     module = parallelize_module(copy.deepcopy(alone), mesh, plan)
-    # 8192 rows of 512 are messages of 8 MiB in fp32, 4 MiB in bf16: the size decides for the overlap.
-    whole = torch.randn(batch, 8192, 512, device=alone.mlp.up.weight.device, dtype=dtype)
+    # Plain parts are of one size: some 8 MiB in fp32, 4 MiB in bf16, which decides for the overlap.
+    num_rows = 8192 // NUM_GPU_RANKS * NUM_GPU_RANKS
+    whole = torch.randn(batch, num_rows, dim, device=alone.mlp.up.weight.device, dtype=dtype)
     for _ in range(2):
         expected_x, own_x = (whole.clone().requires_grad_() for _ in range(2))
         expected = alone(expected_x)

@@ -16,8 +16,8 @@ from disttrain.kernels.cross_entropy_pieces import LossTerms
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
+from tests.gpu_ranks import NUM_GPU_RANKS
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -69,7 +69,7 @@ def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) 
                 torch.testing.assert_close(grad, wished, atol=CLOSE[dtype] * 1e-2, rtol=CLOSE[dtype])
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradient_are_those_of_one_process(dtype: torch.dtype, is_compiled: bool) -> None:
@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_those_of_one_process(dtype: torch.dtype, is_compi
         with CommDebugMode() as comms:
             loss = run(own, goal)
             loss.backward()
-        assert comms.get_total_counts() == (NUM_GPUS > 1)
+        assert comms.get_total_counts() == (NUM_GPU_RANKS > 1)
         torch.testing.assert_close(loss, expected.detach(), atol=1e-5, rtol=1e-5)
         assert own.grad is not None
         wished = part(whole.grad)
@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_one_process(dtype: torch.dtype, is_compi
         torch.testing.assert_close(own.grad, wished.to(dtype), atol=1e-7, rtol=tolerance)
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_a_target_out_of_range_is_a_loss_of_nan() -> None:
     own = part(normal(4, 100)).detach().requires_grad_()
     target = torch.tensor([3, 100, -100, 99], device="cuda")
@@ -115,9 +115,9 @@ def test_a_target_out_of_range_is_a_loss_of_nan() -> None:
     assert loss.isnan().tolist() == [False, True, False, False]
 
 
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_dtensors_within_the_context() -> None:
-    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,))
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,))
     whole = normal(64, 1000).requires_grad_()
     target = torch.arange(64, device="cuda")
     expected = F.cross_entropy(whole, target)
@@ -131,7 +131,7 @@ def test_dtensors_within_the_context() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:cross_entropy. its kernels don't take torch.float64")
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 @pytest.mark.parametrize(("dtype", "spare_mib"), [(torch.bfloat16, 1), (torch.float64, 40)])
 def test_memory_is_that_of_the_gradient(dtype: torch.dtype, spare_mib: int) -> None:
     """Triton's kernels need but numbers per row, torch's a piece of 32 MiB of fp64."""

@@ -9,13 +9,12 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import own_randomness
+from tests.gpu_ranks import NUM_GPU_RANKS
 
-NUM_GPUS = max(1, torch.cuda.device_count())
 
-
-@on_ranks(NUM_GPUS)
+@on_ranks(NUM_GPU_RANKS)
 def test_attention_drops_by_numbers_of_the_rank() -> None:
-    mesh = disttrain.init_device_mesh("cuda", (NUM_GPUS,), mesh_dim_names=("tp",))
+    mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,), mesh_dim_names=("tp",))
     device = disttrain.current_world().device
     q = torch.linspace(0, 1, 4 * 64 * 32, device=device).view(1, 4, 64, 32)
 
@@ -37,9 +36,9 @@ def test_attention_drops_by_numbers_of_the_rank() -> None:
     assert not torch.equal(y, again)
     torch.manual_seed(7)
     assert torch.equal(torch.rand(4, device=device), after)
-    of_all = [torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(NUM_GPUS)]
+    of_all = [torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(NUM_GPU_RANKS)]
     disttrain.all_gather(of_all, y.contiguous())
     assert all(not torch.equal(of_all[0], other) for other in of_all[1:])
-    afters = [torch.empty_like(after) for _ in range(NUM_GPUS)]
+    afters = [torch.empty_like(after) for _ in range(NUM_GPU_RANKS)]
     disttrain.all_gather(afters, after)
     assert all(torch.equal(after, other) for other in afters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -13,13 +14,16 @@ import disttrain
 from disttrain.flight_recorder import FlightRecorder, device_marks
 from disttrain.flight_recorder import recorder as recorder_file
 from disttrain.flight_recorder.device_marks import DeviceMarks
-from disttrain.flight_recorder.device_probe import Probe, query_device
+from disttrain.flight_recorder.device_probe import Probe, has_stream_ended
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.store import HashStore
 
 
 class HandMoved:
-    """A device with one stream: it has come to the first `num_done` events of its `queue`, and it is `now_ms`."""
+    """A device with one stream: it has come to the first `num_done` events of its `queue`, and it is `now_ms`.
+
+    Who calls one of the driver's functions that are `shut` waits until it is `let_in`.
+    """
 
     def __init__(self) -> None:
         self.queue: list[Event] = []
@@ -27,10 +31,23 @@ class HandMoved:
         self.now_ms = 0.0
         self.captures = False
         self.has_failed = False
-        self.is_shut = False
+        self.shut: set[str] = set()
+        self.let_in = threading.Event()
 
-    def answers(self) -> bool:
-        return not self.is_shut
+    def record(self, event: Event, stream: Any) -> None:
+        self._enter("record")
+        event.record(stream)
+
+    def has_passed(self, event: Event) -> bool:
+        self._enter("query")
+        return event.query()
+
+    def elapsed_ms(self, begin: Event, end: Event) -> float:
+        return begin.elapsed_time(end)
+
+    def _enter(self, function: str) -> None:
+        if function in self.shut:
+            self.let_in.wait(10.0)
 
     def event(self) -> Event:
         return Event(self)
@@ -144,7 +161,7 @@ def test_of_calls_in_quick_succession_one_is_timed() -> None:
     device.go(4, 1.0)
     found = marks.read()
     assert [came_ns is not None for came_ns, _, _ in found.values()] == [True] * 3
-    assert [left_ns is not None for _, left_ns, _ in found.values()] == [True, False, False]
+    assert [number for number, (_, left_ns, _) in found.items() if left_ns is not None] == [0]
 
 
 def test_only_what_the_device_carries_out_is_marked() -> None:
@@ -199,28 +216,65 @@ def test_a_stream_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _marked(device, range(3)).read() == {}
 
 
-def test_a_driver_that_does_not_answer_is_not_called() -> None:
+def test_who_cannot_set_marks_reads_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
     device = HandMoved()
     marks = _marked(device, range(3))
-    device.is_shut = device.has_failed = True
+    device.go(1, 10.0)
+    device.go(1, 12.0)
+    device.go(1, 30.0)
+    before_ns = time.monotonic_ns()
+    began_ns, *_ = marks.read()[0]
+    device.shut = {"record"}
+    found = marks.read()
+    began_again_ns, *_ = found[0]
+    assert began_ns is not None
+    assert began_ns == began_again_ns
+    assert abs(began_ns + 20_000_000 - before_ns) < 1_000_000_000
+    assert found == {
+        0: (began_ns, began_ns + 2_000_000, None),
+        1: (began_ns + 20_000_000, None, None),
+        2: (None, None, None),
+    }
+    device.let_in.set()
+    device.shut = set()
+    deadline_s = time.monotonic() + 5
+    while marks.read()[0] == found[0]:  # by the old clock
+        assert time.monotonic() < deadline_s
+
+
+def test_a_driver_that_lets_nobody_in_has_not_come_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
+    device = HandMoved()
+    marks = _marked(device, range(3))
+    device.shut = {"record", "query"}
     assert marks.read() == {2: (None, None, None)}
     assert _marked(device, range(0)).read() == {}
+    device.let_in.set()
 
 
-def test_a_query_that_does_not_come_back_is_left_alone() -> None:
-    come_back, num_queries = threading.Event(), 0
+def test_a_question_without_an_answer_is_left_alone() -> None:
+    come_back, num_asked = threading.Event(), 0
 
-    def query() -> None:
-        nonlocal num_queries
-        num_queries += 1
+    def question() -> int:
+        nonlocal num_asked
+        num_asked += 1
         come_back.wait(10.0)
+        return num_asked
 
-    probe = Probe(query, limit_s=0.01)
-    assert not probe.answers()
-    assert not probe.answers()
-    assert num_queries == 1
+    probe = Probe(limit_s=0.01)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            probe.ask(question)
+    assert num_asked == 1
     come_back.set()
     deadline_s = time.monotonic() + 5
-    while not probe.answers():
+    while True:
         assert time.monotonic() < deadline_s
-    query_device(0)  # Without CUDA there is nothing to ask.
+        with suppress(TimeoutError):
+            assert probe.ask(question) == num_asked
+            break
+    with pytest.raises(ZeroDivisionError):
+        probe.ask(lambda: 1 // 0)
+    with pytest.raises(RuntimeError, match="no CUDA runtime"):
+        has_stream_ended(0)

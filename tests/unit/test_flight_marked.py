@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disttrain.flight_recorder.dump import Dump
+from disttrain.flight_recorder.dump import RING, Dump
 from disttrain.flight_recorder.dump_words import EXIT
 from disttrain.flight_recorder.judge import judge
 from disttrain.flight_recorder.match import match
@@ -96,6 +96,42 @@ def test_a_rank_that_has_ended_comes_no_more() -> None:
     others = [_marked(_trained(rank).call("all_reduce").dump(at=READ_LOSS), 10) for rank in (0, 2)]
     verdict = _judge(others[0], _marked(_trained(1).dump(at=50, reason=EXIT), 10), others[1])
     assert (verdict.kind, verdict.ranks, verdict.cause) == (Kind.RANK_ABSENT, (1,), Cause.ENDED)
+
+
+def test_a_device_that_is_held_up_behind_what_others_have_left() -> None:
+    """Nobody has marked when its device left the last that it came to, which all have come to."""
+    dumps = [_trained(rank).call("all_reduce", at=12).dump(READ_LOSS) for rank in range(3)]
+    marked = [_marked(dumps[0], 10), _marked(dumps[1], 9), _marked(dumps[2], 10)]
+    verdict = _judge(*(replace(dump, device_is_busy=True) for dump in marked))
+    assert (verdict.kind, verdict.ranks) == (Kind.NEVER_STARTED, (1,))
+
+
+def _stopped_in_a_mesh(num_left: dict[int, int]) -> list[Dump]:
+    """Rank 3 of a mesh of 2 x 2 is stopped: its host had come to the last of all, and its marks are lost."""
+    rows, columns = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    dumps = []
+    for rank in range(4):
+        calls = Rank(rank, 4)
+        for group in (rows[rank], columns[rank], rows[rank], columns[rank]):
+            calls.call("all_reduce", group=group)
+        dump = calls.dump(at=READ_LOSS)
+        if rank == 3:
+            dumps.append(replace(dump, reason=RING, threads=(), dumped_s=NOW_S - 20))
+        else:
+            dumps.append(replace(_marked(dump, num_left[rank]), device_is_busy=True))
+    return dumps
+
+
+def test_who_is_stopped_behind_what_its_host_has_come_to() -> None:
+    """The device of rank 1 is in the first of its column, and that of rank 0 in a row that rank 1 does not come to."""
+    verdict = _judge(*_stopped_in_a_mesh({0: 2, 1: 1, 2: 2}))
+    assert (verdict.kind, verdict.ranks, verdict.cause) == (Kind.RANK_ABSENT, (3,), Cause.STOPPED)
+
+
+def test_a_device_that_is_past_what_it_had_with_the_stopped() -> None:
+    """All are in what they have with each other; whoever is gone has no part in that."""
+    kinds = {verdict.kind for verdict in judge(match(_stopped_in_a_mesh({0: 2, 1: 2, 2: 3})))}
+    assert Kind.RANK_ABSENT not in kinds
 
 
 def test_what_some_may_leave_first_holds_up_nobody() -> None:
