@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device; torch sees none")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """torch writes a trace of all that it compiles if anybody listens; pytest would, to be told in a failure."""
+    trace = logging.getLogger("torch.__trace")
+    for handler in tuple(trace.handlers):
+        if type(handler).__module__.startswith("_pytest."):
+            trace.removeHandler(handler)
+    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -70,11 +70,6 @@ def is_within_a_graph() -> bool:
     )
 
 
-def is_within_autocast(device: torch.device) -> bool:
-    """Also of meta, which has none, so that torch will not be asked."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
 def as_constant(function: _Function) -> _Function:
     """Let Dynamo call `function` while it traces, and take the answer for a constant. Arguments must be constants."""
     # torch.compiler.assume_constant_result would load Dynamo.

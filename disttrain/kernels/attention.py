@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShapeError
-from disttrain.kernels._torch import is_within_autocast
 from disttrain.kernels.attention_choice import chosen, machine_of
 from disttrain.kernels.attention_plan import DENSE, NAMES, SDPA, Call, serving
 from disttrain.kernels.attention_rules import (

@@ -163,8 +163,9 @@ def _ends(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries takes, and which, those first."""
-    taken = blocks.to(torch.int32)
+    """How many blocks of keys each block of queries takes, and which, those first; contiguous, as kernels read them."""
+    # Sorted, a transposed tensor stays transposed.
+    taken = blocks.to(torch.int32).contiguous()
     return taken.sum(-1, dtype=torch.int32), taken.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.errors import LayoutError, ShapeError
-from disttrain.kernels._torch import is_within_autocast
 from disttrain.kernels.float8 import Cast, cast, multiply
 from disttrain.kernels.float8_twin import LINE
 from disttrain.kernels.float8_weight import WEIGHT_DTYPE, Float8Gather, Float8Weight

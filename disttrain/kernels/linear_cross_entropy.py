@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, ShapeError
@@ -114,9 +115,8 @@ def loss_and_weight(
 
     Args: sums_hidden  hidden's gradient is the sum of all ranks' terms, else this rank's.
     """
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if is_within_autocast(hidden.device) and hidden.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     num_classes, num_own, first_class = weight.shape[0], weight.shape[0], 0
     if group is not None and vocab_size is not None:

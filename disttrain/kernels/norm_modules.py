@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.norms import layer_norm, rms_norm
 
@@ -34,7 +35,7 @@ KERNEL_OF = {nn.RMSNorm: KernelRMSNorm, nn.LayerNorm: KernelLayerNorm}
 
 def fits(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> bool:
     """True where the kernels give what torch gives: one dtype, and no autocast, which has rules of its own."""
-    if torch.is_autocast_enabled(x.device.type) or (weight is not None and weight.dtype != x.dtype):
+    if is_within_autocast(x.device) or (weight is not None and weight.dtype != x.dtype):
         return False
     return residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
 

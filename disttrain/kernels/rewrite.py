@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.attention_sdpa import attended
 from disttrain.kernels.glu import GELUS, geglu, swiglu
@@ -253,7 +254,7 @@ def loss_of_linear(
     if isinstance(head, nn.Linear) and is_plain and is_of_classes and (has_rows or hidden.dim() == 2):
         rows = hidden.reshape(-1, hidden.shape[-1])
         loss = linear_cross_entropy(rows, head.weight, target.flatten(), head.bias, class_weight=weight, **options)
-        return loss if is_wide or torch.is_autocast_enabled(hidden.device.type) else loss.to(hidden.dtype)
+        return loss if is_wide or is_within_autocast(hidden.device) else loss.to(hidden.dtype)
     logits = head(hidden)
     logits = logits.reshape(-1, logits.shape[-1]) if has_rows else logits
     return F.cross_entropy(logits.float() if is_wide else logits, target, weight, **options)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from disttrain.autocast import is_within_autocast
 from disttrain.weight_grads import Grads, current_keeper, now_or_later, sum_of
 
 _aten = torch.ops.aten
@@ -56,9 +57,9 @@ def rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, eps: f
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_in_out: bool) -> torch.Tensor:
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not is_within_autocast(x.device):
         return _Product.apply(x, weight, bias, is_in_out, None)  # type: ignore[no-any-return, no-untyped-call]
+    kind = x.device.type
     with torch.autocast(kind, enabled=False):
         return _Product.apply(x, weight, bias, is_in_out, torch.get_autocast_dtype(kind))  # type: ignore[no-any-return, no-untyped-call]
 

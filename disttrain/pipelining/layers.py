@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.pipelining import functions
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
@@ -83,7 +84,7 @@ class _LayerNorm(SplitLayer):
     bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type) or self._goes_its_own_way(x):
+        if is_within_autocast(x.device) or self._goes_its_own_way(x):
             return super().forward(x)  # type: ignore[no-any-return]
         return functions.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
@@ -95,7 +96,7 @@ class _RMSNorm(SplitLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Elsewhere torch composes it of others, and the weight's part in it is a product like any other.
         is_one_operator = x.is_cuda and x.is_contiguous() and x.dtype == self.weight.dtype and x.is_floating_point()
-        if not is_one_operator or torch.is_autocast_enabled(x.device.type) or self._goes_its_own_way(x):
+        if not is_one_operator or is_within_autocast(x.device) or self._goes_its_own_way(x):
             return super().forward(x)  # type: ignore[no-any-return]
         return functions.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from disttrain.errors import LayoutError
 from disttrain.tp.axis import Axis
@@ -205,7 +206,7 @@ class RowLayer:
 
 def takes_the_long_way(x: torch.Tensor) -> bool:
     """Compilers follow autograd's own functions better than ours, and autocast converts only for these."""
-    return torch.compiler.is_compiling() or x.ndim < 2 or torch.is_autocast_enabled(x.device.type)
+    return torch.compiler.is_compiling() or x.ndim < 2 or is_within_autocast(x.device)
 
 
 def form_of(x: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.kernels.float8_linear import Float8Linear, Recipe, float8_product
@@ -144,7 +145,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """A backward computes in the dtypes of its forward, whatever is on around it."""
-    if torch.is_autocast_enabled(device.type):
+    if is_within_autocast(device):
         with torch.autocast(device.type, enabled=False):
             yield
     else:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from llama.config import PRESETS
 from llama.model import Llama
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import disttrain
 from disttrain.dtensor.shard_sizes import piece
@@ -31,6 +32,7 @@ from disttrain.kernels.copies import copy_all
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import drawn, judge
+from tests.operator_cases import CASES, check_what_is_told
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -176,6 +178,13 @@ def test_inductor_takes_them_unbroken() -> None:
     compiled = torch.compile(run, fullgraph=True)
     found = torch.autograd.grad(compiled(*leaves), leaves)
     torch.testing.assert_close(found, torch.autograd.grad(run(*leaves), leaves), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*It is computed by torch's operators")  # fp64 is
+@pytest.mark.parametrize("name", CASES)
+def test_what_compilers_are_told_is_what_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTTRAIN_KERNELS", "auto")
+    check_what_is_told(name, FakeTensorMode(), "cuda")
 
 
 def test_a_model_in_bf16() -> None:
