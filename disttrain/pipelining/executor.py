@@ -17,7 +17,7 @@ from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.action import Action, Op
 from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.flights import Batch, Flight, Given, Pass, label_of
+from disttrain.pipelining.flights import Batch, Flight, Given, Handed, Pass, label_of
 from disttrain.pipelining.forms import Form, TensorForm, form_of, gradient_part, part_of, received, sent_gradient
 from disttrain.pipelining.learning import Forms
 from disttrain.pipelining.losses import Losses
@@ -184,8 +184,9 @@ class Executor:
         assert microbatch is not None
         handed = self._now.handed.pop(receive, None)
         if handed is not None:
-            form, tensors = handed
-            self._streams.follow(receive.stage, source, tensors)
+            form, tensors, made = handed
+            assert form is not None
+            self._streams.follow(receive.stage, made, tensors)
             kept = self._kept(form, source, receive.stage)
             return form, [
                 tensor.detach().requires_grad_(one.wants_grad) for one, tensor in zip(kept, tensors, strict=True)
@@ -219,7 +220,8 @@ class Executor:
             chosen = tensors if numbers is None else [tensors[which] for which in numbers]
             send = Action(Op.SEND_F, stage, microbatch, target)
             if self._home[target] == self._home[stage]:
-                self._now.handed[send.other_end] = form, [tensor.detach() for tensor in chosen]
+                made = self._streams.mark(stage)
+                self._now.handed[send.other_end] = Handed(form, [tensor.detach() for tensor in chosen], made)
             else:
                 self._forms.tell(stage, target, microbatch, form)
                 self._now.outbox[send] = [part_of(tensor) for tensor in chosen]
@@ -265,8 +267,8 @@ class Executor:
                     for which, part in zip(wanted, parts, strict=True)
                 ]
             else:
-                grads = list(handed[1])
-                self._streams.follow(stage, target, grads)
+                grads = list(handed.tensors)
+                self._streams.follow(stage, handed.made, grads)
             for which, grad in zip(wanted, grads, strict=True):
                 total = totals[which]
                 totals[which] = grad if total is None else total + grad
@@ -283,7 +285,7 @@ class Executor:
             send = Action(Op.SEND_B, action.stage, action.microbatch, source)
             if self._home[source] == self._home[action.stage]:
                 whole = [torch.zeros_like(one.tensor) if grad is None else grad for one, grad in wanted]
-                self._now.handed[send.other_end] = _NO_FORM, whole
+                self._now.handed[send.other_end] = Handed(None, whole, self._streams.mark(action.stage))
             else:
                 self._now.outbox[send] = [gradient_part(one.form, grad, one.tensor) for one, grad in wanted]
 
@@ -380,5 +382,4 @@ def _check_example(example: Form, what: str, value: Any, name: str) -> None:
     example.check(what, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
 
 
-_NO_FORM = form_of(())[0]
 _NO_LOSSES = Losses(None, None, {}, 1.0, keeps_outputs=False, has_backward=False)

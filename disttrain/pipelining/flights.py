@@ -28,6 +28,14 @@ class Batch:
     kwargs: Sequence[Mapping[str, Any]]
 
 
+class Handed(NamedTuple):
+    """What stays on this rank: tensors, their form (of gradients none), and when their stage had made them."""
+
+    form: Form | None
+    tensors: Sequence[torch.Tensor]
+    made: torch.cuda.Event | None
+
+
 class Given(NamedTuple):
     """A tensor that a stage was given: number `which` of those that `source` returned."""
 
@@ -62,8 +70,8 @@ class Pass:
     flights: dict[Microbatch, Flight] = field(default_factory=dict)
     outbox: dict[Action, Sequence[torch.Tensor]] = field(default_factory=dict)
     inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
-    handed: dict[Action, tuple[Form, Sequence[torch.Tensor]]] = field(default_factory=dict)
-    """What stays on this rank, by the receive that it makes needless; of gradients without a form."""
+    handed: dict[Action, Handed] = field(default_factory=dict)
+    """By the receive that it makes needless."""
     casts: Casts = field(default_factory=dict)
     due: dict[int, deque[Action]] = field(default_factory=dict)
     """Receives that are not posted yet, by peer."""
