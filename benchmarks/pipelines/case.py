@@ -171,11 +171,11 @@ class Case:
         spent_us = dict.fromkeys(("busy", "twice", "moving", "hidden"), 0.0)
         running = moving = 0
         since_us = 0.0
-        for time_us, kernels, moves in sorted(marks):
+        for time_us, change, moves in sorted(marks):
             under_way = {"busy": running, "twice": running > 1, "moving": moving, "hidden": running and moving}
             for name in (name for name, is_under_way in under_way.items() if is_under_way):
                 spent_us[name] += time_us - since_us
-            running, moving, since_us = running + kernels, moving + moves, time_us
+            running, moving, since_us = running + change, moving + moves, time_us
         shares = {name: us / 1e6 / pipeline_s for name, us in spent_us.items()}
         return {"idle": 1 - shares.pop("busy"), **shares}
 

@@ -28,6 +28,10 @@ class Batch:
     kwargs: Sequence[Mapping[str, Any]]
 
 
+Message = tuple[int, int, int | None]
+"""From which stage, to which, and of which microbatch; None for gradients of tied weights."""
+
+
 class Handed(NamedTuple):
     """What stays on this rank: tensors, their form (of gradients none), and when their stage had made them."""
 
@@ -68,10 +72,9 @@ class Pass:
     batch: Batch
     losses: Losses
     flights: dict[Microbatch, Flight] = field(default_factory=dict)
-    outbox: dict[Action, Sequence[torch.Tensor]] = field(default_factory=dict)
-    inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
-    handed: dict[Action, Handed] = field(default_factory=dict)
-    """By the receive that it makes needless."""
+    outbox: dict[Message, Sequence[torch.Tensor]] = field(default_factory=dict)
+    inbox: dict[Message, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    handed: dict[Message, Handed] = field(default_factory=dict)
     casts: Casts = field(default_factory=dict)
     due: dict[int, deque[Action]] = field(default_factory=dict)
     """Receives that are not posted yet, by peer."""
