@@ -123,8 +123,9 @@ class Executor:
         known = self._programs.get(schedule.has_backward)
         if known is None or known.schedule is not schedule:
             own = schedule.ranks[self._rank]
-            steps: list[_Step] = [(self._do[action.op], action, label_of(action)) for action in own]
             overlaps = any(action.op is Op.OVERLAP for action in own)
+            do = dict.fromkeys(self._do, self._on_stream) | {Op.OVERLAP: self._overlap} if overlaps else self._do
+            steps: list[_Step] = [(do[action.op], action, label_of(action)) for action in own]
             known = _Program(schedule, steps, self._routes.givers(schedule), self._routes.takers(schedule), overlaps)
             self._programs[schedule.has_backward] = known
         return known
@@ -147,23 +148,22 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
         module, now = self._stages[stage], self._now
-        with self._streams.of(stage):
-            backward = Backward(now.casts, fuses_sums=self._fuses_now)
-            args, given = self._inputs(stage, microbatch)
-            with backward.forward():
-                output = module.submod(*args, **now.batch.kwargs[microbatch])
-            del args
-            if module.output_form is not None:
-                _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
-            flight = Flight(backward, given)
-            if module.is_last:
-                loss = now.losses.take(microbatch, output)
-                if loss is not None:
-                    flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
-            else:
-                self._hand_on(stage, microbatch, output, flight)
-            if self._schedule.has_backward:
-                now.flights[stage, microbatch] = flight
+        backward = Backward(now.casts, fuses_sums=self._fuses_now)
+        args, given = self._inputs(stage, microbatch)
+        with backward.forward():
+            output = module.submod(*args, **now.batch.kwargs[microbatch])
+        del args
+        if module.output_form is not None:
+            _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
+        flight = Flight(backward, given)
+        if module.is_last:
+            loss = now.losses.take(microbatch, output)
+            if loss is not None:
+                flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
+        else:
+            self._hand_on(stage, microbatch, output, flight)
+        if self._schedule.has_backward:
+            now.flights[stage, microbatch] = flight
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Given]]:
         """The arguments of a forward; and the tensors among them that come from other stages."""
@@ -231,24 +231,21 @@ class Executor:
                 self._now.outbox[message] = [part_of(tensor) for tensor in chosen]
 
     def _backward(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            flight, grads = self._landing(action)
-            tensors = [one.tensor for one in flight.given]
-            self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
-            del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
+        flight, grads = self._landing(action)
+        tensors = [one.tensor for one in flight.given]
+        self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
+        del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
 
     def _backward_input(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            flight, grads = self._landing(action)
-            tensors = [one.tensor for one in flight.given]
-            self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
-            # Only what its weights' gradients are made of is kept.
-            flight.given, flight.roots, flight.root_grads = (), (), None
+        flight, grads = self._landing(action)
+        tensors = [one.tensor for one in flight.given]
+        self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
+        # Only what its weights' gradients are made of is kept.
+        flight.given, flight.roots, flight.root_grads = (), (), None
 
     def _backward_weight(self, action: Action) -> None:
         flight = self._now.flights.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
-        with self._streams.of(action.stage):
-            flight.backward.backward_weight()
+        flight.backward.backward_weight()
 
     def _landing(self, action: Action) -> tuple[Flight, Sequence[torch.Tensor | None]]:
         """A flight, and the gradients of what its stage returned: the sum of those that come back."""
@@ -292,13 +289,17 @@ class Executor:
 
     def _overlap(self, action: Action) -> None:
         for part in action.parts:
-            self._do[part.op](part)
+            self._on_stream(part)
+
+    def _on_stream(self, action: Action) -> None:
+        """Do it on its stage's own stream."""
+        with self._streams.of(action.stage):
+            self._do[action.op](action)
 
     def _send(self, action: Action) -> None:
         stage, peer = action.stage, action.peer
         assert peer is not None
-        with self._streams.of(stage):
-            self._mail.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
+        self._mail.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
 
     def _receive(self, action: Action) -> None:
         if self._forms.is_learning:
@@ -311,9 +312,8 @@ class Executor:
         """Start receiving."""
         stage, peer = action.stage, action.peer
         assert peer is not None
-        with self._streams.of(stage):
-            buffers = self._buffers(action)
-            self._now.inbox[peer, stage, action.microbatch] = self._mail.receive(buffers, self._home[peer]), buffers
+        buffers = self._buffers(action)
+        self._now.inbox[peer, stage, action.microbatch] = self._mail.receive(buffers, self._home[peer]), buffers
 
     def _buffers(self, action: Action) -> list[torch.Tensor]:
         stage, peer, microbatch = action.stage, action.peer, action.microbatch
@@ -336,7 +336,9 @@ class Executor:
         if message not in now.inbox:
             due = now.due[self._home[message[0]]]
             while message not in now.inbox:
-                self._post(due.popleft())
+                # Of another stage, perhaps.
+                with self._streams.of(due[0].stage):
+                    self._post(due.popleft())
         works, parts = now.inbox.pop(message)
         for work in works:
             work.wait()
@@ -344,10 +346,9 @@ class Executor:
 
     def _send_tied(self, action: Action) -> None:
         assert action.peer is not None
-        with self._streams.of(action.stage):
-            self._finish_grads(action.stage)
-            parts = self._tied.parts(action.stage, action.peer)
-            self._mail.send(parts, self._home[action.peer], is_regular=False)
+        self._finish_grads(action.stage)
+        parts = self._tied.parts(action.stage, action.peer)
+        self._mail.send(parts, self._home[action.peer], is_regular=False)
 
     def _take_tied(self) -> None:
         waiting = [(action.peer, action.stage, action.microbatch) for due in self._now.due.values() for action in due]
@@ -357,19 +358,16 @@ class Executor:
         self._tied.finish()
 
     def _unshard(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.unshard_all()
+        for module in self._sharded[action.stage]:
+            module.unshard_all()
 
     def _reshard(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.reshard_all()
+        for module in self._sharded[action.stage]:
+            module.reshard_all()
 
     def _reduce_grad(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.reduce_grads()
+        for module in self._sharded[action.stage]:
+            module.reduce_grads()
 
     def _finish_grads(self, stage: int) -> None:
         for module in self._sharded[stage]:
