@@ -11,10 +11,12 @@ Peak memory is what PyTorch has allocated, less what the other models hold.
 Ours is compared with its own simulation: F, I, W and B of each stage are measured alone, and a message between two
 ranks. "bubble" is 1 - (sum of the measured times of a rank's actions) / (time of the step without optimizer), mean
 over the ranks; "simulated" is the simulator's for the same times. With --profile, "idle" is the share of that time in
-which no kernel ran, and "twice" that in which two did, NCCL's left out, by PyTorch's profiler, for all.
+which no kernel ran, "twice" that in which two did, "moving" that in which NCCL or a copy was under way, and "hidden"
+that in which it was while a kernel ran; by PyTorch's profiler, for all, NCCL's kernels not counted as kernels.
 
 With --expert-ranks N and --experts-per-token K, N neighbouring ranks share the experts of their blocks, and each token
-goes to K of them and comes back: that many pipelines run side by side, and nothing is averaged among them.
+goes to K of them and comes back: that many pipelines run side by side, and nothing is averaged among them. NCCL carries
+the tokens, or with --copied, for all but torch, copy engines.
 
 On the CPU: --device cpu --dtype float32 and small sizes.
 """
@@ -44,6 +46,7 @@ import disttrain
 from disttrain.pipelining import Schedule, lower, make_schedule, simulate
 
 TIMES = ("step_ms", "without_optimizer_ms")
+SHARES = ("idle", "twice", "moving", "hidden")
 
 
 def on_all_ranks(values: Iterable[float], op: disttrain.ReduceOp = disttrain.ReduceOp.MAX) -> list[float]:
@@ -118,7 +121,7 @@ def measure(plan: Schedule, args: argparse.Namespace, *, is_compiled: bool) -> d
         rows[library] = row_of(case, args)
         if args.profile:
             shares = case.use_of_device()
-            rows[library] |= dict(zip(("idle_of_ranks", "twice_of_ranks"), map(of_each_rank, shares), strict=True))
+            rows[library] |= {f"{name}_of_ranks": of_each_rank(share) for name, share in shares.items()}
     for library in cases:
         if library != "torch" and "torch" in cases:
             rows[f"torch over {library}"] = ratios_of(rows["torch"], rows[library])
@@ -144,14 +147,14 @@ def show(name: str, mode: str, rows: dict[str, Any]) -> None:
             if "bubble" in row:
                 line += f"{100 * row['bubble']:9.2f}{100 * row['simulated']:10.2f}{row['simulated_ms']:9.1f}"
             if "idle_of_ranks" in row:
-                shares = (100 * statistics.mean(row[f"{name}_of_ranks"]) for name in ("idle", "twice"))
-                line = f"{line:121}" + "".join(f"{share:8.2f}" for share in shares)
+                shares = (100 * statistics.mean(row[f"{name}_of_ranks"]) for name in SHARES)
+                line = f"{line:121}" + "".join(f"{share:9.2f}" for share in shares)
             print(line)
 
 
 HEADING = (
     f"{'schedule':18}{'blocks':10}{'library':11}{'step ms [min, max]':27}{'no optim':>9}{'TFLOP/s':>9}{'GiB':>9}"
-    f"{'bubble %':>9}{'simulated':>10}{'ms':>9}{'idle %':>8}{'twice %':>8}"
+    f"{'bubble %':>9}{'simulated':>10}{'ms':>9}" + "".join(f"{f'{name} %':>9}" for name in SHARES)
 )
 
 
@@ -164,6 +167,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=["disttrain", "fused", "torch"])
     parser.add_argument("--expert-ranks", type=int, default=1, help="how many ranks share their blocks' experts")
     parser.add_argument("--one-group", action="store_true", help="all of a rank's stages exchange over one group")
+    parser.add_argument("--copied", action="store_true", help="copy engines carry the exchanges of ours, not NCCL")
     parser.add_argument("--steps", type=int, default=6, help="rounds that count, after two that do not")
     parser.add_argument("--calibration-runs", type=int, default=6)
     parser.add_argument("--profile", action="store_true", help="one more step of each, under PyTorch's profiler")
@@ -177,6 +181,15 @@ def parsed() -> argparse.Namespace:
         parser.error("--profile looks at a GPU's kernels")
     args.sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
     return args
+
+
+def make_ranks(args: argparse.Namespace) -> Ranks:
+    """Collective."""
+    sizes = args.sizes
+    num_tokens = sizes.microbatch_size * sizes.seq * sizes.experts_per_token
+    part_bytes = num_tokens * sizes.dim * getattr(torch, args.dtype).itemsize // args.expert_ranks
+    copied_bytes = part_bytes if args.copied else 0
+    return Ranks(args.expert_ranks, args.torch_device, one_group=args.one_group, copied_bytes=copied_bytes)
 
 
 def report_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -208,7 +221,7 @@ def main() -> None:
     if args.device == "cuda":
         # What cuBLAS keeps for itself shall not count as the first case's, on neither thread.
         torch.ones(8, 8, device="cuda", requires_grad=True).mm(torch.ones(8, 8, device="cuda")).sum().backward()
-    args.ranks = Ranks(args.expert_ranks, one_group=args.one_group)
+    args.ranks = make_ranks(args)
     report, is_first = report_of(args), disttrain.get_rank() == 0
     if is_first:
         print(HEADING, flush=True)

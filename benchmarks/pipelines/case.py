@@ -153,26 +153,31 @@ class Case:
         )
         self.optimizer.zero_grad()
 
-    def use_of_device(self) -> tuple[float, float]:
-        """Of a step without optimizer the share in which no kernel of this rank's ran, and that in which two did.
-
-        NCCL's don't count, nor copies. Without kernels the first is 1.
+    def use_of_device(self) -> dict[str, float]:
+        """Shares of a step without optimizer: "idle", no kernel of this rank's ran; "twice", two did; "moving", a copy
+        or a kernel of NCCL's was under way; "hidden", one was, and a kernel ran.
         """
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             pipeline_s = self.forward_and_backward()
         self.optimizer.zero_grad()
-        marks: list[tuple[float, int]] = []
+        marks: list[tuple[float, int, int]] = []
         for event in profile.events():
             name = event.name.lower()
-            is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
-            if is_kernel and not name.startswith("mem") and "nccl" not in name:
-                marks += [(event.time_range.start, 1), (event.time_range.end, -1)]
-        running, since_us, spent_us = 0, 0.0, [0.0, 0.0, 0.0]
-        for time_us, change in sorted(marks):
-            spent_us[min(running, 2)] += time_us - since_us
-            running, since_us = running + change, time_us
-        busy, twice = (sum(spent_us[num:]) / 1e6 / pipeline_s for num in (1, 2))
-        return 1 - busy, twice
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+                is_move = name.startswith("memcpy") or "nccl" in name
+                step = (0, 1) if is_move else (int(not name.startswith("memset")), 0)
+                marks.append((event.time_range.start, *step))
+                marks.append((event.time_range.end, -step[0], -step[1]))
+        spent_us = dict.fromkeys(("busy", "twice", "moving", "hidden"), 0.0)
+        running = moving = 0
+        since_us = 0.0
+        for time_us, change, moves in sorted(marks):
+            under_way = {"busy": running, "twice": running > 1, "moving": moving, "hidden": running and moving}
+            for name in (name for name, is_under_way in under_way.items() if is_under_way):
+                spent_us[name] += time_us - since_us
+            running, moving, since_us = running + change, moving + moves, time_us
+        shares = {name: us / 1e6 / pipeline_s for name, us in spent_us.items()}
+        return {"idle": 1 - shares.pop("busy"), **shares}
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

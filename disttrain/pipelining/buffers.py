@@ -28,8 +28,11 @@ class Buffers:
             # PyTorch's allocator keeps such memory itself, and knows of streams that still read it.
             return torch.empty(shape, dtype=dtype, device=self._device)
         made = self._made[shape, dtype]
-        for buffer in made:
+        for place, buffer in enumerate(made):
             if num_holders(buffer) == 1:
+                # What was taken longest ago is free first, as a rule.
+                del made[place]
+                made.append(buffer)
                 return buffer.view(shape)
         # What is made in inference mode could not be trained with.
         with torch.inference_mode(False):

@@ -8,8 +8,8 @@ then received when it is needed, together with those before it from the same ran
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,12 @@ from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.action import Action, Op
 from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.flights import Batch, Flight, Given, Pass, label_of
+from disttrain.pipelining.flights import Batch, Flight, Given, Handed, Message, Pass, label_of
 from disttrain.pipelining.forms import Form, TensorForm, form_of, gradient_part, part_of, received, sent_gradient
 from disttrain.pipelining.learning import Forms
 from disttrain.pipelining.losses import Losses
 from disttrain.pipelining.mail import Mail
-from disttrain.pipelining.routes import Routes
+from disttrain.pipelining.routes import Hop, Routes
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.sharded import schedule_modules
 from disttrain.pipelining.stage import PipelineStage, as_arguments
@@ -30,6 +30,17 @@ from disttrain.pipelining.streams import Streams
 from disttrain.pipelining.tied import TiedGradients
 
 _Step = tuple[Callable[[Action], None], Action, str]
+
+
+class _Program(NamedTuple):
+    """What is known of a schedule before it runs: what to call for each action of this rank, and how observers are told
+    of it; of each stage, where it takes from and gives to."""
+
+    schedule: Schedule
+    steps: list[_Step]
+    givers: list[list[Hop]]
+    takers: list[list[Hop]]
+    overlaps: bool
 
 
 class Executor:
@@ -50,7 +61,7 @@ class Executor:
         self._fuses_sums = fuses_sums
         group = next(iter(stages.values())).group
         self._rank, self._world = group.group_rank, group.world
-        self._steps: dict[bool, tuple[Schedule, list[_Step]]] = {}
+        self._programs: dict[bool, _Program] = {}
         self._last_forms: dict[int, Form] = {}
         self._streams = Streams(device)
         self._tied = TiedGradients(stages, routes)
@@ -79,14 +90,15 @@ class Executor:
         self._home = schedule.placement.ranks
         self._now = Pass(batch, losses)
         world = self._world
-        steps = self._steps_of(schedule)
-        self._streams.begin(self._stages if any(action.op is Op.OVERLAP for _, action, _ in steps) else ())
+        program = self._program_of(schedule)
+        self._givers, self._takers = program.givers, program.takers
+        self._streams.begin(self._stages if program.overlaps else ())
         self._mail.may_wait = not forms.is_learning
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:
             self._tied.begin()
         with torch.set_grad_enabled(schedule.has_backward):
-            for do, action, label in steps:
+            for do, action, label in program.steps:
                 world.action = label
                 try:
                     do(action)
@@ -107,13 +119,16 @@ class Executor:
             self._streams.forget_buffers()
         self.reset()
 
-    def _steps_of(self, schedule: Schedule) -> list[_Step]:
-        """What to call for each action of this rank, and how observers are told of it."""
-        known, steps = self._steps.get(schedule.has_backward, (None, []))
-        if known is not schedule:
-            steps = [(self._do[action.op], action, label_of(action)) for action in schedule.ranks[self._rank]]
-            self._steps[schedule.has_backward] = schedule, steps
-        return steps
+    def _program_of(self, schedule: Schedule) -> _Program:
+        known = self._programs.get(schedule.has_backward)
+        if known is None or known.schedule is not schedule:
+            own = schedule.ranks[self._rank]
+            overlaps = any(action.op is Op.OVERLAP for action in own)
+            do = dict.fromkeys(self._do, self._on_stream) | {Op.OVERLAP: self._overlap} if overlaps else self._do
+            steps: list[_Step] = [(do[action.op], action, label_of(action)) for action in own]
+            known = _Program(schedule, steps, self._routes.givers(schedule), self._routes.takers(schedule), overlaps)
+            self._programs[schedule.has_backward] = known
+        return known
 
     def reset(self) -> None:
         """Let go of what the last pass had under way."""
@@ -133,23 +148,22 @@ class Executor:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
         module, now = self._stages[stage], self._now
-        with self._streams.of(stage):
-            backward = Backward(now.casts, fuses_sums=self._fuses_now)
-            args, given = self._inputs(stage, microbatch)
-            with backward.forward():
-                output = module.submod(*args, **now.batch.kwargs[microbatch])
-            del args
-            if module.output_form is not None:
-                _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
-            flight = Flight(backward, given)
-            if module.is_last:
-                loss = now.losses.take(microbatch, output)
-                if loss is not None:
-                    flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
-            else:
-                self._hand_on(stage, microbatch, output, flight)
-            if self._schedule.has_backward:
-                now.flights[stage, microbatch] = flight
+        backward = Backward(now.casts, fuses_sums=self._fuses_now)
+        args, given = self._inputs(stage, microbatch)
+        with backward.forward():
+            output = module.submod(*args, **now.batch.kwargs[microbatch])
+        del args
+        if module.output_form is not None:
+            _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
+        flight = Flight(backward, given)
+        if module.is_last:
+            loss = now.losses.take(microbatch, output)
+            if loss is not None:
+                flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
+        else:
+            self._hand_on(stage, microbatch, output, flight)
+        if self._schedule.has_backward:
+            now.flights[stage, microbatch] = flight
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Given]]:
         """The arguments of a forward; and the tensors among them that come from other stages."""
@@ -159,17 +173,16 @@ class Executor:
             args = self._now.batch.args[microbatch]
         else:
             args = ()
-            for source in self._schedule.sources[stage]:
-                form, tensors = self._take(Action(Op.RECV_F, stage, microbatch, source))
-                kept = self._routes.taken(source, stage)
-                numbers = range(len(form.tensors)) if kept is None else kept
+            for giver in self._givers[stage]:
+                form, tensors = self._take(giver, stage, microbatch)
+                numbers = range(len(form.tensors)) if giver.numbers is None else giver.numbers
                 own = [
-                    Given(source, which, form.tensors[which], tensor)
+                    Given(giver.stage, which, form.tensors[which], tensor)
                     for which, tensor in zip(numbers, tensors, strict=True)
                 ]
                 given += own
-                if kept is None:
-                    args = as_arguments(form.build([one.tensor for one in own]))
+                if giver.numbers is None:
+                    args = as_arguments(form.build(tensors))
             if module.inputs is not None:
                 by_place = {(one.source, one.which): one.tensor for one in given}
                 args = tuple(by_place[place] for place in module.inputs)
@@ -177,28 +190,21 @@ class Executor:
             _check_example(module.input_form, f"what stage {stage} is given", args, "input_args")
         return args, given
 
-    def _take(self, receive: Action) -> tuple[Form, list[torch.Tensor]]:
+    def _take(self, giver: Hop, stage: int, microbatch: int) -> tuple[Form, list[torch.Tensor]]:
         """What another stage has returned, as leaves."""
-        module, source, microbatch = self._stages[receive.stage], receive.peer, receive.microbatch
-        assert source is not None
-        assert microbatch is not None
-        handed = self._now.handed.pop(receive, None)
-        if handed is not None:
-            form, tensors = handed
-            self._streams.follow(receive.stage, source, tensors)
-            kept = self._kept(form, source, receive.stage)
+        message = giver.stage, stage, microbatch
+        if giver.is_here:
+            form, tensors, made = self._now.handed.pop(message)
+            assert form is not None
+            self._streams.follow(stage, made, tensors)
+            kept = _kept(form, giver.numbers)
             return form, [
                 tensor.detach().requires_grad_(one.wants_grad) for one, tensor in zip(kept, tensors, strict=True)
             ]
-        form = self._forms.hear(source, receive.stage, microbatch)
-        parts = self._arrived(receive)
-        kept = self._kept(form, source, receive.stage)
-        return form, [received(one, part, module.find_mesh) for one, part in zip(kept, parts, strict=True)]
-
-    def _kept(self, form: Form, source: int, target: int) -> Sequence[TensorForm]:
-        """Those tensors of what `source` returns that `target` takes."""
-        numbers = self._routes.taken(source, target)
-        return form.tensors if numbers is None else [form.tensors[which] for which in numbers]
+        form = self._forms.hear(*message)
+        parts, find_mesh = self._arrived(message), self._stages[stage].find_mesh
+        kept = _kept(form, giver.numbers)
+        return form, [received(one, part, find_mesh) for one, part in zip(kept, parts, strict=True)]
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: Flight) -> None:
         """To all stages that take something of it."""
@@ -208,8 +214,7 @@ class Executor:
             flight.roots = [edge_of(tensor) for tensor in tensors]
             flight.outputs = form.tensors
             flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
-        for target in self._schedule.targets[stage]:
-            numbers = self._routes.taken(stage, target)
+        for target, numbers, is_here in self._takers[stage]:
             if numbers and numbers[-1] >= len(tensors):
                 raise ScheduleError(
                     "pipelining.step",
@@ -217,32 +222,30 @@ class Executor:
                     "Count them from 0.",
                 )
             chosen = tensors if numbers is None else [tensors[which] for which in numbers]
-            send = Action(Op.SEND_F, stage, microbatch, target)
-            if self._home[target] == self._home[stage]:
-                self._now.handed[send.other_end] = form, [tensor.detach() for tensor in chosen]
+            message = stage, target, microbatch
+            if is_here:
+                made = self._streams.mark(stage)
+                self._now.handed[message] = Handed(form, [tensor.detach() for tensor in chosen], made)
             else:
-                self._forms.tell(stage, target, microbatch, form)
-                self._now.outbox[send] = [part_of(tensor) for tensor in chosen]
+                self._forms.tell(*message, form)
+                self._now.outbox[message] = [part_of(tensor) for tensor in chosen]
 
     def _backward(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            flight, grads = self._landing(action)
-            tensors = [one.tensor for one in flight.given]
-            self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
-            del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
+        flight, grads = self._landing(action)
+        tensors = [one.tensor for one in flight.given]
+        self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
+        del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
 
     def _backward_input(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            flight, grads = self._landing(action)
-            tensors = [one.tensor for one in flight.given]
-            self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
-            # Only what its weights' gradients are made of is kept.
-            flight.given, flight.roots, flight.root_grads = (), (), None
+        flight, grads = self._landing(action)
+        tensors = [one.tensor for one in flight.given]
+        self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
+        # Only what its weights' gradients are made of is kept.
+        flight.given, flight.roots, flight.root_grads = (), (), None
 
     def _backward_weight(self, action: Action) -> None:
         flight = self._now.flights.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
-        with self._streams.of(action.stage):
-            flight.backward.backward_weight()
+        flight.backward.backward_weight()
 
     def _landing(self, action: Action) -> tuple[Flight, Sequence[torch.Tensor | None]]:
         """A flight, and the gradients of what its stage returned: the sum of those that come back."""
@@ -252,21 +255,18 @@ class Executor:
         if flight.root_grads is not None:
             return flight, flight.root_grads
         totals: list[torch.Tensor | None] = [None] * len(flight.roots)
-        for target in self._schedule.targets[stage]:
-            numbers = self._routes.taken(stage, target)
+        for target, numbers, is_here in self._takers[stage]:
             taken = range(len(totals)) if numbers is None else numbers
             wanted = [which for which in taken if flight.outputs[which].wants_grad]
-            receive = Action(Op.RECV_B, stage, microbatch, target)
-            handed = self._now.handed.pop(receive, None)
-            if handed is None:
-                parts = self._arrived(receive)
+            message = target, stage, microbatch
+            if is_here:
+                _, grads, made = self._now.handed.pop(message)
+                self._streams.follow(stage, made, grads)
+            else:
                 grads = [
                     sent_gradient(flight.outputs[which], part, flight.meshes[which])
-                    for which, part in zip(wanted, parts, strict=True)
+                    for which, part in zip(wanted, self._arrived(message), strict=True)
                 ]
-            else:
-                grads = list(handed[1])
-                self._streams.follow(stage, target, grads)
             for which, grad in zip(wanted, grads, strict=True):
                 total = totals[which]
                 totals[which] = grad if total is None else total + grad
@@ -274,31 +274,36 @@ class Executor:
 
     def _hand_back(self, action: Action, flight: Flight, grads: Sequence[torch.Tensor | None]) -> None:
         """Each stage that gave something gets the gradients of it."""
-        for source in self._schedule.sources[action.stage]:
+        for source, _, is_here in self._givers[action.stage]:
             wanted = [
                 (one, grad)
                 for one, grad in zip(flight.given, grads, strict=True)
                 if one.source == source and one.form.wants_grad
             ]
-            send = Action(Op.SEND_B, action.stage, action.microbatch, source)
-            if self._home[source] == self._home[action.stage]:
+            message = action.stage, source, action.microbatch
+            if is_here:
                 whole = [torch.zeros_like(one.tensor) if grad is None else grad for one, grad in wanted]
-                self._now.handed[send.other_end] = _NO_FORM, whole
+                self._now.handed[message] = Handed(None, whole, self._streams.mark(action.stage))
             else:
-                self._now.outbox[send] = [gradient_part(one.form, grad, one.tensor) for one, grad in wanted]
+                self._now.outbox[message] = [gradient_part(one.form, grad, one.tensor) for one, grad in wanted]
 
     def _overlap(self, action: Action) -> None:
         for part in action.parts:
-            self._do[part.op](part)
+            self._on_stream(part)
+
+    def _on_stream(self, action: Action) -> None:
+        """Do it on its stage's own stream."""
+        with self._streams.of(action.stage):
+            self._do[action.op](action)
 
     def _send(self, action: Action) -> None:
-        assert action.peer is not None
-        with self._streams.of(action.stage):
-            self._mail.send(self._now.outbox.pop(action), self._home[action.peer])
+        stage, peer = action.stage, action.peer
+        assert peer is not None
+        self._mail.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
 
     def _receive(self, action: Action) -> None:
-        assert action.peer is not None
         if self._forms.is_learning:
+            assert action.peer is not None
             self._now.due.setdefault(self._home[action.peer], deque()).append(action)
         else:
             self._post(action)
@@ -307,78 +312,75 @@ class Executor:
         """Start receiving."""
         stage, peer = action.stage, action.peer
         assert peer is not None
-        with self._streams.of(stage):
-            buffers = self._buffers(action)
-            self._now.inbox[action] = self._mail.receive(buffers, self._home[peer]), buffers
+        buffers = self._buffers(action)
+        self._now.inbox[peer, stage, action.microbatch] = self._mail.receive(buffers, self._home[peer]), buffers
 
     def _buffers(self, action: Action) -> list[torch.Tensor]:
         stage, peer, microbatch = action.stage, action.peer, action.microbatch
         assert peer is not None
-        if action.op is Op.RECV_TIED:
+        if microbatch is None:
             return self._tied.buffers(peer, stage)
-        assert microbatch is not None
+        forms: Iterable[TensorForm]
         if action.op is Op.RECV_F:
-            forms = self._kept(self._forms.hear(peer, stage, microbatch), peer, stage)
+            forms = _kept(self._forms.hear(peer, stage, microbatch), self._routes.taken(peer, stage))
         else:
-            forms = self._sent_forms(stage, microbatch, peer)
+            # The gradients that come back.
+            sent = _kept(self._forms.told(stage, peer, microbatch), self._routes.taken(stage, peer))
+            forms = (one for one in sent if one.wants_grad)
         pool = self._streams.buffers(stage)
         return [pool.take(form.shape, form.dtype) for form in forms]
 
-    def _sent_forms(self, stage: int, microbatch: int, target: int) -> list[TensorForm]:
-        """The tensors whose gradients come back from `target`."""
-        form = self._forms.told(stage, target, microbatch)
-        return [one for one in self._kept(form, stage, target) if one.wants_grad]
-
-    def _arrived(self, receive: Action) -> Sequence[torch.Tensor]:
+    def _arrived(self, message: Message) -> Sequence[torch.Tensor]:
         """What has been received."""
         now = self._now
-        if receive not in now.inbox:
-            assert receive.peer is not None
-            due = now.due[self._home[receive.peer]]
-            while receive not in now.inbox:
-                self._post(due.popleft())
-        works, parts = now.inbox.pop(receive)
+        if message not in now.inbox:
+            due = now.due[self._home[message[0]]]
+            while message not in now.inbox:
+                # Of another stage, perhaps.
+                with self._streams.of(due[0].stage):
+                    self._post(due.popleft())
+        works, parts = now.inbox.pop(message)
         for work in works:
             work.wait()
         return parts
 
     def _send_tied(self, action: Action) -> None:
         assert action.peer is not None
-        with self._streams.of(action.stage):
-            self._finish_grads(action.stage)
-            parts = self._tied.parts(action.stage, action.peer)
-            self._mail.send(parts, self._home[action.peer], is_regular=False)
+        self._finish_grads(action.stage)
+        parts = self._tied.parts(action.stage, action.peer)
+        self._mail.send(parts, self._home[action.peer], is_regular=False)
 
     def _take_tied(self) -> None:
-        waiting = [action for due in self._now.due.values() for action in due]
-        for action in [*self._now.inbox, *waiting]:
-            assert action.peer is not None
-            self._tied.take(action.peer, action.stage, self._arrived(action))
+        waiting = [(action.peer, action.stage, action.microbatch) for due in self._now.due.values() for action in due]
+        for source, target, microbatch in [*self._now.inbox, *waiting]:
+            assert source is not None
+            self._tied.take(source, target, self._arrived((source, target, microbatch)))
         self._tied.finish()
 
     def _unshard(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.unshard_all()
+        for module in self._sharded[action.stage]:
+            module.unshard_all()
 
     def _reshard(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.reshard_all()
+        for module in self._sharded[action.stage]:
+            module.reshard_all()
 
     def _reduce_grad(self, action: Action) -> None:
-        with self._streams.of(action.stage):
-            for module in self._sharded[action.stage]:
-                module.reduce_grads()
+        for module in self._sharded[action.stage]:
+            module.reduce_grads()
 
     def _finish_grads(self, stage: int) -> None:
         for module in self._sharded[stage]:
             module.finish_grads()
 
 
+def _kept(form: Form, numbers: tuple[int, ...] | None) -> Sequence[TensorForm]:
+    """Those tensors of a form that go somewhere; None: all."""
+    return form.tensors if numbers is None else [form.tensors[which] for which in numbers]
+
+
 def _check_example(example: Form, what: str, value: Any, name: str) -> None:
     example.check(what, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
 
 
-_NO_FORM = form_of(())[0]
 _NO_LOSSES = Losses(None, None, {}, 1.0, keeps_outputs=False, has_backward=False)

@@ -28,6 +28,18 @@ class Batch:
     kwargs: Sequence[Mapping[str, Any]]
 
 
+Message = tuple[int, int, int | None]
+"""From which stage, to which, and of which microbatch; None for gradients of tied weights."""
+
+
+class Handed(NamedTuple):
+    """What stays on this rank: tensors, their form (of gradients none), and when their stage had made them."""
+
+    form: Form | None
+    tensors: Sequence[torch.Tensor]
+    made: torch.cuda.Event | None
+
+
 class Given(NamedTuple):
     """A tensor that a stage was given: number `which` of those that `source` returned."""
 
@@ -60,10 +72,9 @@ class Pass:
     batch: Batch
     losses: Losses
     flights: dict[Microbatch, Flight] = field(default_factory=dict)
-    outbox: dict[Action, Sequence[torch.Tensor]] = field(default_factory=dict)
-    inbox: dict[Action, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
-    handed: dict[Action, tuple[Form, Sequence[torch.Tensor]]] = field(default_factory=dict)
-    """What stays on this rank, by the receive that it makes needless; of gradients without a form."""
+    outbox: dict[Message, Sequence[torch.Tensor]] = field(default_factory=dict)
+    inbox: dict[Message, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    handed: dict[Message, Handed] = field(default_factory=dict)
     casts: Casts = field(default_factory=dict)
     due: dict[int, deque[Action]] = field(default_factory=dict)
     """Receives that are not posted yet, by peer."""

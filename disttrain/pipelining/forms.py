@@ -161,7 +161,9 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """What of this tensor travels: memory without gaps."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    return tensor.detach().contiguous()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def received(form: TensorForm, part: torch.Tensor, find_mesh: FindMesh) -> torch.Tensor:

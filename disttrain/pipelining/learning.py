@@ -10,6 +10,7 @@ from disttrain.pipelining.forms import Form, pack_form, unpack_form
 from disttrain.store import Store
 
 _Message = tuple[int, int, int]
+"""From which stage, to which, and of which microbatch, where forms may change between these; else 0."""
 
 _SLICE_S = 0.5
 """How often who waits looks whether somebody has failed."""
@@ -46,7 +47,7 @@ class Forms:
 
         Raises: ShapeError when it is not what the first microbatch was; ScheduleError for what cannot travel.
         """
-        message = self._message(source, target, microbatch)
+        message = source, target, microbatch * self._is_dynamic
         told = self._told.get(message)
         if told is None:
             self._told[message] = form
@@ -56,11 +57,11 @@ class Forms:
 
     def told(self, source: int, target: int, microbatch: int) -> Form:
         """What `source` has sent to `target`."""
-        return self._told[self._message(source, target, microbatch)]
+        return self._told[source, target, microbatch * self._is_dynamic]
 
     def hear(self, source: int, target: int, microbatch: int) -> Form:
         """What `source` sends to `target`. Raises: CollectiveTimeoutError when it does not come."""
-        message = self._message(source, target, microbatch)
+        message = source, target, microbatch * self._is_dynamic
         form = self._heard.get(message)
         if form is None:
             key = self._key(message)
@@ -68,9 +69,6 @@ class Forms:
             form = self._heard[message] = unpack_form(self._store.get(key))
             self._store.delete_key(key)
         return form
-
-    def _message(self, source: int, target: int, microbatch: int) -> _Message:
-        return source, target, microbatch if self._is_dynamic else 0
 
     def _key(self, message: _Message) -> str:
         """With the pass: a sender may be several of them ahead."""

@@ -68,13 +68,13 @@ class Mail:
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
         """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
-        under_way = self._under_way.setdefault(peer, deque())
+        under_way = self._under_way.get(peer) or self._under_way.setdefault(peer, deque())
         way = self._way(peer)
         if is_regular and not self.may_wait:
             self._most_tensors = max(self._most_tensors, len(tensors))
             self._largest_bytes = max(self._largest_bytes, *(tensor.nbytes for tensor in tensors), 0)
         for tensor in tensors:
-            channels = self._channels_for(tensor)
+            channels = self._channels and self._channels_for(tensor)
             work = start_sending(tensor, way, peer) if channels is None else channels.send(tensor, peer)
             under_way.append((work, tensor))
         while under_way and under_way[0][0].is_completed():
@@ -87,7 +87,7 @@ class Mail:
         way = self._way(peer, is_sender=False)
         works = []
         for tensor in tensors:
-            channels = self._channels_for(tensor)
+            channels = self._channels and self._channels_for(tensor)
             works.append(start_receiving(tensor, way, peer) if channels is None else channels.receive(tensor, peer))
         return works
 

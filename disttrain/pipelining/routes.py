@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.placement import Placement
-from disttrain.pipelining.schedule import Wiring
+from disttrain.pipelining.schedule import Schedule, Wiring
 
 Value = tuple[int, int]
 """What a stage gives to others: the stage, and which of its tensors."""
@@ -48,6 +48,14 @@ class RankFacts:
         return cls(tuple(StageFacts(*stage) for stage in stages), plan, problem)
 
 
+class Hop(NamedTuple):
+    """The other end of what a stage gives or takes: `numbers` of its tensors, None being all, on this rank or not."""
+
+    stage: int
+    numbers: tuple[int, ...] | None
+    is_here: bool
+
+
 @dataclass(frozen=True)
 class Routes:
     """Who gives what to whom.
@@ -66,6 +74,22 @@ class Routes:
         if inputs is None:
             return None
         return tuple(sorted({which for stage, which in inputs if stage == source}))
+
+    def givers(self, schedule: Schedule) -> list[list[Hop]]:
+        """Of each stage, those that it takes something from."""
+        home = schedule.placement.ranks
+        return [
+            [Hop(source, self.taken(source, stage), home[source] == home[stage]) for source in sources]
+            for stage, sources in enumerate(schedule.sources)
+        ]
+
+    def takers(self, schedule: Schedule) -> list[list[Hop]]:
+        """Of each stage, those that take something from it."""
+        home = schedule.placement.ranks
+        return [
+            [Hop(target, self.taken(stage, target), home[target] == home[stage]) for target in targets]
+            for stage, targets in enumerate(schedule.targets)
+        ]
 
     def first_with(self, label: str) -> int:
         """The first stage that has this tied weight."""

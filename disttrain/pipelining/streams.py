@@ -73,11 +73,22 @@ class Streams:
         key = stage if self._own else None
         return self._buffers.get(key) or self._buffers.setdefault(key, Buffers(self._device))
 
-    def follow(self, stage: int, source: int, tensors: Sequence[torch.Tensor]) -> None:
-        """`stage` goes on with what `source`, on this rank, has made."""
+    def mark(self, stage: int) -> torch.cuda.Event | None:
+        """What `stage` has been given to compute so far; None where all stages are on one stream."""
         if not self._own:
+            return None
+        made = torch.cuda.Event()
+        made.record(self._own[stage])
+        return made
+
+    def follow(self, stage: int, made: torch.cuda.Event | None, tensors: Sequence[torch.Tensor]) -> None:
+        """`stage` goes on with `tensors` that another stage on this rank had made at that mark.
+
+        It does not wait for what the other has been given since: that is what it is to run beside.
+        """
+        if made is None:
             return
-        self._own[stage].wait_stream(self._own[source])
+        self._own[stage].wait_event(made)
         for tensor in tensors:
             # Its memory must not be handed out again on the stream that it was made on while it is read here.
             tensor.record_stream(self._own[stage])

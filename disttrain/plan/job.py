@@ -157,8 +157,6 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
             return f"tp={mesh.tp} and {sizes.num_kv_heads} heads of keys don't divide"
     if mesh.pp > sizes.num_layers:
         return f"pp={mesh.pp} needs as many layers"
-    if sizes.is_tied and mesh.pp > 1:
-        return "the first and the last stage would share the tied matrix"
     if job.num_sequences % mesh.num_batch_parts:
         return f"{job.num_sequences} sequences do not divide among {mesh.num_batch_parts} ranks"
     if not job.precision.is_sharded and mesh.num_batch_parts > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+from disttrain.errors import ScheduleError
 from disttrain.pipelining.balance import BlockCosts, balance
 from disttrain.pipelining.catalogue import find_recipe, make_schedule
 from disttrain.plan.job import Choice, Job
@@ -50,6 +51,12 @@ def elements_of(sizes: LlamaSizes, tp: int) -> Elements:
     return Elements(block, vocab, vocab + sizes.dim)
 
 
+def tied_elements(job: Job, choice: Choice) -> int:
+    """Of the matrix that a pipeline's first and last stage have a copy of each: one rank's part."""
+    is_shared = job.sizes.is_tied and choice.mesh.pp > 1
+    return elements_of(job.sizes, choice.mesh.tp).embedding // choice.mesh.dp if is_shared else 0
+
+
 def local_key_size(sizes: LlamaSizes, tp: int) -> int:
     """Elements of keys of a token that one rank computes: those of one head at least."""
     assert sizes.head_size is not None
@@ -79,8 +86,20 @@ def _stages_per_rank(schedule: str) -> int:
 
 
 def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
-    """The stages of a choice, in order."""
-    return stages_of(job.sizes, num_stages_of(choice))
+    """The stages of a choice, in order.
+
+    Raises: ScheduleError when both ends of a pipeline are on one rank, and have one matrix: each would shard its own.
+    """
+    num_stages = num_stages_of(choice)
+    if job.sizes.is_tied and choice.schedule is not None:
+        first = next(own for own in stages_of_ranks(choice.schedule, choice.mesh.pp) if 0 in own)
+        if num_stages - 1 in first:
+            raise ScheduleError(
+                "plan",
+                f"{choice.schedule} has the first and the last stage on one rank, each with a copy of the tied matrix.",
+                "Take one with them apart: 1F1B or Interleaved1F1B, say.",
+            )
+    return stages_of(job.sizes, num_stages)
 
 
 _FILLING = 4

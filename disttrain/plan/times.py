@@ -21,6 +21,7 @@ from disttrain.plan.parts import (
     parts_of,
     schedule_of,
     stages_of_ranks,
+    tied_elements,
 )
 from disttrain.plan.stage_times import StageTimes, block_times, stage_times
 from disttrain.plan.traffic import link_of, ring_bytes
@@ -61,7 +62,7 @@ def times_of(job: Job, choice: Choice) -> Times:
     if choice.schedule is None:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
-        shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s
+        shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s + _tie_s(job, choice)
     return Times(
         compute=work_s - again_s - tp_s,
         recompute=again_s,
@@ -144,6 +145,13 @@ def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
 def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
     """What the rank with most to do computes for each microbatch."""
     return max(sum(stages[stage].total_s for stage in own) for own in stages_of_ranks(name, num_ranks))
+
+
+def _tie_s(job: Job, choice: Choice) -> float:
+    """After the last backward both ends tell each other the gradient of the matrix that both have."""
+    num_elements = tied_elements(job, choice)
+    num_bytes = num_elements * job.precision.parameter_bytes
+    return link_of(job, choice, "pp").seconds(num_bytes) if num_elements else 0.0
 
 
 def _optimizer_s(job: Job, choice: Choice) -> float:

@@ -3,7 +3,7 @@
     dp         parameters are gathered; gradients, once in a step, reduced and scattered
     replicate  reduced gradients are summed over copies
     tp         activations are gathered before each pair of layers, and reduced and scattered after it
-    pp         activations go to the next stage, and their gradients back
+    pp         activations go to the next stage, and their gradients back; a tied matrix's gradient from end to end
 
 Bytes are those of collectives that go round a ring, in which each rank hands on all but one part.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from disttrain.plan.activations import kept_of
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.parts import Elements, StageParts, elements_of, parts_of
+from disttrain.plan.parts import Elements, StageParts, elements_of, parts_of, tied_elements
 
 BLOCK_GATHERS = 2
 """Of tensor parallel, in each direction of a block, and as many reductions."""
@@ -119,8 +119,9 @@ def _of_tensor_parallel(job: Job, choice: Choice, stages: tuple[StageParts, ...]
 
 
 def _of_pipeline(job: Job, choice: Choice, per_rank: int) -> Traffic:
-    calls = 2 * per_rank * choice.num_microbatches
-    return _traffic(job, choice, "pp", calls, calls * kept_of(job, choice).message)
+    calls, tied = 2 * per_rank * choice.num_microbatches, tied_elements(job, choice)
+    sent_bytes = calls * kept_of(job, choice).message + tied * job.precision.parameter_bytes
+    return _traffic(job, choice, "pp", calls + (tied > 0), sent_bytes)
 
 
 def _traffic(job: Job, choice: Choice, axis: str, num_calls: int, sent_bytes: float) -> Traffic:

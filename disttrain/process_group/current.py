@@ -18,10 +18,11 @@ import torch
 from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
+from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
 from disttrain.settings import FLIGHT_RECORDER, LOCAL_RANK, TIMEOUT_S
-from disttrain.store import PrefixStore, Store
+from disttrain.store import HashStore, PrefixStore, Store
 
 _RECORDER: Final = "disttrain.flight_recorder.triggers"
 
@@ -58,7 +59,8 @@ def init_process_group(
     """Make this process a rank of a job; afterwards the functions of `disttrain` work on its default group.
 
     Args:    backend      leave it out: each collective goes to the transport of its tensor's device. Or "gloo", "nccl",
-                          "cpu:gloo,cuda:nccl", "fake".
+                          "cpu:gloo,cuda:nccl", or "fake": then this process is rank 0 (or `rank`) of `world_size`, and
+                          neither a store is needed nor another rank waited for.
              init_method  "env://" (default; what launchers set), or "tcp://host:port" or "file:///path" with
                           `rank` and `world_size`. The file must not exist yet; the last rank to leave removes it.
              timeout      for every collective; a timedelta or seconds.
@@ -79,16 +81,20 @@ def init_process_group(
             rank=current_world("init_process_group").rank,
         )
     timeout_s = TIMEOUT_S.read() if timeout is None else seconds("init_process_group", timeout)
-    place = rendezvous.find_place(init_method, rank, world_size, store)
     prefix = group_name or "job"
-    if store is None:
+    if backend is not None and not any(kind.has_peers for kind in choose_backends(backend).values()):
+        place = rendezvous.place_alone(rank, world_size)
+        opened: Store = HashStore() if store is None else store
+    elif store is not None:
+        place = rendezvous.find_place(init_method, rank, world_size, store)
+        opened = store
+        rendezvous.join(PrefixStore(prefix, store), place, timeout_s)
+    else:
+        place = rendezvous.find_place(init_method, rank, world_size, store)
         # A launcher's store outlives a world: each world that its processes have had gets keys of its own there.
         _default.num_inits[place.address] += 1
         prefix = f"round-{place.round}/{prefix}/{_default.num_inits[place.address]}"
-        opened: Store = rendezvous.meet(place, prefix, timeout_s)
-    else:
-        opened = store
-        rendezvous.join(PrefixStore(prefix, store), place, timeout_s)
+        opened = rendezvous.meet(place, prefix, timeout_s)
     world = World(
         PrefixStore(prefix, opened),
         place.rank,

@@ -59,13 +59,17 @@ def irecv(
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """isend of a contiguous tensor to group rank `peer`, another one, of a group of this rank's: nothing is checked."""
     run = group.backend("send", tensor.device.type).send
-    return cast(Work, issue(group, "send", run, (tensor, peer, 0), (tensor,), (), True, peer))
+    work = issue(group, "send", run, (tensor, peer, 0), (tensor,), (), True, peer)
+    assert work is not None
+    return work
 
 
 def start_receiving(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """irecv, likewise."""
     run = group.backend("recv", tensor.device.type).recv
-    return cast(Work, issue(group, "recv", run, (tensor, peer, 0), (), (tensor,), True, peer))
+    work = issue(group, "recv", run, (tensor, peer, 0), (), (tensor,), True, peer)
+    assert work is not None
+    return work
 
 
 def send(

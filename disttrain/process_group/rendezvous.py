@@ -87,6 +87,13 @@ def find_place(
     )
 
 
+def place_alone(rank: int, world_size: int, environ: Mapping[str, str] | None = None) -> Place:
+    """Which rank this is of a job whose other ranks are played: the first, unless somebody says otherwise."""
+    named_rank = settings.RANK.read(environ) if rank < 0 else rank
+    size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
+    return _checked(Place(named_rank or 0, size))
+
+
 def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, str] | None) -> Place:
     rank = _needed(settings.RANK, environ) if rank < 0 else rank
     world_size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size

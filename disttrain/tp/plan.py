@@ -44,7 +44,8 @@ def plan_for(
                                which take the length of the sequence from them.
             loss_parallel      leave the logits cut, for vocab_parallel_cross_entropy; else they are gathered.
             head_dim           where the model does not say it.
-    Raises: ShardingError when no such module is found, or an attention does not say its head_dim.
+    Raises: ShardingError when no such module is found, one holds an attention and an MLP, or an attention does not say
+            its head_dim.
     """
     is_foreign = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
     cuts_sequence = not is_foreign if sequence_parallel is None else sequence_parallel
@@ -110,12 +111,27 @@ def _pair_of(module: nn.Module, dim: int) -> _Pair | None:
     columns = tuple(name for name in wide if name != row)
     if row is None or not columns or len(columns) + 1 != len(layers):
         return None
-    widest = max(sizes[name][1] for name in columns)
+    widths = sorted(sizes[name][1] for name in columns)
+    if _are_of_two(widths, sizes[row][0]):
+        raise ShardingError(
+            "plan_for",
+            f"a {type(module).__name__} holds {', '.join(layers)}, which are those of an attention and an MLP in one.",
+            "Make either a module of its own, or write the plan by hand: a dict from names of modules to styles.",
+        )
+    widest = widths[-1]
     num_blocks = widest // sizes[row][0] if len(columns) == 1 else 1
     if num_blocks < 1 or (len(columns) == 1 and widest != num_blocks * sizes[row][0]):
         return None
     is_attention = len(columns) == 3 or (len(columns) == 1 and num_blocks == 3)
     return _Pair(columns, row, num_blocks, is_attention)
+
+
+def _are_of_two(widths: list[int], inner_size: int) -> bool:
+    """Whether layers of these widths, which rise, before one that takes `inner_size`, are more than an attention's or
+    an MLP's: of these the widest is as wide as that, and an attention's keys are as wide as its values."""
+    if len(widths) > 2 and widths[0] != widths[1]:
+        return True
+    return len(widths) > 4 or (len(widths) > 1 and widths[-1] != inner_size)
 
 
 def _cut_pair(name: str, module: nn.Module, pair: _Pair, cuts_sequence: bool, head_dim: int | None) -> list[Entry]:

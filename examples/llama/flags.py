@@ -192,6 +192,9 @@ def _schedule(
     if plan.num_stages > sizes.num_layers:
         problem = f"{plan.name} on pp={mesh.pp} has {plan.num_stages} stages, the model {sizes.num_layers} layers."
         raise SettingError("train_llama --schedule", problem, "Take another schedule, a smaller pp, or more layers.")
+    if sizes.is_tied and plan.placement.ranks[0] == plan.placement.ranks[-1]:
+        problem = f"{plan.name} has the first and the last stage on one rank, each with a copy of the tied matrix."
+        raise SettingError("train_llama --schedule", problem, "Take one with them apart: 1F1B or Interleaved1F1B, say.")
     return plan, num_microbatches
 
 

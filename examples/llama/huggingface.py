@@ -127,7 +127,7 @@ def save_weights(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     """
     own = get_state_dict(model)["model"]
     if model.config.is_tied:
-        own.pop("head.weight")  # they know by the config
+        own.pop("head.weight", None)  # they know by the config
     save_safetensors({their_name(name): tensor for name, tensor in own.items()}, folder)
     if not disttrain.is_initialized() or disttrain.get_rank() == 0:
         theirs = {**their_config(model.config), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}

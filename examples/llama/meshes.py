@@ -75,9 +75,6 @@ def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size:
     if kv_heads % tp and tp % kv_heads:
         problem = f"{kv_heads} heads of keys and values cannot be shared by tp={tp}."
         raise SettingError("train_llama", problem, "One must divide the other.")
-    if config.is_tied and plan.pp > 1:
-        problem = f"the first and the last of pp={plan.pp} stages would share one matrix."
-        raise SettingError("train_llama", problem, "Take a model whose head is not tied, or leave pp out.")
 
 
 def make_mesh(plan: MeshPlan, device: torch.device) -> disttrain.DeviceMesh:

@@ -97,7 +97,17 @@ def _across_uneven(parameter: nn.Parameter) -> Shard | None:
 def _let_go_of_others(model: Llama, stages: list[nn.Module]) -> None:
     """Leave in the whole model only what it shares with this rank's stages, so that its names are those of a save."""
     own = {part for stage in stages for part in stage.modules()}
+    ends = {"embedding": model.head, "head": model.embedding} if model.config.is_tied else {}
     for parent in (model, model.blocks):
         for name, part in list(parent.named_children()):
             if part not in own and part is not model.blocks:
-                parent.add_module(name, nn.Identity())
+                twin = ends.get(name)
+                parent.add_module(name, _Named(twin) if twin in own else nn.Identity())
+
+
+class _Named(nn.Module):
+    """Gives a rank's copy of the tied matrix the other end's name as well, as in a model that is whole."""
+
+    def __init__(self, twin: nn.Module) -> None:
+        super().__init__()
+        self.weight = twin.weight

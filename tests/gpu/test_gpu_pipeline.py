@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 import disttrain
 from disttrain.errors import DisttrainError
-from disttrain.pipelining import PipelineSchedule, PipelineStage, get_schedule_class, make_schedule
+from disttrain.pipelining import Costs, PipelineSchedule, PipelineStage, get_schedule_class, make_schedule, simulate
 from disttrain.process_group.peer_channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
@@ -128,6 +130,53 @@ def test_one_pipeline_after_another_and_in_turns() -> None:
         for index, stage in pipeline.stages.items():
             for parameter, expected in zip(stage.submod.parameters(), model[index].parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+class Resting(torch.autograd.Function):
+    """Takes the GPU's time in forward and in backward, and hardly any of its cores."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES // 10)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES // 10)
+        return grad.clone()
+
+
+class Rest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(DIM, device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Resting.apply(x * self.weight)
+
+
+@on_ranks(2, timeout_s=110)
+def test_children_of_an_overlap_run_side_by_side() -> None:
+    rank, num_microbatches = disttrain.get_rank(), 12
+    plan = make_schedule("DualPipeV", 2, num_microbatches)
+    apart = [tuple(part for action in actions for part in action.parts) for actions in plan.ranks]
+    took_s = []
+    x = torch.randn(num_microbatches, DIM, device="cuda")
+    for one in (plan, plan.with_ranks(apart)):
+        stages = [PipelineStage(Rest(), index, 4, "cuda") for index in plan.placement.stages[rank]]
+        pipeline = PipelineSchedule(stages, one, loss_of)
+        for _ in range(3):
+            disttrain.barrier()
+            torch.cuda.synchronize()
+            begin_s = time.monotonic()
+            pipeline.step(x, target=x)
+            torch.cuda.synchronize()
+            end_s = time.monotonic()
+        took_s.append(end_s - begin_s)
+    # Forward and backward take as long here, so that each OVERLAP halves.
+    unit = Costs(forward_s=1, backward_s=1, backward_input_s=1, backward_weight_s=0)
+    expected = simulate(plan, replace(unit, overlap_saves=1)).makespan_s / simulate(plan, unit).makespan_s
+    assert took_s[0] / took_s[1] < expected + 0.1
 
 
 class Late(nn.Module):

@@ -84,8 +84,8 @@ def test_other_sizes_are_refused(text: str, problem: str) -> None:
         (["--mesh", "pp=2", "--schedule", "2F2B"], "2F2B"),
         (["--mesh", "pp=2", "--schedule", "ZBV", "--model", "tiny"], "ZBVZeroBubble on pp=2 has 4 stages, the model 2"),
         (
-            ["--mesh", "pp=2", "--model", f"{spelled(replace(PRESETS['small'], is_tied=True))}"],
-            "would share one matrix",
+            ["--mesh", "pp=2", "--schedule", "ZBV", "--model", f"{spelled(replace(PRESETS['small'], is_tied=True))}"],
+            "ZBVZeroBubble has the first and the last stage on one rank",
         ),
         (["--config", "none.toml"], "No such file or directory"),
         (["--mesh", "pp=2", "--schedule", "ForwardOnly"], "ForwardOnly trains nothing"),

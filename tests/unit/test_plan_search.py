@@ -12,6 +12,7 @@ from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_p
 from disttrain.plan.job import meshes, why_not
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import choices, leanest
+from disttrain.plan.traffic import traffic_of
 
 JOB = Job(PRESETS["8b"], 8, HARDWARE["h100"], node_size=4, num_sequences=32)
 SMALL = Job(PRESETS["8b"], 8, HARDWARE["a100-40"], seq_size=4096, num_sequences=64)
@@ -47,6 +48,20 @@ def test_schedules_that_cannot_be_made_are_left_out() -> None:
     assert find_plans(job, schedules=["Interleaved1F1B"], mesh=mesh).plans == ()
     (plan,) = find_plans(job, schedules=["Interleaved1F1B", "1F1B"], mesh=mesh).plans
     assert plan.choice.schedule == "1F1B"
+
+
+def test_a_tied_matrix_wants_the_ends_of_a_pipeline_apart() -> None:
+    job, mesh = replace(JOB, sizes=replace(JOB.sizes, is_tied=True)), MeshSizes(pp=4, dp=2)
+    assert find_plans(job, schedules=["ZBVZeroBubble"], mesh=mesh).plans == ()
+    (plan,) = find_plans(job, schedules=["ZBVZeroBubble", "1F1B"], mesh=mesh).plans
+    assert plan.choice.schedule == "1F1B"
+    # Beside activations the ends tell each other the matrix's gradient, of which each rank has its shard.
+    untied = replace(job, sizes=replace(job.sizes, is_tied=False))
+    sent, sent_untied = (
+        next(one for one in traffic_of(which, plan.choice) if one.axis == "pp") for which in (job, untied)
+    )
+    assert sent.num_calls == sent_untied.num_calls + 1
+    assert sent.sent_bytes - sent_untied.sent_bytes == job.sizes.vocab_elements // 2 * job.precision.parameter_bytes
 
 
 def test_every_mesh_has_all_gpus() -> None:

@@ -138,3 +138,25 @@ def test_what_cannot_be_planned_is_said() -> None:
     with pytest.raises(ShardingError, match="head_dim"):
         plan_for(nn.Sequential(Silent()))
     assert isinstance(plan_for(nn.Sequential(Silent()), head_dim=2), ParallelPlan)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q": 8, "k": 4, "v": 4, "o": 8, "up": 32},
+        {"q": 8, "k": 8, "v": 8, "o": 8, "gate": 24, "up": 24},
+        {"qkv": 24, "o": 8, "up": 32},
+        {"qkv": 24, "o": 8, "gate": 24, "up": 24},
+    ],
+)
+def test_attention_and_mlp_in_one_module_are_not_taken_for_one_of_them(sizes: dict[str, int]) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            for name, width in sizes.items():
+                self.add_module(name, nn.Linear(8, width))
+            self.down = nn.Linear(sizes["up"], 8)
+
+    with pytest.raises(ShardingError, match=r"Flat holds .*, down, which are those of an attention and an MLP in one"):
+        plan_for(nn.Sequential(Flat()), head_dim=4)

@@ -78,6 +78,9 @@ class Backend(ABC):
     coalesces: ClassVar[bool] = False
     """True when `start_coalescing` and `end_coalescing` make one launch of what is called between them."""
 
+    has_peers: ClassVar[bool] = True
+    """False when the other ranks of a group are played: none comes, so that nobody waits for them."""
+
     reports_absent: ClassVar[bool] = True
     """True when the ranks that did not come are to be asked for after a timeout; False: its own errors name them."""
 

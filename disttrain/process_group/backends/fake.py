@@ -25,6 +25,7 @@ class FakeBackend(Backend):
     """Shapes and dtypes are right, reductions leave this rank's own values."""
 
     devices = ("cpu", "cuda", "meta")
+    has_peers = False
     reports_absent = False
 
     def __init__(self, membership: Membership) -> None:
