@@ -151,7 +151,7 @@ def _norm_sums(parts, result, num_parts, size, ROWS: tl.constexpr, COLUMNS: tl.c
         rows = first + tl.arange(0, ROWS)
         is_there = (rows < num_parts)[:, None] & (columns < size)[None, :]
         total += tl.load(parts + rows[:, None] * size + columns[None, :], mask=is_there, other=0.0)
-    tl.store(result + columns, tl.sum(total, 0), mask=columns < size)
+    tl.store(result + columns, tl.sum(total, 0).to(result.dtype.element_ty), mask=columns < size)
 
 
 def forward(
@@ -198,6 +198,7 @@ def backward(
     weight: torch.Tensor | None,
     statistics: torch.Tensor,
     num_parameters: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As in `norms_twin`."""
     num_rows, row_size = x.shape
@@ -226,12 +227,12 @@ def backward(
             STAGES=num_stages,
             num_warps=num_warps,
         )
-        return grad_x, _summed(sums)
+        return grad_x, _summed(sums, dtype)
 
 
-def _summed(parts: torch.Tensor) -> torch.Tensor:
+def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Over the first dim, which is much shorter than torch's own kernel would like."""
-    total = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
         _norm_sums[(triton.cdiv(total.numel(), 32),)](
             parts, total, parts.shape[0], total.numel(), ROWS=64, COLUMNS=32, num_warps=8
