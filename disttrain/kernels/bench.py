@@ -23,6 +23,8 @@ from disttrain.kernels.optimizers import AdamW
 
 NUM_ROUNDS: Final = 20
 _COPY_BYTES: Final = 1 << 30
+_NUM_REPEATS: Final = 4
+"""How often a step that memory bounds runs in one measurement: what one has left in the cache, the next writes back."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,12 @@ def measure(case: Case, device: torch.device) -> Iterator[Measured]:
         make = _whole_step if is_whole else _forward
         steps = {name: make(run, case) for name, run in contenders.items()}
         peaks = {name: _peak_bytes(step, device) for name, step in steps.items()}
-        runs = {name: _prepared(step, device) for name, step in steps.items()}
         moved = case.step_bytes if is_whole else case.forward_bytes
+        num_repeats = _NUM_REPEATS if moved else 1
+        runs = {name: _prepared(_repeated(step, num_repeats), device) for name, step in steps.items()}
         if moved:
-            runs["copy"] = _copy(moved, device)
-        medians = _medians(runs, before, device)
+            runs["copy"] = _repeated(_copy(moved, device), num_repeats)
+        medians = {name: seconds / num_repeats for name, seconds in _medians(runs, before, device).items()}
         yield Measured(case.name, is_whole, medians, peaks, moved, case.flops if is_whole else 0)
 
 
@@ -134,6 +137,14 @@ def _peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
     before = torch.cuda.memory_allocated()
     step()
     return torch.cuda.max_memory_allocated() - before
+
+
+def _repeated(step: Callable[[], Any], num_repeats: int) -> Callable[[], Any]:
+    def run() -> None:
+        for _ in range(num_repeats):
+            step()
+
+    return run
 
 
 def _prepared(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
