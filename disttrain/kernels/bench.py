@@ -170,9 +170,7 @@ def _copy(moved_bytes: int, device: torch.device) -> Callable[[], Any]:
     return partial(torch.empty_like(source).copy_, source)
 
 
-def _medians(
-    runs: dict[str, Callable[[], Any]], before: Callable[[], Any], device: torch.device
-) -> dict[str, float]:
+def _medians(runs: dict[str, Callable[[], Any]], before: Callable[[], Any], device: torch.device) -> dict[str, float]:
     """Seconds of each, after a first time, in turn and each after `before`."""
     for run in runs.values():
         run()
