@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -135,7 +136,10 @@ def pack24(matrix: torch.Tensor) -> torch.Tensor:
 
 def search24(packed: torch.Tensor, x: torch.Tensor) -> int:
     """cuSPARSELt's number of what multiplies these fastest; it tries them all."""
-    return torch._cslt_sparse_mm_search(packed, x.t(), transpose_result=True)
+    with warnings.catch_warnings():
+        # It says that it will be replaced; what replaces it is not in all versions.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch._cslt_sparse_mm_search(packed, x.t(), transpose_result=True)
 
 
 def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.Tensor:

@@ -3,6 +3,12 @@
 A program takes whole rows, several at once where they are short, so that each element is read once. The gradients of
 the parameters are sums over all rows: persistent programs each sum over theirs, and what they leave is summed at the
 end.
+
+The sizes are those of a sweep on an H200 over rows of 4096 and 8192 elements in bf16, 134 MB a tensor, RMSNorm and
+LayerNorm. Forward: 4 warps take 0.067 to 0.069 ms, a copy 0.065; telling the cache that rows are read once and
+parameters often costs 3 to 7 % more, 16 warps up to half, and persistent programs gain nothing. Backward: 0.100 to
+0.104 ms, a copy 0.097; with two tiles under way instead of three it takes half as long again, with twice as many
+smaller programs up to 7 % more. The sum at the end takes 2 to 3 us.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _multiply(
     factor = weight if is_transposed else weight.t()
     if stamp_of(weight) != stamp.tolist() or len(x) % (_LINE // 2) or not len(x):
         return x @ factor
-    algorithm = _algorithm(x.device, x.dtype, len(x), *factor.shape)
+    algorithm = _ALGORITHMS.of(x.device, x.dtype, len(x), *factor.shape)
     return x @ factor if algorithm is None else multiply24(packed, x.contiguous(), algorithm)
 
 
@@ -167,14 +167,24 @@ define(
 )
 
 
-def _algorithm(device: torch.device, dtype: torch.dtype, num_rows: int, in_size: int, out_size: int) -> int | None:
-    """cuSPARSELt's best, or None where a dense product is as fast; measured once, and not while a graph is captured."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return _measured(device, dtype, num_rows, in_size, out_size)
+class _Algorithms:
+    """cuSPARSELt's best for each product, or None where a dense one is as fast; measured once by this process."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], int | None] = {}
+
+    def of(self, device: torch.device, dtype: torch.dtype, num_rows: int, in_size: int, out_size: int) -> int | None:
+        call = device, dtype, num_rows, in_size, out_size
+        if call not in self._found:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self._found[call] = _measured(*call)
+        return self._found[call]
 
 
-@cache
+_ALGORITHMS: Final = _Algorithms()
+
+
 def _measured(device: torch.device, dtype: torch.dtype, num_rows: int, in_size: int, out_size: int) -> int | None:
     """On matrices of its own."""
     with torch.cuda.device(device):

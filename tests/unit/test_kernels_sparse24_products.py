@@ -29,20 +29,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr("disttrain.kernels.sparse24.takes_packed", sparse24_product.takes_tiles)
     monkeypatch.setattr(sparse24_product, "pack24", torch.clone)
     monkeypatch.setattr(sparse24_product, "multiply24", multiply)
-    monkeypatch.setattr(sparse24_product, "_algorithm", lambda *_: 0)
+    monkeypatch.setattr(sparse24_product, "_measured", lambda *_: 0)
+    monkeypatch.setattr(sparse24_product, "_ALGORITHMS", sparse24_product._Algorithms())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return shapes
 
 
 def test_masks_of_tiles_keep_the_most() -> None:
     weight = drawn(8, 12).float()
     mask = mask24_of_tiles(weight)
+    pairs = [pair for pair in product((False, True), repeat=4) if sum(pair) == 2]
+    every = [torch.tensor(rows) for rows in product(pairs, repeat=4)]
+    both_ways = [one for one in every if one.sum(0).tolist() == [2, 2, 2, 2]]
     for row, column in product(range(0, 8, 4), range(0, 12, 4)):
         tile, kept = weight[row : row + 4, column : column + 4].abs(), mask[row : row + 4, column : column + 4]
         assert kept.sum(0).tolist() == kept.sum(1).tolist() == [2, 2, 2, 2]
-        pairs = [pair for pair in product((False, True), repeat=4) if sum(pair) == 2]
-        all_masks = [torch.tensor(rows) for rows in product(pairs, repeat=4)]
-        most = max(float(tile[one].sum()) for one in all_masks if one.sum(0).tolist() == [2, 2, 2, 2])
-        assert float(tile[kept].sum()) == pytest.approx(most)
+        assert float(tile[kept].sum()) == pytest.approx(max(float(tile[one].sum()) for one in both_ways))
 
 
 def layers(seed: int = 0) -> nn.Sequential:
@@ -86,6 +88,19 @@ def test_a_weight_that_others_have_written_is_multiplied_as_it_is(calls: list[tu
     assert calls == []
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
     assert calls == [(8, 16, 32)]
+
+
+def test_a_graph_is_captured_with_what_was_measured_before(
+    calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    Sparse24(model, torch.optim.SGD(model.parameters(), lr=0.1), products="sparse")
+    x = drawn(8, 16).float()
+    model[0](x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(sparse24_product, "_measured", None)
+    model[:3](x)
+    assert calls == [(8, 16, 32), (8, 16, 32)]
 
 
 def test_bad_input_is_told(calls: list[tuple[int, ...]]) -> None:
