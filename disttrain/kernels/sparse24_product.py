@@ -21,8 +21,9 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
+from disttrain.autocast import is_within_autocast
 from disttrain.errors import LayoutError
-from disttrain.kernels._torch import is_within_autocast, multiply24, pack24, search24, stamp_of
+from disttrain.kernels._torch import multiply24, pack24, search24, stamp_of
 from disttrain.kernels.operators import define
 from disttrain.weight_grads import Grads, current_keeper, now_or_later
 
