@@ -79,8 +79,8 @@ def norm_backwards() -> Iterator[Case]:
     for x, weight, _, *rest in norms():
         _, statistics = OPS.norm(x, weight, weight, *rest)
         ones, num_parameters = torch.ones((), dtype=x.dtype).expand(x.shape), 0 if weight is None else 2
-        yield ones, None, x, weight, statistics, num_parameters
-        yield x, ones, x, weight, statistics, num_parameters
+        yield ones, None, x, weight, statistics, num_parameters, statistics.dtype
+        yield x, ones, x, weight, statistics, num_parameters, torch.bfloat16
 
 
 def glus() -> Iterator[Case]:
@@ -157,6 +157,15 @@ def loss_backwards() -> Iterator[Case]:
         yield (torch.ones_like(row_losses), *layer, log_sums, terms, group_name, block_bytes, wanted)
 
 
+def sparse_products() -> Iterator[Case]:
+    """Packed from another version of the weight."""
+    for x in all_of((8, 16), (5, 16), (0, 16), (1, 16)):
+        for weight_view in (plain, turned):
+            for is_transposed in (False, True):
+                weight = weight_view((16, 4) if is_transposed else (4, 16), x.dtype)
+                yield x, weight, torch.empty(0, dtype=x.dtype), torch.zeros(2, dtype=torch.int64), is_transposed
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "add_norm": adding_norms,
     "attention_blocks": block_tables,
@@ -171,6 +180,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "norm_backward": norm_backwards,
     "rotate": rotations,
     "rotate_": rotations_in_place,
+    "sparse24_mm": sparse_products,
 }
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write(_line(HEAD))
     found: list[Measured] = []
     for one in _all(options, device):
-        write(_line(_row(one, speed)))
+        write(_line(_row(one)))
         found.append(one)
     _keep(options, {"device": name, "copy_bytes_per_s": speed}, [asdict(one) for one in found])
     return 0
@@ -104,14 +104,14 @@ def _line(cells: Sequence[str]) -> str:
     return f"{name:44}{step:10}" + "".join(f"{number:>13}" for number in numbers)
 
 
-def _row(one: Measured, speed: float) -> Sequence[str]:
+def _row(one: Measured) -> Sequence[str]:
     seconds = one.seconds
     return (
         one.name,
         "both ways" if one.is_whole_step else "forward",
         *(f"{1e3 * seconds[name]:.3f}" for name in ("eager", "inductor", "kernel")),
         f"{seconds['kernel'] / seconds['inductor']:.2f}",
-        f"{one.share_of_copy(speed):.0%}" if one.moved_bytes else "",
+        f"{one.share_of_copy:.0%}" if one.moved_bytes else "",
         f"{one.flops / seconds['kernel'] / 1e12:.0f}" if one.flops else "",
         size_text(one.peak_bytes["kernel"]),
         size_text(one.peak_bytes["eager"]),

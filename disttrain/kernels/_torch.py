@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -121,3 +122,26 @@ def scaled_mm(
         a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast
     )
     return result.to(dtype)
+
+
+def stamp_of(tensor: torch.Tensor) -> list[int]:
+    """Another one when torch's operators have written to the tensor; -1 where nobody counts."""
+    return [tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version]
+
+
+def pack24(matrix: torch.Tensor) -> torch.Tensor:
+    """A 2:4 sparse matrix (M, K) for `multiply24`."""
+    return torch._cslt_compress(matrix)
+
+
+def search24(packed: torch.Tensor, x: torch.Tensor) -> int:
+    """cuSPARSELt's number of what multiplies these fastest; it tries them all."""
+    with warnings.catch_warnings():
+        # It says that it will be replaced; what replaces it is not in all versions.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch._cslt_sparse_mm_search(packed, x.t(), transpose_result=True)
+
+
+def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.Tensor:
+    """x (R, K), contiguous, by the packed (N, K) transposed: (R, N), contiguous."""
+    return torch._cslt_sparse_mm(packed, x.t(), transpose_result=True, alg_id=algorithm)

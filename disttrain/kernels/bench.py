@@ -1,7 +1,8 @@
 """Each kernel against torch's operators, one by one and compiled by Inductor, and against memory's speed.
 
-All are measured in turn, in one run. On a GPU each step is a CUDA graph that is replayed, so that the host's time does
-not count, for any of them; there the floor is what a copy takes that moves as many bytes.
+All are measured in turn, in one run, and among them a copy that moves as many bytes: the floor. On a GPU each step is a
+CUDA graph that is replayed behind other work, which leaves nothing of the inputs in the cache: so the host's time does
+not count, for any of them, nor what the step before has left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from disttrain.kernels.optimizers import AdamW
 
 NUM_ROUNDS: Final = 20
 _COPY_BYTES: Final = 1 << 30
+_NUM_REPEATS: Final = 4
+"""How often a step that memory bounds runs in one measurement: what one has left in the cache, the next writes back."""
 
 
 @dataclass(frozen=True)
@@ -35,41 +38,34 @@ class Measured:
     moved_bytes: int
     flops: int
 
-    def share_of_copy(self, bytes_per_s: float) -> float:
-        return self.moved_bytes / self.seconds["kernel"] / bytes_per_s
+    @property
+    def share_of_copy(self) -> float:
+        return self.seconds["copy"] / self.seconds["kernel"]
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """What a copy reads and writes per second."""
-    num_elements = (_COPY_BYTES if device.type == "cuda" else _COPY_BYTES >> 4) // 4
-    source = torch.empty(num_elements, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-
-    # Outside of a graph, where a GPU copies by a kernel; its copy engines are slower.
-    def run() -> None:
-        target.copy_(source)
-
-    run()
-    return 2 * source.nbytes / statistics.median(_seconds(run, device) for _ in range(NUM_ROUNDS))
+    """What a large copy reads and writes per second."""
+    moved = 2 * (_COPY_BYTES if device.type == "cuda" else _COPY_BYTES >> 4)
+    return moved / _medians({"copy": _copy(moved, device)}, _cold(device), device)["copy"]
 
 
 def measure(case: Case, device: torch.device) -> Iterator[Measured]:
     """Of forward alone, and of forward and backward."""
     torch.compiler.reset()
     contenders = {"eager": case.theirs, "inductor": torch.compile(case.theirs), "kernel": case.ours}
+    before = _cold(device)
     for is_whole in (False, True):
         if not (case.step_bytes or case.flops if is_whole else case.forward_bytes):
             continue
         make = _whole_step if is_whole else _forward
         steps = {name: make(run, case) for name, run in contenders.items()}
         peaks = {name: _peak_bytes(step, device) for name, step in steps.items()}
-        runs = {name: _prepared(step, device) for name, step in steps.items()}
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(NUM_ROUNDS):
-            for name, run in runs.items():
-                times[name].append(_seconds(run, device))
-        medians = {name: statistics.median(found) for name, found in times.items()}
         moved = case.step_bytes if is_whole else case.forward_bytes
+        num_repeats = _NUM_REPEATS if moved else 1
+        runs = {name: _prepared(_repeated(step, num_repeats), device) for name, step in steps.items()}
+        if moved:
+            runs["copy"] = _repeated(_copy(moved, device), num_repeats)
+        medians = {name: seconds / num_repeats for name, seconds in _medians(runs, before, device).items()}
         yield Measured(case.name, is_whole, medians, peaks, moved, case.flops if is_whole else 0)
 
 
@@ -90,16 +86,9 @@ def measure_adamw(device: torch.device, num_parameters: int, num_elements: int) 
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             steps[name] = make(parameters).step
-        for step in steps.values():
-            step()
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(NUM_ROUNDS):
-            for name, step in steps.items():
-                before()
-                times[name].append(_seconds(step, device))
-        medians = {name: statistics.median(found) for name, found in times.items()}
         # Parameter and averages are read and written, the gradient read.
         moved = 7 * dtype.itemsize * num_elements * num_parameters
+        medians = _medians({**steps, "copy": _copy(moved, device)}, before, device)
         name = f"AdamW {num_parameters} x {num_elements} {str(dtype).removeprefix('torch.')}"
         yield Measured(name, True, medians, dict.fromkeys(medians, 0), moved, 0)
 
@@ -115,15 +104,7 @@ def measure_packing(device: torch.device, dim: int) -> Iterator[Measured]:
         "kernel": partial(copy_all, targets, sources),
     }
     moved = sum(tensor.nbytes for tensor in (*sources, *targets))
-    for step in copies.values():
-        step()
-    times: dict[str, list[float]] = {name: [] for name in copies}
-    before = _busy(device)
-    for _ in range(NUM_ROUNDS):
-        for name, step in copies.items():
-            before()
-            times[name].append(_seconds(step, device))
-    medians = {name: statistics.median(found) for name, found in times.items()}
+    medians = _medians({**copies, "copy": _copy(moved, device)}, _busy(device), device)
     yield Measured(f"pack a block of dim {dim}, bf16 to fp32", False, medians, dict.fromkeys(medians, 0), moved, 0)
 
 
@@ -158,6 +139,14 @@ def _peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def _repeated(step: Callable[[], Any], num_repeats: int) -> Callable[[], Any]:
+    def run() -> None:
+        for _ in range(num_repeats):
+            step()
+
+    return run
+
+
 def _prepared(step: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """`step` after its first times; on a GPU recorded as a graph."""
     if device.type != "cuda":
@@ -173,6 +162,31 @@ def _prepared(step: Callable[[], Any], device: torch.device) -> Callable[[], Any
     with torch.cuda.graph(graph):
         step()
     return graph.replay
+
+
+def _copy(moved_bytes: int, device: torch.device) -> Callable[[], Any]:
+    """Reads and writes so many bytes, not in a graph: there a GPU copies by its engines, which are slower."""
+    source = torch.ones(moved_bytes // 2, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _medians(runs: dict[str, Callable[[], Any]], before: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Seconds of each, after a first time, in turn and each after `before`."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(NUM_ROUNDS):
+        for name, run in runs.items():
+            before()
+            times[name].append(_seconds(run, device))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _cold(device: torch.device) -> Callable[[], Any]:
+    """Gives a GPU work while the host starts the next step, and its cache other lines, which need no writing."""
+    if device.type != "cuda":
+        return lambda: None
+    return partial(torch.amax, torch.ones(_COPY_BYTES // 4, device=device))
 
 
 def _busy(device: torch.device) -> Callable[[], Any]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from disttrain import kernels
 from disttrain.kernels.float8 import cast
+from disttrain.kernels.sparse24_product import Packed24, mask24_of_tiles, sparse24_linear, takes_packed
 
 Step = Callable[..., Any]
 
@@ -41,6 +42,8 @@ def cases(device: torch.device, num_tokens: int, dim: int, vocab_size: int) -> I
     yield from _gated(drawn, num_tokens, dim * 7 // 2)
     yield _rotary(drawn, num_tokens, dim // 128)
     yield from _float8(drawn, num_tokens, dim)
+    if device.type == "cuda":
+        yield from _sparse24(drawn(num_tokens // 2, dim), drawn(dim * 7 // 2, dim))
     hidden, weight = drawn(num_tokens, dim), drawn(vocab_size, dim)
     weight.detach().mul_(dim**-0.5)
     target = torch.randint(0, vocab_size, (num_tokens,), device=device)
@@ -148,3 +151,21 @@ def _float8(drawn: Callable[..., torch.Tensor], num_tokens: int, dim: int) -> It
                 0,
                 6 * num_tokens * dim * width,
             )
+
+
+def _sparse24(x: torch.Tensor, weight: torch.Tensor) -> Iterator[Case]:
+    """Beside the same product of a dense weight."""
+    with torch.no_grad():
+        weight *= mask24_of_tiles(weight)
+    if takes_packed(weight):
+        (num_tokens, in_size), out_size = x.shape, len(weight)
+        packed = Packed24(weight)
+        yield Case(
+            f"sparse24 linear {num_tokens} x {in_size} x {out_size}",
+            [x, weight],
+            F.linear,
+            lambda x, weight: sparse24_linear(x, weight, None, packed),
+            0,
+            0,
+            6 * num_tokens * in_size * out_size,
+        )

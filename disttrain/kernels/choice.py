@@ -71,3 +71,10 @@ def num_programs(device: torch.device) -> int:
     """How many persistent programs keep `device` busy."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return properties.multi_processor_count if properties else 4
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """How much memory the threads of one program on `device` may share."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return properties.shared_memory_per_block_optin if properties else 64 << 10

@@ -139,8 +139,9 @@ def _norm_backward(
     weight: torch.Tensor | None,
     statistics: torch.Tensor,
     num_parameters: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x, and those of weight and bias, (num_parameters, D), wide."""
+    """The gradient of x, and those of weight and bias, (num_parameters, D), of `dtype`."""
     grad_x, grad_parameters = _kernels(x).backward(
         _rows(grad),
         None if grad_total is None else _rows(grad_total),
@@ -148,14 +149,21 @@ def _norm_backward(
         weight,
         statistics.view(-1, statistics.shape[-1]),
         num_parameters,
+        dtype,
     )
     return reshaped(grad_x, x.shape), grad_parameters
 
 
 def _norm_backward_shapes(
-    grad: Any, grad_total: Any, x: torch.Tensor, weight: Any, statistics: torch.Tensor, num_parameters: int
+    grad: Any,
+    grad_total: Any,
+    x: torch.Tensor,
+    weight: Any,
+    statistics: torch.Tensor,
+    num_parameters: int,
+    dtype: torch.dtype,
 ) -> Any:
-    return x.new_empty(x.shape), statistics.new_empty((num_parameters, x.shape[-1]))
+    return x.new_empty(x.shape), statistics.new_empty((num_parameters, x.shape[-1]), dtype=dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -185,11 +193,13 @@ def _grads(ctx: Any, grad: torch.Tensor | None, grad_total: torch.Tensor | None)
     x, weight, statistics = ctx.saved_tensors
     if grad is None:
         return grad_total, None, None
-    num_parameters = (weight is not None) + (ctx.bias_dtype is not None)
-    grad_x, grad_parameters = torch.ops.disttrain.norm_backward(grad, grad_total, x, weight, statistics, num_parameters)
-    own = list(grad_parameters.unbind())
-    grad_weight = own[0].to(weight.dtype) if own else None
-    return grad_x, grad_weight, own[1].to(ctx.bias_dtype) if len(own) > 1 else None
+    dtypes = [] if weight is None else [weight.dtype] if ctx.bias_dtype is None else [weight.dtype, ctx.bias_dtype]
+    dtype = dtypes[0] if len(set(dtypes)) == 1 else statistics.dtype
+    grad_x, grad_parameters = torch.ops.disttrain.norm_backward(
+        grad, grad_total, x, weight, statistics, len(dtypes), dtype
+    )
+    own = [one.to(dtype) for one, dtype in zip(grad_parameters.unbind(), dtypes, strict=True)]
+    return grad_x, own[0] if own else None, own[1] if len(own) > 1 else None
 
 
 def _backward_of_norm(ctx: Any, grad: torch.Tensor | None, _: Any) -> Any:
@@ -207,8 +217,8 @@ ADD_NORM: Final = define(
     f"add_norm(Tensor x, Tensor residual, {_PARAMETERS}) -> (Tensor, Tensor, Tensor)", _add_norm, _add_norm_shapes
 )
 NORM_BACKWARD: Final = define(
-    "norm_backward(Tensor grad, Tensor? grad_total, Tensor x, Tensor? weight, Tensor statistics, int num_parameters) "
-    "-> (Tensor, Tensor)",
+    "norm_backward(Tensor grad, Tensor? grad_total, Tensor x, Tensor? weight, Tensor statistics, int num_parameters, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
     _norm_backward,
     _norm_backward_shapes,
 )
@@ -250,7 +260,7 @@ def _shard_add_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: float, i
 
 @register_sharding(NORM_BACKWARD)
 def _shard_norm_backward(
-    grad: Any, grad_total: Any, x: Any, weight: Any, statistics: Any, num_parameters: int
+    grad: Any, grad_total: Any, x: Any, weight: Any, statistics: Any, num_parameters: int, dtype: torch.dtype
 ) -> Choices:
-    given = [True, _whether(grad_total, True), True, _whether(weight, False), True, None]
+    given = [True, _whether(grad_total, True), True, _whether(weight, False), True, None, None]
     return [([results[0], Partial()], operands) for results, operands in _placements(x, given, 1)]

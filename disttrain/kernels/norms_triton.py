@@ -3,6 +3,12 @@
 A program takes whole rows, several at once where they are short, so that each element is read once. The gradients of
 the parameters are sums over all rows: persistent programs each sum over theirs, and what they leave is summed at the
 end.
+
+The sizes are those of a sweep on an H200 over rows of 4096 and 8192 elements in bf16, 134 MB a tensor, RMSNorm and
+LayerNorm. Forward: 4 warps take 0.067 to 0.069 ms, a copy 0.065; telling the cache that rows are read once and
+parameters often costs 3 to 7 % more, 16 warps up to half, and persistent programs gain nothing. Backward: 0.100 to
+0.104 ms, a copy 0.097; with two tiles under way instead of three it takes half as long again, with twice as many
+smaller programs up to 7 % more. The sum at the end takes 2 to 3 us.
 """
 
 from __future__ import annotations
@@ -13,16 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
-from disttrain.kernels.choice import num_programs
+from disttrain.kernels.choice import num_programs, shared_bytes
 
 _TILE_ELEMENTS: Final = 4096
 """Of the rows that a program has at once, at least."""
 
-_BACKWARD_WARPS: Final = 16
-"""Of persistent programs on each multiprocessor."""
+_BACKWARD_ELEMENTS: Final = 8192
+"""The same in backward."""
 
-_STAGED_BYTES: Final = 64 << 10
-"""Of a tile of each of three tensors, that shared memory holds while another is computed with."""
+_BACKWARD_WARPS: Final = 16
+"""Of the one program that each multiprocessor has."""
+
+_SCRATCH_BYTES: Final = 16 << 10
+"""Of shared memory that sums take, at most; the rest is for tiles that are under way."""
 
 
 @triton.jit
@@ -35,7 +44,7 @@ def _norm_forward(
     total,
     statistics,
     num_rows,
-    row_size,
+    row_size: tl.constexpr,
     eps,
     IS_CENTERED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -51,11 +60,9 @@ def _norm_forward(
     # Only where the program begins may be far; within its rows 32 bits will do.
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
     places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
-    # Rows are read once, parameters by every program.
-    values = tl.load(x + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        added = tl.load(residual + begin + places, mask=is_there, other=0.0, eviction_policy="evict_first")
-        values += added.to(tl.float32)
+        values += tl.load(residual + begin + places, mask=is_there, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + begin + places, rounded, mask=is_there)
         values = rounded.to(tl.float32)
@@ -70,13 +77,9 @@ def _norm_forward(
         tl.store(statistics + rows, scale, mask=rows < num_rows)
     values *= scale[:, None]
     if HAS_WEIGHT:
-        values *= tl.load(weight + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
-            None, :
-        ]
+        values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
-        values += tl.load(bias + columns, mask=is_column, other=0.0, eviction_policy="evict_last").to(tl.float32)[
-            None, :
-        ]
+        values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(y + begin + places, values.to(y.dtype.element_ty), mask=is_there)
 
 
@@ -90,7 +93,7 @@ def _norm_backward(
     grad_x,
     sums,
     num_rows,
-    row_size,
+    row_size: tl.constexpr,
     num_parameters,
     IS_CENTERED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
@@ -151,7 +154,7 @@ def _norm_sums(parts, result, num_parts, size, ROWS: tl.constexpr, COLUMNS: tl.c
         rows = first + tl.arange(0, ROWS)
         is_there = (rows < num_parts)[:, None] & (columns < size)[None, :]
         total += tl.load(parts + rows[:, None] * size + columns[None, :], mask=is_there, other=0.0)
-    tl.store(result + columns, tl.sum(total, 0), mask=columns < size)
+    tl.store(result + columns, tl.sum(total, 0).to(result.dtype.element_ty), mask=columns < size)
 
 
 def forward(
@@ -198,12 +201,13 @@ def backward(
     weight: torch.Tensor | None,
     statistics: torch.Tensor,
     num_parameters: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As in `norms_twin`."""
     num_rows, row_size = x.shape
     grad_x = torch.empty_like(x)
-    block, rows, num_warps, num_stages = _backward_tile(row_size, x.element_size())
-    programs = min(triton.cdiv(num_rows, rows), num_programs(x.device) * max(1, _BACKWARD_WARPS // num_warps))
+    block, rows, num_stages = _backward_tile(row_size, x.element_size(), shared_bytes(x.device))
+    programs = min(triton.cdiv(num_rows, rows), num_programs(x.device))
     sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _norm_backward[(programs,)](
@@ -224,17 +228,17 @@ def backward(
             ROWS=rows,
             BLOCK=block,
             STAGES=num_stages,
-            num_warps=num_warps,
+            num_warps=_BACKWARD_WARPS,
         )
-        return grad_x, _summed(sums)
+        return grad_x, _summed(sums, dtype)
 
 
-def _summed(parts: torch.Tensor) -> torch.Tensor:
+def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Over the first dim, which is much shorter than torch's own kernel would like."""
-    total = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
         _norm_sums[(triton.cdiv(total.numel(), 32),)](
-            parts, total, parts.shape[0], total.numel(), ROWS=64, COLUMNS=32, num_warps=8
+            parts, total, parts.shape[0], total.numel(), ROWS=32, COLUMNS=32, num_warps=4
         )
     return total
 
@@ -242,13 +246,14 @@ def _summed(parts: torch.Tensor) -> torch.Tensor:
 def _tile(row_size: int) -> tuple[int, int, int]:
     """Elements of a padded row, rows at once, and warps."""
     block = int(triton.next_power_of_2(row_size))
-    rows = max(1, _TILE_ELEMENTS // block) if block < _TILE_ELEMENTS else 1
+    rows = max(1, _TILE_ELEMENTS // block)
     return block, rows, min(16, max(4, block * rows // 2048))
 
 
-def _backward_tile(row_size: int, element_size: int) -> tuple[int, int, int, int]:
-    """The same, and how many rows are under way; sums over rows take registers too."""
-    block, rows, _ = _tile(row_size)
-    tile_bytes = block * rows * element_size
-    num_stages = 3 if tile_bytes <= _STAGED_BYTES // 2 else 2 if tile_bytes <= _STAGED_BYTES else 1
-    return block, rows, 8 if block <= _TILE_ELEMENTS else 16, num_stages
+def _backward_tile(row_size: int, element_size: int, memory_bytes: int) -> tuple[int, int, int]:
+    """Elements of a padded row, rows at once, and how many tiles of three tensors are under way."""
+    block = int(triton.next_power_of_2(row_size))
+    rows = max(1, _BACKWARD_ELEMENTS // block)
+    staged = (memory_bytes - _SCRATCH_BYTES) // (3 * block * rows * element_size)
+    # One of them is in registers.
+    return block, rows, min(3, 1 + staged)

@@ -44,8 +44,9 @@ def backward(
     weight: torch.Tensor | None,
     statistics: torch.Tensor,
     num_parameters: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the rows x that were normed, and those of weight and bias, (num_parameters, D), wide.
+    """The gradient of the rows x that were normed, and those of weight and bias, (num_parameters, D), of `dtype`.
 
     Args: grad  of the normed rows;  grad_total  of x, by other ways.
     """
@@ -62,4 +63,4 @@ def backward(
     grad_x = grad_x * scale
     if grad_total is not None:
         grad_x = grad_x + grad_total
-    return grad_x.to(x.dtype), grad_parameters
+    return grad_x.to(x.dtype), grad_parameters.to(dtype)

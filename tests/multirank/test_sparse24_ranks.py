@@ -64,6 +64,8 @@ def test_groups_of_four_are_not_cut() -> None:
     model = model_of()
     fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ShardingError, match=r"0.weight lies as .* sparse products take whole weights"):
+        Sparse24(model, optimizer, products="sparse")
     Sparse24(model, optimizer)
     odd = nn.Sequential(nn.Linear(12, 8))
     use_sparse24(odd, filter=lambda *_: True, report=lambda _: None)

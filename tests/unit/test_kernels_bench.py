@@ -30,6 +30,9 @@ def test_rows_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert [line.split()[0].startswith(only) for line in lines[2:]] == [True] * rows
         report = json.loads(out.read_text())
         assert [one["name"].split()[0].startswith(only) for one in report["results"]] == [True] * rows
+        has_floor = only != "linear"
+        assert all(("copy" in one["seconds"]) == has_floor for one in report["results"])
+        assert lines[2].count("%") == has_floor
         assert all(seconds > 0 for one in report["results"] for seconds in one["seconds"].values())
 
 

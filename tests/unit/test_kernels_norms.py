@@ -75,6 +75,31 @@ def test_of_two_results_one_may_be_unused(implementation: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_gradients_have_their_parameters_dtypes(implementation: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Sums over rows are rounded once, where they are made; those of unlike parameters, after that."""
+    x = drawn(64, 8, dtype=torch.bfloat16).requires_grad_()
+    weight, bias = (drawn(8, seed=seed, dtype=dtype).requires_grad_() for seed, dtype in enumerate(dtypes))
+    found = torch.autograd.grad(layer_norm(x, weight, bias).sum(), (weight, bias))
+    assert tuple(one.dtype for one in found) == dtypes
+    torch.testing.assert_close(found[1], torch.full_like(bias, 64))
+    (alike,) = torch.autograd.grad(rms_norm(x, weight).sum(), weight)
+    assert alike.dtype == dtypes[0]
+
+
+@pytest.mark.parametrize("memory_bytes", [64 << 10, 99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_fit_into_shared_memory(element_size: int, memory_bytes: int) -> None:
+    """As large as a GPU has it: an A100 has 163 KiB."""
+    norms_triton = pytest.importorskip("disttrain.kernels.norms_triton", exc_type=ImportError)
+    for row_size in (1, 96, 128, 1000, 4096, 8192, 20000, 32768):
+        block, rows, num_tiles = norms_triton._backward_tile(row_size, element_size, memory_bytes)
+        assert block >= row_size
+        assert num_tiles >= 1
+        assert num_tiles == 1 or 3 * (num_tiles - 1) * block * rows * element_size < memory_bytes
+    assert norms_triton._backward_tile(8192, 2, 227 << 10) == (8192, 1, 3)
+
+
 def test_nothing_is_normed(implementation: str) -> None:
     x = torch.zeros(0, 4, 6, requires_grad=True)
     weight = torch.ones(6, requires_grad=True)
