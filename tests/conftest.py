@@ -1,4 +1,4 @@
-"""What holds for all tests: hypothesis without a clock, and the mark of tests that need a GPU."""
+"""What holds for all tests: bytecode, one thread each, hypothesis without a clock, and the mark of a GPU's tests."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # disttrain anew, and pytest all tests: a tenth of the suite's time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Every core has several tests and ranks: with a second thread each, they burn their time waiting for one another. It is
+# read when torch is loaded, and inherited.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
