@@ -10,7 +10,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 def all_infos() -> Sequence[OpInfo]:
     from torch.testing._internal.common_methods_invocations import op_db  # here, since it takes seconds
 
-    return op_db  # type: ignore[no-any-return]
+    return op_db
 
 
 def info_named(name: str) -> OpInfo:
