@@ -1,9 +1,11 @@
-"""What holds for all tests: hypothesis without a clock, and the mark of tests that need a GPU."""
+"""What holds for all tests: bytecode, one thread each, hypothesis without a clock, and the mark of a GPU's tests."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,15 @@ pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
+# The suite starts a thousand interpreters. Where they may not write bytecode, as in many a container, each compiles
+# disttrain anew, and pytest all tests: a tenth of the suite's time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Every core has several tests and ranks: with a second thread each, they burn their time waiting for one another. It is
+# read when torch is loaded, and inherited.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("disttrain")
@@ -33,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays to the end. Collections of garbage, which many tests ask for, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,8 @@ from disttrain.testing.frames import read_frame, write_frame
 
 _GRACE_S = 10.0
 """How long the other ranks may go on after one has failed."""
+_START_S = 100.0
+"""How long a worker may take to load torch, beside whatever else the machine does."""
 
 
 class RankError(DisttrainError, AssertionError):
@@ -170,13 +172,29 @@ class RankPool:
             self.close()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks += [_Rank(rank, self._answers) for rank in range(len(self._ranks), world_size)]
+        new = [_Rank(rank, self._answers) for rank in range(len(self._ranks), world_size)]
+        self._ranks += new
+        self._await_start(len(new))
         return self._store
+
+    def _await_start(self, num_ranks: int) -> None:
+        """Until so many new workers are there: loading torch must not take of a call's own time."""
+        deadline = time.monotonic() + _START_S
+        for _ in range(num_ranks):
+            try:
+                rank, answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                problem = f"not all of {num_ranks} workers were there after {_START_S:.0f} s."
+                raise RankError("RankPool.run", problem, "Run fewer processes beside it.") from None
+            if answer.get("kind") != "Ready":
+                problem = f"{answer['error']}, before it was asked anything"
+                raise RankError(
+                    "RankPool.run", f"{problem}; its log ends with\n{self._ranks[rank].log_tail()}", rank=rank
+                )
 
     def _collect(self, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Answers by rank; those that don't come in time are left out."""
         answers: dict[int, dict[str, Any]] = {}
-        # Starting a worker takes seconds before the task's own time begins.
         deadline = time.monotonic() + timeout_s + _GRACE_S
         while len(answers) < world_size:
             try:

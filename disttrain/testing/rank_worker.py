@@ -33,6 +33,7 @@ def main() -> None:
     torch.set_num_threads(1)
     modules: dict[str, ModuleType] = {}
     try:
+        write_frame(answers, {"kind": "Ready"})
         while True:
             task = read_frame(sys.stdin.buffer)
             write_frame(answers, _run(task, modules))

@@ -8,8 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from torch.testing._internal.common_methods_invocations import op_db
-
+from tests.dtensor_ops.infos import all_infos
 from tests.dtensor_ops.page import page, row
 from tests.dtensor_ops.workers import judge_all
 
@@ -23,7 +22,7 @@ def main() -> int:
     options = parser.parse_args()
     places = [
         place
-        for place, info in enumerate(op_db)
+        for place, info in enumerate(all_infos())
         if not options.op or {info.name, f"{info.name} {info.variant_test_name}"} & set(options.op)
     ]
     started, outcomes = time.monotonic(), []

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
+from tests.dtensor_ops.infos import all_infos
 from tests.dtensor_ops.judge import Outcome, judge
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -25,7 +25,7 @@ def work(connection: Any) -> None:
     sys.setswitchinterval(0.0005)
     warnings.simplefilter("ignore")
     while (place := connection.recv()) is not None:
-        connection.send(judge(op_db[place]))
+        connection.send(judge(all_infos()[place]))
 
 
 class _Worker:
@@ -88,5 +88,5 @@ def _received(worker: _Worker) -> Outcome:
 
 
 def _lost(place: int, text: str) -> Outcome:
-    info = op_db[place]
+    info = all_infos()[place]
     return Outcome(f"{info.name} {info.variant_test_name}".strip(), 1, set(), [("hangs", text)])

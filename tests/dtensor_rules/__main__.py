@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from torch.testing._internal.common_methods_invocations import op_db
-
+from tests.dtensor_ops.infos import all_infos
 from tests.dtensor_rules.summary import Summary, start_worker, work
 
 
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--missed", type=int, default=0, help="try so many signatures per call that no rule offers")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that judge")
     options = parser.parse_args(arguments)
-    places = [place for place, info in enumerate(op_db) if not options.op or info.name in options.op]
+    places = [place for place, info in enumerate(all_infos()) if not options.op or info.name in options.op]
     total = Summary()
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.workers, start_worker) as pool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.opinfo.core import OpInfo
 
 from disttrain.dtensor.rules import Signature
 from disttrain.errors import LayoutError
+from tests.dtensor_ops.infos import all_infos
 from tests.dtensor_rules.calls import aten_calls_of
 from tests.dtensor_rules.judge import NUMS_RANKS, judge
 from tests.dtensor_rules.missed import missed
@@ -67,7 +68,7 @@ _SEEN: Counter[str] = Counter()
 def work(task: tuple[int, int]) -> Summary:
     """In a worker: judge the OpInfo that the task names, and try as many other signatures as it says."""
     place, num_tried = task
-    return judged(place, num_tried, _SEEN)
+    return judged(all_infos()[place], num_tried, _SEEN)
 
 
 def start_worker() -> None:
@@ -79,10 +80,10 @@ def start_worker() -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(NUMS_RANKS))
 
 
-def judged(place: int, num_tried: int, seen: Counter[str]) -> Summary:
-    """Judge the calls of the OpInfo at `place` of `op_db`, but for those `seen`; try `num_tried` signatures more."""
+def judged(info: OpInfo, num_tried: int, seen: Counter[str]) -> Summary:
+    """Judge the calls of the OpInfo, but for those `seen`; try `num_tried` signatures more."""
     summary = Summary()
-    for call in aten_calls_of(op_db[place], seen):
+    for call in aten_calls_of(info, seen):
         try:
             verdicts = judge(call)
         except LayoutError:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import disttrain
 from disttrain.pipelining import (
@@ -137,11 +136,17 @@ SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_atten
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1, num_hidden_layers=4, tie_word_embeddings=True))
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**SMALL, num_key_value_heads=1, num_hidden_layers=4, tie_word_embeddings=True)
+    )
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(
+    import transformers as hf  # here, as above
+
+    config = hf.GPT2Config(
         vocab_size=16,
         n_positions=8,
         n_embd=8,
@@ -153,7 +158,7 @@ def gpt2() -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
-    return GPT2LMHeadModel(config)
+    return hf.GPT2LMHeadModel(config)
 
 
 class UNet(nn.Module):

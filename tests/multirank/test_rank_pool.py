@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+import queue
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
 import pytest
 
 import disttrain
-from disttrain.testing import RankPool
+from disttrain.testing import RankPool, pool
+from disttrain.testing.pool import RankError
 
 
 def answer(value: int) -> int:
     return value + disttrain.get_rank()
 
 
+class Worker:
+    """A worker without a process: it says that it is ready, and answers each question with its rank."""
+
+    says: ClassVar[dict[str, str]] = {"kind": "Ready"}
+
+    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]]) -> None:
+        self.rank, self.answers = rank, answers
+        self.process = SimpleNamespace(poll=lambda: None)
+        answers.put((rank, self.says))
+
+    def ask(self, task: dict[str, Any]) -> None:
+        assert self.answers.qsize() == task["rank"], "asked before all were ready: their starting takes of its time"
+        self.answers.put((self.rank, {"value": self.rank}))
+
+    def log_tail(self) -> str:
+        return "no such library"
+
+    def kill(self) -> None:
+        pass
+
+
+def test_nobody_is_asked_before_all_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_Rank", Worker)
+    with RankPool() as ranks:
+        assert ranks.run(3, answer) == [0, 1, 2]
+        assert ranks.run(4, answer) == [0, 1, 2, 3]
+
+
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_Rank", Worker)
+    monkeypatch.setattr(Worker, "says", {"kind": "Gone", "error": "the process of this rank has gone"})
+    with RankPool() as ranks, pytest.raises(RankError, match=r"(?s)before it was asked.*no such library \[rank 0\]"):
+        ranks.run(1, answer)
+
+
+def test_workers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_Rank", Worker)
+    monkeypatch.setattr(pool, "_START_S", 0.0)
+    with RankPool() as ranks:
+        monkeypatch.setattr(Worker, "__init__", lambda self, rank, answers: vars(self).update(rank=rank))
+        with pytest.raises(RankError, match="not all of 2 workers were there after 0 s"):
+            ranks.run(2, answer)
+
+
 def test_a_worker_that_died_and_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with RankPool() as pool:
-        assert pool.run(1, answer, {"value": 1}) == [1]
-        worker = pool._ranks[0].process
+    with RankPool() as ranks:
+        assert ranks.run(1, answer, {"value": 1}) == [1]
+        worker = ranks._ranks[0].process
         worker.kill()
         worker.wait()
-        assert pool.run(1, answer, {"value": 2}) == [2]
+        assert ranks.run(1, answer, {"value": 2}) == [2]
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "_collect", interrupted)
+            patch.setattr(ranks, "_collect", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                pool.run(1, answer, {"value": 3})
+                ranks.run(1, answer, {"value": 3})
         # The answer to the interrupted call is not taken for this one's.
-        assert pool.run(1, answer, {"value": 4}) == [4]
+        assert ranks.run(1, answer, {"value": 4}) == [4]

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.testing._internal.common_methods_invocations import op_db
 
 import disttrain
 from disttrain.dtensor import dispatch
 from disttrain.dtensor.rules import pointwise
 from disttrain.errors import LayoutError
+from tests.dtensor_ops.infos import all_infos
 from tests.dtensor_ops.judge import Outcome, judge, named_infos
 from tests.dtensor_ops.page import MEANINGS, page
 
 
 def judged(name: str) -> Outcome:
-    return judge(next(named_infos(op_db, [name])))
+    return judge(next(named_infos(all_infos(), [name])))
 
 
 SAMPLED = (
@@ -111,7 +111,7 @@ def test_the_page_lists_every_operator_of_torch() -> None:
     """Made by the command anew when torch's operators change; what is worse than refused may not stay."""
     text = PAGE.read_text()
     totals, others, wholes, everything = (rows_of(text, heading) for heading in HEADINGS)
-    names = sorted(f"{info.name} {info.variant_test_name}".strip() for info in op_db)
+    names = sorted(f"{info.name} {info.variant_test_name}".strip() for info in all_infos())
     assert [cells[0] for cells in everything] == names
     counted = Counter(cells[1] for cells in everything)
     assert {cells[0]: int(cells[1]) for cells in totals} == {verdict: counted[verdict] for verdict in MEANINGS}

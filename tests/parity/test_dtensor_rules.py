@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from disttrain.dtensor.rules import Rule, all_replicated, pointwise
+from tests.dtensor_ops.infos import info_named
 from tests.dtensor_rules import signatures
 from tests.dtensor_rules.judge import NUMS_RANKS
 from tests.dtensor_rules.summary import Summary, judged
@@ -47,7 +47,7 @@ def torchs_group() -> Iterator[None]:
 
 
 def judge(name: str, seen: Counter[str], num_tried: int = 0) -> Summary:
-    return judged(next(place for place, info in enumerate(op_db) if info.name == name), num_tried, seen)
+    return judged(info_named(name), num_tried, seen)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,14 +14,17 @@ from llama.config import PRESETS, LlamaConfig, RotaryScaling
 from llama.huggingface import has_weights, load_weights, our_name, read_config, save_weights, their_name
 from llama.model import Llama
 from llama.tokenizer import ByteTokenizer
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-from transformers import LlamaConfig as TheirConfig
 
 from disttrain.errors import CheckpointError, SettingError
 
 SMALL = replace(PRESETS["tiny"], vocabulary_size=96, max_length=64, rotary_base=500_000.0, norm_eps=1e-6)
 SCALED = replace(SMALL, is_tied=True, rotary_scaling=RotaryScaling(8.0, 1.0, 4.0, 16))
 TOKENS = torch.arange(120).reshape(2, 60) * 7 % 96
+
+
+@pytest.fixture(scope="module")
+def hf() -> ModuleType:
+    return importlib.import_module("transformers")  # here, since it takes seconds
 
 
 def made(config: LlamaConfig) -> Llama:
@@ -46,20 +51,20 @@ def assert_same_logits(ours: Llama, theirs: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, SCALED], ids=["plain", "tied and scaled"])
-def test_transformers_reads_what_we_write(tmp_path: Path, config: LlamaConfig) -> None:
+def test_transformers_reads_what_we_write(tmp_path: Path, config: LlamaConfig, hf: ModuleType) -> None:
     model = made(config)
     save_weights(model, tmp_path / "saved", ByteTokenizer())
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert isinstance(theirs, LlamaForCausalLM)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert isinstance(theirs, hf.LlamaForCausalLM)
     assert_same_logits(model, theirs)
     assert read_config(tmp_path / "saved") == config
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_we_read_what_transformers_writes(tmp_path: Path, is_tied: bool) -> None:
+def test_we_read_what_transformers_writes(tmp_path: Path, is_tied: bool, hf: ModuleType) -> None:
     torch.manual_seed(0)
-    theirs = LlamaForCausalLM(
-        TheirConfig(
+    theirs = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
             vocab_size=96,
             hidden_size=48,
             intermediate_size=80,
@@ -87,8 +92,8 @@ def test_we_read_what_transformers_writes(tmp_path: Path, is_tied: bool) -> None
     assert_same_logits(ours, theirs)
 
 
-def test_older_files_have_the_base_beside_the_scaling(tmp_path: Path) -> None:
-    theirs = json.loads(TheirConfig(hidden_size=48, num_attention_heads=6).to_json_string())
+def test_older_files_have_the_base_beside_the_scaling(tmp_path: Path, hf: ModuleType) -> None:
+    theirs = json.loads(hf.LlamaConfig(hidden_size=48, num_attention_heads=6).to_json_string())
     theirs.pop("rope_parameters")
     scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     theirs |= {"rope_theta": 5e5, "rope_scaling": {**scaling, "original_max_position_embeddings": 16}, "head_dim": 8}
@@ -114,8 +119,8 @@ def test_names_go_there_and_back() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "scales rotary positions by 'yarn'"),
     ],
 )
-def test_other_models_are_refused(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
-    theirs = json.loads(TheirConfig(hidden_size=48, num_attention_heads=6).to_json_string())
+def test_other_models_are_refused(tmp_path: Path, changes: dict[str, object], problem: str, hf: ModuleType) -> None:
+    theirs = json.loads(hf.LlamaConfig(hidden_size=48, num_attention_heads=6).to_json_string())
     (tmp_path / "config.json").write_text(json.dumps({**theirs, **changes}))
     with pytest.raises(SettingError) as caught:
         read_config(tmp_path)
@@ -129,8 +134,8 @@ def test_a_damaged_config_is_refused(tmp_path: Path, text: str, problem: str) ->
         read_config(tmp_path)
 
 
-def test_sizes_that_are_not_said_are_asked_for(tmp_path: Path) -> None:
-    theirs = json.loads(TheirConfig(hidden_size=48, num_attention_heads=6).to_json_string())
+def test_sizes_that_are_not_said_are_asked_for(tmp_path: Path, hf: ModuleType) -> None:
+    theirs = json.loads(hf.LlamaConfig(hidden_size=48, num_attention_heads=6).to_json_string())
     del theirs["vocab_size"]
     (tmp_path / "config.json").write_text(json.dumps({**theirs, "rms_norm_eps": "small"}))
     with pytest.raises(SettingError, match="does not say vocab_size, rms_norm_eps"):

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.balance import BlockCosts, balance
@@ -31,17 +30,25 @@ SMALL = {
 
 
 def llama(tied: bool = False) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_hidden_layers=4, tie_word_embeddings=tied))
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_hidden_layers=4, tie_word_embeddings=tied))
 
 
 def qwen() -> nn.Module:
     """Its blocks look at near and far tokens in turns, which the model looks up by their number."""
-    config = Qwen2Config(**SMALL, num_hidden_layers=4, use_sliding_window=True, sliding_window=2, max_window_layers=1)
-    return Qwen2ForCausalLM(config)
+    import transformers as hf  # here, as above
+
+    config = hf.Qwen2Config(
+        **SMALL, num_hidden_layers=4, use_sliding_window=True, sliding_window=2, max_window_layers=1
+    )
+    return hf.Qwen2ForCausalLM(config)
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=3, n_head=2))
+    import transformers as hf  # here, as above
+
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=3, n_head=2))
 
 
 def logits(output: Any) -> torch.Tensor:

@@ -1,0 +1,18 @@
+"""torch's OpInfos. They are made when their module is loaded, which takes seconds: so only this file names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.testing._internal.opinfo.core import OpInfo
+
+
+def all_infos() -> Sequence[OpInfo]:
+    from torch.testing._internal.common_methods_invocations import op_db  # here, since it takes seconds
+
+    return op_db
+
+
+def info_named(name: str) -> OpInfo:
+    """The first of this name, whatever its variant."""
+    return next(info for info in all_infos() if info.name == name)
