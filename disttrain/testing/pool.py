@@ -1,23 +1,18 @@
-"""A pool of rank processes that stays up: importing torch once per rank, not once per test, makes suites fast."""
+"""A pool of rank processes that stays up: torch is imported once, not once per test and rank, so suites are fast."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import queue
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 from disttrain.errors import DisttrainError
-from disttrain.settings import environment
 from disttrain.store import TCPStore
+from disttrain.testing.forks import RankParent, tail
 from disttrain.testing.frames import read_frame, write_frame
 
 _GRACE_S = 10.0
@@ -33,46 +28,27 @@ class RankError(DisttrainError, AssertionError):
 class _Rank:
     """One worker process, its log, and a thread that turns its answers into queue items."""
 
-    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]]) -> None:
+    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]], parent: RankParent) -> None:
         self.rank = rank
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by kill
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "disttrain.testing.rank_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env={
-                **environment(),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-        )
+        self.has_gone = False
+        self.worker = parent.fork()
         threading.Thread(target=self._listen, args=(answers,), daemon=True).start()
 
     def ask(self, task: dict[str, Any]) -> None:
-        write_frame(cast(Any, self.process.stdin), task)
+        write_frame(self.worker.tasks, task)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except BrokenPipeError:
-                continue  # a task that was not read any more
-        self.log.close()
+        self.worker.kill()
 
-    def log_tail(self, num_bytes: int = 4000) -> str:
-        self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, self.log.tell() - num_bytes))
-        return self.log.read().decode(errors="replace")
+    def log_tail(self) -> str:
+        return tail(self.worker.log)
 
     def _listen(self, answers: queue.Queue[tuple[int, Any]]) -> None:
         try:
             while True:
-                answers.put((self.rank, read_frame(cast(Any, self.process.stdout))))
+                answers.put((self.rank, read_frame(self.worker.answers)))
         except (EOFError, ValueError):
+            self.has_gone = True
             answers.put((self.rank, {"error": "the process of this rank has gone", "kind": "Gone"}))
 
 
@@ -89,6 +65,7 @@ class RankPool:
         self._answers: queue.Queue[tuple[int, Any]] = queue.Queue()
         self._jobs = itertools.count()
         self._store: TCPStore | None = None
+        self._parent: RankParent | None = None
 
     def run(
         self,
@@ -108,12 +85,12 @@ class RankPool:
             answers = self._ask(world_size, function, arguments or {}, backend, timeout_s)
         except BaseException:
             # Workers are still at it: their late answers must not be taken for those to the next question.
-            self.close()
+            self._end_workers()
             raise
         absent = sorted(set(range(world_size)) - set(answers))
         if absent or any(answer.get("kind") == "Gone" for answer in answers.values()):
             report = self._stacks(absent)
-            self.close()
+            self._end_workers()
         else:
             report = ""
         failed = {rank: answers[rank]["error"] for rank in sorted(answers) if "error" in answers[rank]}
@@ -152,7 +129,14 @@ class RankPool:
         return self._collect(world_size, timeout_s)
 
     def close(self) -> None:
-        """End all workers and the store. The next `run` starts new ones."""
+        """End all processes. The next `run` starts new ones."""
+        self._end_workers()
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None
+
+    def _end_workers(self) -> None:
+        """End the workers and their store, and forget what they may still say."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
@@ -168,13 +152,21 @@ class RankPool:
         self.close()
 
     def _ensure(self, world_size: int) -> TCPStore:
-        if any(rank.process.poll() is not None for rank in self._ranks):
-            self.close()
+        if any(rank.has_gone for rank in self._ranks):
+            self._end_workers()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        new = [_Rank(rank, self._answers) for rank in range(len(self._ranks), world_size)]
-        self._ranks += new
-        self._await_start(len(new))
+        if self._parent is None:
+            self._parent = RankParent()
+        num_before = len(self._ranks)
+        try:
+            for rank in range(num_before, world_size):
+                self._ranks.append(_Rank(rank, self._answers, self._parent))
+        except ConnectionError:
+            problem = f"the process that workers are forked from has gone; its log ends with\n{tail(self._parent.log)}"
+            self.close()
+            raise RankError("RankPool.run", problem) from None
+        self._await_start(len(self._ranks) - num_before)
         return self._store
 
     def _await_start(self, num_ranks: int) -> None:
@@ -210,9 +202,7 @@ class RankPool:
         """What hanging ranks are doing, by faulthandler."""
         text = ""
         for rank in ranks:
-            worker = self._ranks[rank]
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGUSR1)
+            self._ranks[rank].worker.dump_stacks()
         if ranks:
             threading.Event().wait(0.5)  # faulthandler writes from a signal handler, and says nothing when it is done
         for rank in ranks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
-from types import SimpleNamespace
+import signal
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -22,9 +24,9 @@ class Worker:
 
     says: ClassVar[dict[str, str]] = {"kind": "Ready"}
 
-    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]]) -> None:
+    def __init__(self, rank: int, answers: queue.Queue[tuple[int, Any]], _: object) -> None:
         self.rank, self.answers = rank, answers
-        self.process = SimpleNamespace(poll=lambda: None)
+        self.has_gone = False
         answers.put((rank, self.says))
 
     def ask(self, task: dict[str, Any]) -> None:
@@ -56,7 +58,7 @@ def test_workers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pool, "_Rank", Worker)
     monkeypatch.setattr(pool, "_START_S", 0.0)
     with RankPool() as ranks:
-        monkeypatch.setattr(Worker, "__init__", lambda self, rank, answers: vars(self).update(rank=rank))
+        monkeypatch.setattr(Worker, "__init__", lambda self, rank, *_: vars(self).update(rank=rank))
         with pytest.raises(RankError, match="not all of 2 workers were there after 0 s"):
             ranks.run(2, answer)
 
@@ -67,9 +69,9 @@ def test_a_worker_that_died_and_an_interrupted_call(monkeypatch: pytest.MonkeyPa
 
     with RankPool() as ranks:
         assert ranks.run(1, answer, {"value": 1}) == [1]
-        worker = ranks._ranks[0].process
-        worker.kill()
-        worker.wait()
+        os.kill(ranks._ranks[0].worker.pid, signal.SIGKILL)
+        while not ranks._ranks[0].has_gone:
+            time.sleep(0.01)
         assert ranks.run(1, answer, {"value": 2}) == [2]
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "_collect", interrupted)
@@ -77,3 +79,33 @@ def test_a_worker_that_died_and_an_interrupted_call(monkeypatch: pytest.MonkeyPa
                 ranks.run(1, answer, {"value": 3})
         # The answer to the interrupted call is not taken for this one's.
         assert ranks.run(1, answer, {"value": 4}) == [4]
+
+
+def test_a_parent_that_died_says_why_and_is_replaced() -> None:
+    with RankPool() as ranks:
+        assert ranks.run(1, answer, {"value": 1}) == [1]
+        assert ranks._parent is not None
+        ranks._parent._process.kill()
+        ranks._parent._process.wait()
+        with pytest.raises(RankError, match="the process that workers are forked from has gone"):
+            ranks.run(2, answer, {"value": 2})
+        assert ranks.run(2, answer, {"value": 3}) == [3, 4]
+
+
+def threads_before_the_fork() -> int:
+    return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
+def test_workers_are_forked_from_a_process_of_one_thread() -> None:
+    """Locks that another thread held would stay shut in a fork."""
+    with RankPool() as ranks:
+        assert ranks.run(1, threads_before_the_fork) == [1]
+
+
+def test_no_process_outlives_its_pool() -> None:
+    with RankPool() as ranks:
+        ranks.run(2, answer, {"value": 1})
+        pids = [rank.worker.pid for rank in ranks._ranks]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
