@@ -134,6 +134,11 @@ class Choice:
     reduces_each: bool = False
 
     @property
+    def num_reductions(self) -> int:
+        """Of each gradient in a step."""
+        return self.num_microbatches if self.reduces_each else 1
+
+    @property
     def has_whole_logits(self) -> bool:
         """Of its part of the vocabulary: whichever kernels there are, a head that is cut, and a pipeline's last stage,
         hand their logits to the loss (as in examples/train_llama.py)."""

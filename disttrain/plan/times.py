@@ -181,8 +181,8 @@ def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
 
 
 def _shards_s(job: Job, choice: Choice) -> float:
-    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and in the last
-    one reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
+    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and where
+    gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
     elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
     stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
     gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
@@ -191,8 +191,8 @@ def _shards_s(job: Job, choice: Choice) -> float:
     forwards = outside + gather + (stage.num_blocks - 1) * max(0.0, gather - block.forward)
     backwards = (stage.num_blocks - 1) * max(0.0, gather - backward)
     last = (stage.num_blocks - 1) * max(0.0, gather + reduction - backward)
-    each, once = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
-    return choice.num_microbatches * each + once
+    each, reducing = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
+    return choice.num_microbatches * each + choice.num_reductions * reducing
 
 
 def _scheduled_shards_s(job: Job, choice: Choice) -> float:

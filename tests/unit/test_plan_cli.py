@@ -68,7 +68,7 @@ def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.Capture
     assert main(["--model", str(path), "--gpus", "8", "--batch-tokens", "524288"]) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if "train_llama.py" in line)
     assert f"--config {path}" in command
-    assert command.endswith("--kernels --no-recompute --compile")
+    assert command.endswith("--kernels --no-recompute --compile --no-reduce-each")
 
 
 def test_a_folder_gives_its_tokenizer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_it_draws_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--gpu-memory", "10"]) == 1
+    assert main([*ARGUMENTS, "--gpu-memory", "7"]) == 1
     out = capsys.readouterr().out
     assert "Nothing fits." in out
     assert "It would fit with GPUs of" in out
