@@ -39,6 +39,7 @@ from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineSchedule, PipelineStage, make_schedule
 from disttrain.plan import HARDWARE, Choice, Job, LlamaSizes, MeshSizes, plan_of
+from disttrain.plan.parts import stages_of
 
 GIB = 2**30
 NUM_WARMUPS = 2
@@ -81,12 +82,19 @@ CASES = {
 SEQUENCES_PER_RANK = 4
 
 
+def llama_of(sizes: Sizes) -> LlamaSizes:
+    """As the planner names them."""
+    return LlamaSizes(sizes.dim, sizes.layers, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab)
+
+
 class Part(Stage):
     """A stage, or with one stage the whole, of blocks whose attention and MLP are modules that `tp.plan_for` knows."""
 
     def __init__(self, sizes: Sizes, index: int, num_stages: int, *, recomputes: bool) -> None:
         super().__init__(sizes, index, num_stages, None)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in self.blocks)  # type: ignore[arg-type]
+        # As `split_blocks` cuts, and the planner does: a large head is worth some blocks.
+        num_blocks = stages_of(llama_of(sizes), num_stages)[index].num_blocks
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(num_blocks))  # type: ignore[arg-type]
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,9 +212,8 @@ def measure(case: Case, num_steps: int, resting_bytes: int) -> dict[str, float]:
 
 
 def estimate(sizes: Sizes, choice: Choice, *, has_kernels: bool) -> dict[str, Any]:
-    llama = LlamaSizes(sizes.dim, sizes.layers, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab)
     job = Job(
-        llama,
+        llama_of(sizes),
         choice.mesh.num_gpus,
         HARDWARE["h200"],
         node_size=choice.mesh.num_gpus,
