@@ -182,7 +182,8 @@ def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
 
 def _shards_s(job: Job, choice: Choice) -> float:
     """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and where
-    gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
+    gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the
+    last reduction."""
     elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
     stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
     gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disttrain import settings
+from disttrain.command_line import Parser, explained
 from disttrain.errors import ScheduleError, SettingError
 from disttrain.pipelining import Schedule, make_schedule
 from llama.config import PRESETS, LlamaConfig, config_named
@@ -44,7 +45,7 @@ CHANGEABLE = (
 """What a resumed run takes on as well, unless told otherwise. The mesh it is told anew, as the ranks are."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Every rank finds the same mistake, and raises; one of them will say it. Help is for one rank to print, too."""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
@@ -52,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        raise SettingError("train_llama", f"{message}.", "See --help.")
+        raise SettingError("train_llama", explained(self, message), "See --help.")
 
 
 def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
@@ -99,7 +100,7 @@ def save(flags: Namespace) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser("train_llama.py", description="Train a Llama on text.", allow_abbrev=False)
+    parser = _Parser("train_llama.py", description="Train a Llama on text.")
     add = parser.add_argument
     flag = BooleanOptionalAction
     add(
@@ -150,7 +151,8 @@ def _from_file(path: Path | None) -> list[str]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no TOML, or no text
-        raise SettingError("train_llama --config", f"{path}: {error}.", "Name a TOML file.") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise SettingError("train_llama --config", f"{path}: {problem}.", "Name a TOML file.") from error
     line: list[str] = []
     for name, value in entries.items():
         if name == "model" and isinstance(value, dict):
