@@ -163,7 +163,8 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
 
 def _pipeline(job: Job, choice: Choice) -> list[Memory]:
     """With one: a rank's stages are whole from its first computation to its last, and so are sums of their gradients,
-    which `fully_shard` keeps in the dtype of their reduction."""
+    which `fully_shard` keeps in the dtype of their reduction. In the end all reductions are under way at once, and what
+    they read, packed, is there beside what they leave."""
     assert choice.schedule is not None
     precision, kept = job.precision, kept_of(job, choice)
     of = _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
@@ -185,6 +186,19 @@ def _pipeline(job: Job, choice: Choice) -> list[Memory]:
                 when=f"the {'loss' if has_loss else 'steady phase'} of pipeline rank {rank}",
             )
         )
+        if precision.is_sharded:
+            largest = max(of.elements.block, *(of.elements.outside(stages[stage], is_tied=False) for stage in own), 0)
+            found.append(
+                Memory(
+                    **of.resting(num_elements, has_gradients=True),
+                    unsharded=of.whole(num_elements) + (num_elements + largest) * precision.reduce_bytes,
+                    activations=0,
+                    loss=0,
+                    temporaries=0,
+                    messages=2 * kept.message * len(own),
+                    when=f"the reductions of pipeline rank {rank}",
+                )
+            )
     return found
 
 

@@ -100,7 +100,7 @@ def save(flags: Namespace) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser("train_llama.py", description="Train a Llama on text.")
+    parser = _Parser(prog="train_llama.py", description="Train a Llama on text.")
     add = parser.add_argument
     flag = BooleanOptionalAction
     add(
