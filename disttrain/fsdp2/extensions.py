@@ -126,7 +126,7 @@ class ExtensionGroup(ParamGroup):
             local = local.to(self._device, non_blocking=True)
         return self._give_of(param, local)
 
-    def _give_of(self, param: ShardedParam, local: torch.Tensor) -> _Given:
+    def _give_of(self, param: ShardedParam, local: Any) -> _Given:
         hooks = _hooks_of_module(param.owners)
         before, after = (
             (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)
