@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import shlex
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import keep
 from pipelines.model import Sizes, Stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -294,7 +294,7 @@ def main() -> None:
             )
             print(f"{name:28s}", "  ".join(columns), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                keep(report, args.out)
     disttrain.destroy_process_group()
 
 

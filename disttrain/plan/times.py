@@ -26,7 +26,6 @@ from disttrain.plan.parts import (
 from disttrain.plan.stage_times import StageTimes, block_times, stage_times
 from disttrain.plan.traffic import link_of, ring_bytes
 
-
 NCCL_SHARE = 24 / 132
 """Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
 

@@ -38,7 +38,9 @@ class Case(NamedTuple):
 
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return found
+    # Newer ones have rows, and the report beside them.
+    details: dict[str, Any] = found.get("details", found)
+    return details
 
 
 def _sizes(arguments: dict[str, Any]) -> LlamaSizes:
