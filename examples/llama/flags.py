@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     given = [*_from_file(parser.parse_args(given).config), *given]
     flags = parser.parse_args(given)
     if settings.ROUND.read() and flags.out is not None:
-        flags.resume |= _has_run(flags.out)
+        flags.resume |= has_run(flags.out)
     out = _choose_folder(flags.out, is_resumed=flags.resume)
     saved: dict[str, Any] = {}
     if flags.resume:
@@ -226,16 +226,16 @@ def _choose_folder(out: Path | None, *, is_resumed: bool) -> Path:
     """Where the run writes: a folder with no run in it, or, to resume, with one."""
     runs = sorted(RUNS.glob("llama-*"), key=_number)
     if is_resumed:
-        folder = out or next((run for run in reversed(runs) if _has_run(run)), RUNS)
-        if not _has_run(folder):
+        folder = out or next((run for run in reversed(runs) if has_run(run)), RUNS)
+        if not has_run(folder):
             raise SettingError("train_llama --resume", f"there is no checkpoint in {folder}.", "Name another --out.")
         return folder
-    if out is not None and _has_run(out):
+    if out is not None and has_run(out):
         raise SettingError("train_llama", f"--out {out} has a run in it.", "Add --resume, or name another folder.")
     return out or RUNS / f"llama-{_number(runs[-1]) + 1 if runs else 1}"
 
 
-def _has_run(folder: Path) -> bool:
+def has_run(folder: Path) -> bool:
     """Whether there is a save that is whole: one that has died, or is being written, has more to its name."""
     return any(path.name.removeprefix("step-").isdecimal() for path in (folder / CHECKPOINTS).glob("step-*"))
 
