@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as torch_checkpoint
+from harness import keep
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -273,7 +274,7 @@ def main() -> None:
     if disttrain.get_rank() == 0:
         tell(json.dumps(report, indent=1))
         if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+            keep(report, args.out)
     if "torch" in args.sides:
         torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()

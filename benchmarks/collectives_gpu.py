@@ -11,7 +11,6 @@ the GPU being left behind.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from harness import keep
 
 import disttrain
 
@@ -144,7 +144,7 @@ def main() -> None:
         }
         report(results, f"{name}, host", "us", times_us)
     if disttrain.get_rank() == 0 and options.out is not None:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        keep(results, options.out)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

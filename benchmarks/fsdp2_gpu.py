@@ -8,7 +8,6 @@ Prints step time, tokens per second and GPU, TFLOP/s and peak memory of both, an
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from harness import keep
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -186,7 +186,7 @@ def main() -> None:
             settings = {key: str(value) for key, value in vars(args).items()}
             gpus = f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}"
             report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
-            args.out.write_text(json.dumps(report, indent=1))
+            keep(report, args.out)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

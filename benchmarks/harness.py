@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -126,17 +127,32 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
 def about() -> dict[str, Any]:
     """What it takes to do it again."""
     here = Path(__file__).parent
-    ran = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=here)
+    commit = ""
+    if shutil.which("git"):
+        ran = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, cwd=here)
+        commit = ran.stdout.strip()
     found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     return {
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": ran.stdout.strip(),
+        "commit": commit,
         "versions": {
             "python": platform.python_version(),
             **{name: found[name] for name in PACKAGES if name in found},
         },
         "machine": {"num_cores": os.cpu_count(), "kernel": platform.release(), "load": round(os.getloadavg()[0], 2)},
     }
+
+
+def keep(report: Mapping[str, Any], path: Path) -> None:
+    """Write a report of a benchmark on GPUs, which has sides somewhere in it, as rows with the report for details."""
+    from forms import rows_of  # it needs the rows of this file
+
+    name = report.get("devices") or report.get("gpus") or report.get("topology") or report.get("machine")
+    found = about()
+    found |= {key: report[key] for key in ("command", "commit") if report.get(key)}
+    found["machine"] |= {"name": str(name)} if name else {}
+    as_rows = [*map(as_json, rows_of(report))]
+    path.write_text(json.dumps({"about": found, "rows": as_rows, "details": report}, indent=1) + "\n")
 
 
 def finish(rows: Sequence[Row], path: Path | None, **details: Any) -> None:

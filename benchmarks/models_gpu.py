@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from harness import keep
 from models.cases import PARALLELISMS, WAYS, Case, synchronize
 from models.kinds import longest, spans_of, times_by_kind
 from models.model import Sizes
@@ -53,7 +53,7 @@ def main() -> None:
         if disttrain.get_rank() == 0:
             _print(parallelism, rows)
             if options.out:
-                options.out.write_text(json.dumps(_report(options, results), indent=1) + "\n")
+                keep(_report(options, results), options.out)
         gc.collect()
         torch.compiler.reset()
         if options.device == "cuda":

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forms import rows_of
 from harness import OURS, TORCH, Row, brief, read, shown
 
 RESULTS = Path(__file__).parent / "results"
@@ -20,6 +21,7 @@ PAGES = {
     "kernels": "kernels.md",
     "kernels_float8": "float8.md",
     "models": "kernels.md",
+    "plan": "planning.md",
     "pipeline": "pipelines.md",
     "tp": "tensor_parallel.md",
 }
@@ -27,8 +29,9 @@ PAGES = {
 HEAD = """# Benchmarks
 
 Each row is one case, measured in turns with torch's way of doing the same, in the same run: medians, with quartiles in
-brackets (least and most where there are fewer than four rounds). The ratio is ours over torch's; **bold** where torch
-is ahead by more than a twentieth. What torch has no twin for is compared with a floor or another way, or stands alone.
+brackets (least and most where there are fewer than four rounds; of older runs on GPUs, the least alone). The ratio is
+ours over torch's; **bold** where torch is ahead by more than a twentieth. Where torch has several ways, its best one in
+that run is compared, and named. What torch has no twin for is compared with a floor or another way, or stands alone.
 
     make bench                                  # all that need no GPU, on this machine, as one table
     .venv/bin/python benchmarks --keep --page   # ... and this page
@@ -39,17 +42,19 @@ The files are in `benchmarks/results/`.
 
 def as_page(folder: Path) -> str:
     """Markdown of all results in `folder`, those on processors before those on GPUs, then where others' tables are."""
-    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=_place)}
+    files = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    known = {path: read(path) if "rows" in found else _older(path.stem, found) for path, found in files.items()}
+    known = {path: known[path] for path in sorted(known, key=lambda path: (_place(known[path][0]), path.stem))}
     parts = [HEAD]
-    for on_gpus, group in itertools.groupby(
-        filter(lambda path: "rows" in files[path], files), lambda path: _place(path)[0]
+    for place, group in itertools.groupby(
+        filter(lambda path: known[path][1], known), lambda path: _place(known[path][0])
     ):
-        parts.append(f"## On {'GPUs' if on_gpus else 'processors'}\n")
-        parts += [_section(path.stem, *read(path)) for path in group]
+        parts.append(f"## On {place or 'processors'}\n")
+        parts += [_section(path.stem, *known[path]) for path in group]
     others = [
-        _line([f"[{path.stem}](../benchmarks/results/{path.name})", _machine(found), _table_of(path.stem)])
-        for path, found in files.items()
-        if "rows" not in found
+        _line([f"[{path.stem}](../benchmarks/results/{path.name})", _machine(files[path]), _table_of(path.stem)])
+        for path, (_, rows) in sorted(known.items())
+        if not rows
     ]
     if others:
         parts += [
@@ -62,8 +67,33 @@ def as_page(folder: Path) -> str:
     return "\n".join(parts)
 
 
-def _place(path: Path) -> tuple[bool, str]:
-    return "gpu" in path.stem, path.stem
+def _place(about: dict[str, Any]) -> str:
+    """The GPUs, such as 2 x NVIDIA H200; nothing: processors."""
+    name = about["machine"].get("name", "")
+    return name.partition(",")[0] if "NVIDIA" in name else ""
+
+
+def _older(stem: str, found: dict[str, Any]) -> tuple[dict[str, Any], list[Row]]:
+    """Of a report without rows, what it is about and the rows in it."""
+    runs = [one for one in found.values() if isinstance(one, dict) and "results" in one]
+    first = runs[0] if runs and "command" not in found else found
+    name = _machine(found)
+    version = found.get("torch_version", first.get("versions", ""))
+    torch = version["torch"] if isinstance(version, dict) else str(version).rpartition("torch ")[2].partition(",")[0]
+    return {
+        "command": str(first.get("command", _with_flags(stem, found.get("arguments", {})))),
+        "commit": str(first.get("commit", "")),
+        "versions": {"torch": torch},
+        "machine": {"name": f"1 x {name}" if name.startswith("NVIDIA") else name},
+    }, rows_of(found)
+
+
+def _with_flags(stem: str, arguments: dict[str, str]) -> str:
+    """Of reports that kept flags alone."""
+    flags = {name: value for name, value in arguments.items() if value not in ("None", "False", "")}
+    script = stem.partition("_gpu")[0] + "_gpu.py"
+    words = f"-m disttrain.kernels {flags.pop('command')}" if "command" in flags else f"benchmarks/{script}"
+    return " ".join([words, *(f"--{name} {value}" for name, value in flags.items())])
 
 
 def _machine(found: dict[str, Any]) -> str:

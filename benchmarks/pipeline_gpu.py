@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import statistics
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from harness import keep
 from pipelines.case import LIBRARIES, Case
 from pipelines.model import FLOPS, Sizes
 from pipelines.ranks import Ranks
@@ -239,7 +239,7 @@ def main() -> None:
                 sys.stdout.flush()
                 if args.out:
                     # After each: a run that is cut short leaves what it has.
-                    args.out.write_text(json.dumps(report, indent=1))
+                    keep(report, args.out)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

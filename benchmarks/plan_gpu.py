@@ -5,6 +5,7 @@
 Each case makes the model anew on its mesh, trains a few steps as examples/train_llama.py does (parameters in float32
 under `fully_shard`, computed with in bfloat16; AdamW), and stands beside `disttrain.plan`'s estimate for the same
 choice. Peak memory is what PyTorch has allocated on the fullest GPU, time the median of the slowest rank's steps.
+Where ranks share GPUs, memory is each rank's own, and right; messages go by sockets then, and no time is kept.
 
 On the CPU, to see that it runs: --device cpu and small sizes; there is no memory to measure then.
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import keep
 from pipelines.model import Sizes, Stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,9 +35,11 @@ from tp_gpu import Block
 
 import disttrain
 from disttrain import kernels, tp
+from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineSchedule, PipelineStage, make_schedule
 from disttrain.plan import HARDWARE, Choice, Job, LlamaSizes, MeshSizes, plan_of
+from disttrain.plan.parts import stages_of
 
 GIB = 2**30
 NUM_WARMUPS = 2
@@ -42,6 +47,7 @@ MODEL = ("dim", "heads", "kv_heads", "ffn", "layers", "vocab", "seq")
 CASES = {
     4: (
         ("dp=4", Choice(MeshSizes(dp=4), 2, 2), False),
+        ("dp=4, reduce each", Choice(MeshSizes(dp=4), 1, 4, reduces_each=True), False),
         ("dp=4, one microbatch", Choice(MeshSizes(dp=4), 4, 1), False),
         ("dp=4, recompute", Choice(MeshSizes(dp=4), 4, 1, recomputes=True), False),
         ("replicate=2,dp=2", Choice(MeshSizes(replicate=2, dp=2), 2, 2), False),
@@ -55,26 +61,40 @@ CASES = {
     ),
     2: (
         ("dp=2", Choice(MeshSizes(dp=2), 2, 2), False),
+        ("dp=2, one microbatch", Choice(MeshSizes(dp=2), 4, 1), False),
+        ("dp=2, reduce each", Choice(MeshSizes(dp=2), 1, 4, reduces_each=True), False),
         ("dp=2, recompute", Choice(MeshSizes(dp=2), 4, 1, recomputes=True), False),
         ("replicate=2", Choice(MeshSizes(replicate=2), 2, 2), False),
         ("tp=2", Choice(MeshSizes(tp=2), 4, 2), False),
+        ("tp=2, recompute", Choice(MeshSizes(tp=2), 4, 2, recomputes=True), False),
         ("pp=2, 1F1B", Choice(MeshSizes(pp=2), 1, 8, "1F1B"), False),
         ("pp=2, Interleaved1F1B", Choice(MeshSizes(pp=2), 1, 8, "Interleaved1F1B"), False),
         ("pp=2, ZBV", Choice(MeshSizes(pp=2), 1, 8, "ZBVZeroBubble"), False),
         ("pp=2, 1F1B, recompute", Choice(MeshSizes(pp=2), 1, 8, "1F1B", recomputes=True), False),
         ("dp=2, kernels", Choice(MeshSizes(dp=2), 4, 1), True),
+        ("dp=2, kernels, recompute", Choice(MeshSizes(dp=2), 4, 1, recomputes=True), True),
+        ("tp=2, kernels", Choice(MeshSizes(tp=2), 4, 2), True),
+        ("dp=2, compiled", Choice(MeshSizes(dp=2), 2, 2, is_compiled=True), False),
+        ("pp=2, 1F1B, compiled", Choice(MeshSizes(pp=2), 1, 8, "1F1B", is_compiled=True), False),
     ),
 }
-"""By the number of GPUs: name, choice, whether with kernels; each GPU has four sequences of a step."""
-SEQUENCES_PER_GPU = 4
+"""By the number of ranks: name, choice, whether with kernels; each rank has four sequences of a step."""
+SEQUENCES_PER_RANK = 4
+
+
+def llama_of(sizes: Sizes) -> LlamaSizes:
+    """As the planner names them."""
+    return LlamaSizes(sizes.dim, sizes.layers, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab)
 
 
 class Part(Stage):
     """A stage, or with one stage the whole, of blocks whose attention and MLP are modules that `tp.plan_for` knows."""
 
     def __init__(self, sizes: Sizes, index: int, num_stages: int, *, recomputes: bool) -> None:
-        super().__init__(sizes, index, num_stages)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in self.blocks)  # type: ignore[arg-type]
+        super().__init__(sizes, index, num_stages, None)
+        # As `split_blocks` cuts, and the planner does: a large head is worth some blocks.
+        num_blocks = stages_of(llama_of(sizes), num_stages)[index].num_blocks
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(num_blocks))  # type: ignore[arg-type]
         self.recomputes = recomputes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,12 +143,14 @@ class Case:
             head_dim = self.sizes.dim // self.sizes.heads
             tp.parallelize_module(module, self.mesh["tp"], tp.plan_for(module, loss_parallel=True, head_dim=head_dim))
         if self.has_kernels:
-            kernels.use_kernels(module)
+            kernels.use_kernels(module, report=lambda _: None)
         shards = self.mesh["replicate", "dp"] if self.mesh["replicate"].size() > 1 else self.mesh["dp"]
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in module.blocks:
             fully_shard(block, mesh=shards, mp_policy=policy)
         fully_shard(module, mesh=shards, mp_policy=policy)
+        if self.choice.is_compiled:
+            compile_blocks(module, Block)
         module.to_empty(device=self.device)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -146,8 +168,9 @@ class Case:
     def _plain(self) -> None:
         model = self.modules[0]
         for number, rows in enumerate(self.tokens.chunk(self.choice.num_microbatches)):
-            model.set_requires_gradient_sync(number + 1 == self.choice.num_microbatches)
-            if self.has_kernels:
+            is_last = number + 1 == self.choice.num_microbatches
+            model.set_requires_gradient_sync(is_last or self.choice.reduces_each)
+            if self.has_kernels and not self.choice.has_whole_logits:
                 with kernels.loss_from_head(model.head, rows):
                     loss = model(rows)
             else:
@@ -189,9 +212,8 @@ def measure(case: Case, num_steps: int, resting_bytes: int) -> dict[str, float]:
 
 
 def estimate(sizes: Sizes, choice: Choice, *, has_kernels: bool) -> dict[str, Any]:
-    llama = LlamaSizes(sizes.dim, sizes.layers, sizes.heads, sizes.kv_heads, sizes.ffn, sizes.vocab)
     job = Job(
-        llama,
+        llama_of(sizes),
         choice.mesh.num_gpus,
         HARDWARE["h200"],
         node_size=choice.mesh.num_gpus,
@@ -216,31 +238,48 @@ def main() -> None:
     for name in MODEL:
         parser.add_argument(f"--{name}", type=int, default=getattr(Sizes, name))
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--only", help="cases whose names contain this")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device, shares_gpus = torch.device(args.device), False
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if shares_gpus := int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+            # NCCL refuses two ranks of one host on one GPU.
+            os.environ["NCCL_HOSTID"] = f"rank {local_rank}"
     disttrain.init_process_group()
     num_ranks = disttrain.get_world_size()
-    sizes = Sizes(**{name: getattr(args, name) for name in MODEL}, microbatches=SEQUENCES_PER_GPU * num_ranks)
+    num_gpus = min(num_ranks, torch.cuda.device_count())
+    sizes = Sizes(**{name: getattr(args, name) for name in MODEL}, microbatches=SEQUENCES_PER_RANK * num_ranks)
     report: dict[str, Any] = {
-        "command": f"disttrain-launch --standalone --nproc-per-node {num_ranks} benchmarks/plan_gpu.py",
-        "devices": f"{num_ranks} x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU",
+        "command": shlex.join(
+            [
+                "disttrain-launch",
+                "--standalone",
+                "--nproc-per-node",
+                f"{num_ranks}",
+                "benchmarks/plan_gpu.py",
+                *sys.argv[1:],
+            ]
+        ),
+        "devices": f"{num_gpus} x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU",
+        "shares_gpus": shares_gpus,
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
         "sizes": vars(sizes),
         "cases": {},
     }
     for name, choice, has_kernels in CASES[num_ranks]:
-        if args.only and args.only not in name:
+        if args.only and name not in args.only:
             continue
         gc.collect()
         resting_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         case = Case(sizes, choice, device, has_kernels=has_kernels)
         measured = measure(case, args.steps, resting_bytes)
+        if shares_gpus:
+            measured = {"peak_gib": measured["peak_gib"]}
         del case
         expected = estimate(sizes, choice, has_kernels=has_kernels)
         report["cases"][name] = {
@@ -250,10 +289,12 @@ def main() -> None:
             "estimated": expected,
         }
         if disttrain.get_rank() == 0:
-            columns = (f"{key} {measured[key]:9.2f} {expected[key]:9.2f}" for key in ("peak_gib", "step_ms"))
+            columns = (
+                f"{key} {measured[key]:9.2f} {expected[key]:9.2f}" for key in ("peak_gib", "step_ms") if key in measured
+            )
             print(f"{name:28s}", "  ".join(columns), flush=True)
             if args.out:
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                keep(report, args.out)
     disttrain.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ tokens per second and GPU, and peak memory.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from harness import keep
 from torch import nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
@@ -256,7 +256,7 @@ def main() -> None:
             settings = {key: str(value) for key, value in vars(args).items()}
             gpus = f"{size} x {torch.cuda.get_device_name()}"
             report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
-            args.out.write_text(json.dumps(report, indent=1))
+            keep(report, args.out)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

@@ -10,7 +10,6 @@ read twice, gradient written once) per second.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from harness import keep
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parallel
@@ -141,7 +141,7 @@ def main() -> None:
         settings = {key: str(value) for key, value in vars(args).items()}
         gpus = f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}"
         report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, "results": results}
-        args.out.write_text(json.dumps(report, indent=1))
+        keep(report, args.out)
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.doctor.info import as_text, collect
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m disttrain", description=__doc__)
+    parser = Parser(prog="python -m disttrain", description=__doc__)
     info = parser.add_subparsers(dest="command", required=True).add_parser(
         "info", help="print versions, devices, transports and settings"
     )

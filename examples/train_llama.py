@@ -315,6 +315,12 @@ def communication(meter: Meter) -> str:
     return "" if share is None else f", {share:.0%} of the last steps in collectives"
 
 
+def how_to_go_on(out: Path) -> str:
+    if command_line.has_run(out):
+        return f"--resume --out {out} goes on from the last checkpoint"
+    return f"nothing was saved in {out} yet; --save-every says how often"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     device = join()
     with together():
@@ -330,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
     except KeyboardInterrupt:
         if disttrain.get_rank() == 0:
-            print(f"stopped; --resume --out {flags.out} goes on from the last checkpoint", file=sys.stderr)
+            print(f"stopped; {how_to_go_on(flags.out)}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     disttrain.destroy_process_group()
 

@@ -16,6 +16,7 @@ from disttrain.checkpoint.manifest import MANIFEST, read_manifest
 from disttrain.checkpoint.progress import progress, speed_text
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, locate
 from disttrain.checkpoint.verifying import find_damage, total_bytes
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -131,8 +132,8 @@ def _count(text: str) -> int:
     return count
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m disttrain.checkpoint",
         description="List, verify, compare and remove saves. Paths may be URLs that fsspec knows.",
         epilog="exit codes: 0; 1 for damage or a difference; 2 for wrong usage or no such save",

@@ -5,7 +5,6 @@ Exit code of rank 0: 0 when nothing is in the way of a job, 1 when something is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
@@ -15,6 +14,7 @@ from typing import Any
 import msgpack
 import torch
 
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.doctor.findings import ALL, Finding, Findings, State, as_json, as_text, is_bad
 from disttrain.doctor.machine import examine, look, versions
@@ -33,7 +33,7 @@ MAX_CLOCK_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="disttrain-launch doctor")
+    parser = Parser(prog="disttrain-launch doctor")
     parser.add_argument("--json", action="store_true", help="print an object: is_fit, and findings")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

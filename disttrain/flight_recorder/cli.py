@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import Analysis, analyze
@@ -53,9 +54,9 @@ def _draw(analysis: Analysis, options: argparse.Namespace) -> None:
         write_trace(options.trace, analysis.dumps)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     codes = "\n".join(f"  {kind.exit_code:3}  {kind.value.replace('_', ' ')}" for kind in Kind)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="disttrain-flight",
         description="Say why a job hangs, from the dumps of its ranks' flight recorders.",
         epilog="`disttrain-flight watch [DIR]` shows a job that runs.\n\n"

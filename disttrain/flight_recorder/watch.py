@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from disttrain.command_line import Parser
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.folders import private_folder
 from disttrain.flight_recorder.live import Row, Sight, look
@@ -77,8 +78,8 @@ def lines_of(sight: Sight | None, folder: Path) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="disttrain-flight watch",
         description="Show a running job: each rank's last call, for how long it is in it, and whom it waits for.",
         epilog="Ends by q or Ctrl-C. The ranks' rings are read as files; the job takes no part.",

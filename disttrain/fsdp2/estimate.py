@@ -108,9 +108,9 @@ def estimate(
              num_microbatches  forwards and backwards in a step.
              reduces_each      False: only the last one's backward reduces gradients (set_requires_gradient_sync).
     The step is not the first one, which has yet to learn the order of the modules, and begins without gradients.
-    Modules are taken to run in the order in which they are registered, and parameters with methods around the gather
-    for plain ones. What kernels take for themselves is left out, as activations are. Bytes sent are those of
-    collectives that go round a ring.
+    Modules are taken to run in the order in which they are registered. Parameters with methods around the gather are
+    asked what is gathered of them, on a shard without memory; weights in float8 are gathered so. What kernels take for
+    themselves is left out, as activations are. Bytes sent are those of collectives that go round a ring.
     Raises:  ShardingError for a model that is sharded only in parts, or otherwise than these arguments say.
     Communicates nothing.
     """

@@ -113,10 +113,20 @@ class ExtensionGroup(ParamGroup):
         self._gather = start_gather(sent, torch.uint8, self._device, num_shards, group, comm.streams, None)
         self._note_upload(comm)
 
+    def given_bytes(self) -> int:
+        """What each rank sends, as far as its methods say without values; they see a shard without memory."""
+        with torch.no_grad():
+            shards = (torch.empty_like(param.sharded._local_tensor, device="meta") for param in self.params)  # type: ignore[attr-defined]
+            given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
+        return sum(_as_bytes(tensor).numel() for one in given for tensor in one.inputs)
+
     def _give(self, param: ShardedParam) -> _Given:
         local = param.sharded._local_tensor  # type: ignore[attr-defined]
         if local.device != self._device:
             local = local.to(self._device, non_blocking=True)
+        return self._give_of(param, local)
+
+    def _give_of(self, param: ShardedParam, local: Any) -> _Given:
         hooks = _hooks_of_module(param.owners)
         before, after = (
             (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)

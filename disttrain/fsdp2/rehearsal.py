@@ -38,11 +38,12 @@ class GroupSizes:
     """What of a root is reduced as soon as its gradients are there; fewer than two: nothing is."""
     shard_bytes: int
     sent_bytes: int
-    """The shard in the dtype to compute in."""
+    """The shard in the dtype to compute in, or what parameters say themselves is gathered of it."""
     whole_bytes: int
     num_shards: int
     num_replicas: int
-    is_cast: bool
+    cast_bytes: int
+    """Made of the shard before it is sent."""
     is_gathered_in_place: bool
     is_offloaded: bool
 
@@ -202,8 +203,7 @@ class Rehearsal:
             num_ranks, held = group.num_shards, 0
             if group.is_offloaded and self._has_streams:
                 held += group.shard_bytes
-            if group.is_cast:
-                held += group.sent_bytes
+            held += group.cast_bytes
             self._add(GATHERED, held)
         else:
             (num_ranks, held), state.kept = state.kept, None

@@ -11,6 +11,7 @@ from torch import nn
 
 from disttrain.fsdp2._torch import own_parameters
 from disttrain.fsdp2.early import parts_by_child
+from disttrain.fsdp2.extensions import ExtensionGroup
 from disttrain.fsdp2.flat import plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
@@ -107,7 +108,8 @@ class Sizing:
         uses: dict[tuple[nn.Module, str], Use] = {}
         for group in state.groups:
             params = {param: _param_sizes(group, param) for param in group.params}
-            parts = parts_by_child(state.module, group.params) if is_root else []
+            is_early = is_root and not isinstance(group, ExtensionGroup)
+            parts = parts_by_child(state.module, group.params) if is_early else []
             groups.append(_group_sizes(group, params, [[params[param] for param in part] for part in parts]))
             for param, sizes in params.items():
                 uses.update({(owner.module, owner.name): (groups[-1], sizes) for owner in param.owners})
@@ -160,16 +162,26 @@ def _group_sizes(
     group: ParamGroup, params: dict[ShardedParam, ParamSizes], parts: list[list[ParamSizes]]
 ) -> GroupSizes:
     plan = plan_flat([param.front_shape for param in params], group.sharding.num_shards)
-    dtype = group.compute_dtype
+    dtype, num_shards = group.compute_dtype, group.sharding.num_shards
+    is_cast = dtype != group.params[0].orig_dtype
+    sent_bytes, whole_bytes = (
+        plan.shard_numel * dtype.itemsize,
+        whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
+    )
+    cast_bytes = sent_bytes * is_cast
+    if has_methods := isinstance(group, ExtensionGroup):
+        sent_bytes = group.given_bytes()
+        # What is given is packed, and then unpacked.
+        cast_bytes, whole_bytes = 2 * sent_bytes, num_shards * sent_bytes
     return GroupSizes(
         params=tuple(params.values()),
         early_parts=tuple(map(tuple, parts)),
         shard_bytes=plan.shard_numel * group.params[0].orig_dtype.itemsize,
-        sent_bytes=plan.shard_numel * dtype.itemsize,
-        whole_bytes=whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
-        num_shards=group.sharding.num_shards,
+        sent_bytes=sent_bytes,
+        whole_bytes=whole_bytes,
+        num_shards=num_shards,
         num_replicas=group.sharding.num_replicas,
-        is_cast=dtype != group.params[0].orig_dtype,
-        is_gathered_in_place=all(param.dim == 0 for param in params),
+        cast_bytes=cast_bytes,
+        is_gathered_in_place=not has_methods and all(param.dim == 0 for param in params),
         is_offloaded=group.is_offloaded,
     )

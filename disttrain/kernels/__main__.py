@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from disttrain.command_line import Parser
 from disttrain.console import size_text, write
 from disttrain.kernels.attention_bench import Sizes, timed
 from disttrain.kernels.bench import Measured, copy_bytes_per_s, measure, measure_adamw, measure_packing
@@ -118,8 +119,8 @@ def _row(one: Measured) -> Sequence[str]:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m disttrain.kernels", description="Measure the kernels.")
+def _parser() -> Parser:
+    parser = Parser(prog="python -m disttrain.kernels", description="Measure the kernels.")
     commands = parser.add_subparsers(dest="command", required=True)
     bench = commands.add_parser("bench", help="each against torch's operators, Inductor's and a copy")
     bench.add_argument("--only", default="", metavar="NAME", help="those whose name begins so")

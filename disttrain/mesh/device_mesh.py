@@ -39,6 +39,46 @@ class DeviceMesh:
         self._set(_world(), device_type, MeshLayout(ranks, tuple(grid.shape), names), None)
 
     @classmethod
+    def from_group(
+        cls,
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: Tensor | Sequence[object] | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh whose axes have groups that there are already; `mesh` and `mesh_dim_names` say how several lie.
+
+        Args: group  that of the only axis, or one for each;  mesh  ranks, as for DeviceMesh: along each axis, through
+              this rank, those of its group.
+        Raises: MeshError when they are others. To be called by the ranks of the groups; nothing is sent.
+        """
+        groups = tuple(group) if isinstance(group, Sequence) else (group,)
+        if not groups or not all(isinstance(one, ProcessGroup) for one in groups):
+            problem = "a group was given that this rank is not in." if groups else "no group was given."
+            raise MeshError("DeviceMesh.from_group", problem, "Give groups of this rank, one for each axis.")
+        if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
+            problem = f"of {len(groups)} groups it is not said how they lie."
+            raise MeshError(
+                "DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=groups[0].world.rank
+            )
+        grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
+        if layout.coordinate(world.rank) is None or [one.ranks for one in groups] != [
+            layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
+        ]:
+            raise MeshError(
+                "DeviceMesh.from_group",
+                f"mesh {grid.tolist()} has other rows than the groups' {[list(one.ranks) for one in groups]}.",
+                "Give a mesh whose axes, through this rank, have the groups' ranks.",
+                rank=world.rank,
+            )
+        made = cls._of(world, device_type, layout, None)
+        made._groups = groups
+        return made
+
+    @classmethod
     def _of(cls, world: World, device_type: str, layout: MeshLayout, root: DeviceMesh | None) -> DeviceMesh:
         mesh = cls.__new__(cls)
         mesh._set(world, device_type, layout, root)
@@ -64,6 +104,7 @@ class DeviceMesh:
         """Number of ranks along each axis."""
         self.root = self if root is None else root
         """The mesh that this one was sliced from; itself when it was not."""
+        self._flattened: dict[str, tuple[int, ...]] = {}
         self._coordinate = layout.coordinate(world.rank)
         self._groups: tuple[ProcessGroup, ...] = ()
         if self._coordinate is not None:
@@ -111,15 +152,45 @@ class DeviceMesh:
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh through this rank along the named axes."""
-        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
-        axes = [self.layout.axis(name) for name in names]
+        """The sub-mesh through this rank along the named axes, some of which may be flattened ones."""
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        parts = [self._axes_of(name) for name in names]
+        axes = [axis for part in parts for axis in part]
         if len(set(axes)) != len(axes):
             raise MeshError("mesh[...]", f"axes {names} repeat.", "Name each axis once.", rank=self.world.rank)
-        if axes == list(range(self.ndim)):
+        is_flat = any(name in self._flattened for name in names)
+        if axes == list(range(self.ndim)) and not is_flat:
             return self
         self._position("mesh[...]")
-        return DeviceMesh._of(self.world, self.device_type, self.layout.along(self.world.rank, axes), self.root)
+        layout = self.layout.along(self.world.rank, axes)
+        if is_flat:
+            layout = MeshLayout(layout.ranks, tuple(self._size_of(part) for part in parts), names)
+        return DeviceMesh._of(self.world, self.device_type, layout, self.root)
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """All axes as one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this name.
+
+        Raises: MeshError without names, and for a name that is another axis's.
+        """
+        names, root = self.layout.axis_names, self.root
+        if names is None or root.layout.axis_names is None:
+            problem = f"the axes of {self!r} have no names."
+            raise MeshError("mesh._flatten", problem, "Name the axes with mesh_dim_names.", rank=self.world.rank)
+        name = mesh_dim_name or "_".join(names)
+        if names == (name,):
+            return self
+        axes = tuple(axis for one in names for axis in root._axes_of(one))
+        if name in root.layout.axis_names or root._flattened.get(name, axes) != axes:
+            problem = f"{name!r} is another axis of {root.layout}."
+            raise MeshError("mesh._flatten", problem, "Give another name.", rank=self.world.rank)
+        root._flattened[name] = axes
+        return root[name]
+
+    def _axes_of(self, name: str) -> tuple[int, ...]:
+        return self._flattened.get(name) or (self.layout.axis(name),)
+
+    def _size_of(self, axes: Sequence[int]) -> int:
+        return math.prod(self.shape[axis] for axis in axes)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

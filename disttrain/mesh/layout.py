@@ -78,7 +78,8 @@ class MeshLayout:
         if name_or_index in names:
             return names.index(name_or_index)
         near = get_close_matches(name_or_index, names, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else "Name the axes with mesh_dim_names." if not names else ""
+        named = f"Did you mean {near[0]!r}?" if near else f"Give one of {', '.join(names)}, or make the mesh with it."
+        remedy = named if names else "Name the axes with mesh_dim_names."
         raise MeshError("mesh", f"there is no axis {name_or_index!r} on {self}.", remedy)
 
     def __str__(self) -> str:

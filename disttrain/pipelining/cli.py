@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.catalogue import RECIPES, find_recipe, make_schedule
@@ -110,9 +111,9 @@ def _costs(options: argparse.Namespace) -> Costs:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     names = ", ".join("/".join((recipe.name, *recipe.aliases)) for recipe in RECIPES)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m disttrain.pipelining",
         description="Show, compare, search and check pipeline schedules, before anything runs.",
         epilog=f"schedules: {names}",

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import DisttrainError, ScheduleError, SettingError
 from disttrain.pipelining.catalogue import find_recipe
@@ -115,8 +116,8 @@ def _mesh(text: str, num_gpus: int) -> MeshSizes:
     return mesh
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m disttrain.plan",
         description="Which meshes fit a Llama on so many GPUs, what each takes, and which is the fastest.",
     )

@@ -53,6 +53,7 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
         ("kernels", job.has_kernels),
         ("recompute", choice.recomputes),
         ("compile", choice.is_compiled),
+        ("reduce-each", choice.reduces_each),
     ):
         # A configuration may say the contrary.
         words += [f"--{name}"] if is_on else [f"--no-{name}"] * (path.suffix == ".toml")

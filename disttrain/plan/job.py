@@ -121,7 +121,8 @@ class Choice:
     """One way to run a job.
 
     Args: microbatch_size  sequences, of which each rank takes num_microbatches in a step;  schedule  None without a
-          pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks.
+          pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks;  reduces_each  gradients
+          after each microbatch, where there is no pipeline: its schedule reduces once.
     """
 
     mesh: MeshSizes
@@ -130,6 +131,12 @@ class Choice:
     schedule: str | None = None
     recomputes: bool = False
     is_compiled: bool = False
+    reduces_each: bool = False
+
+    @property
+    def num_reductions(self) -> int:
+        """Of each gradient in a step."""
+        return self.num_microbatches if self.reduces_each else 1
 
     @property
     def has_whole_logits(self) -> bool:
@@ -143,6 +150,7 @@ class Choice:
             words.append(self.schedule)
         words.append(f"{self.num_microbatches} x {self.microbatch_size}")
         words += ["recompute"] * self.recomputes + ["compiled"] * self.is_compiled
+        words += ["reduce each"] * self.reduces_each
         return " ".join(words)
 
 

@@ -100,22 +100,23 @@ class _Parameters:
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:
     """Without a pipeline: blocks are gathered one by one, the one that comes next beforehand. Of several microbatches
-    the last one is looked at, which reduces the sums of all."""
+    the last one is looked at: it reduces the sums of all, or adds its reduced gradients to those before."""
     elements, kept = elements_of(job.sizes, choice.mesh.tp), kept_of(job, choice)
     sizes, of = job.sizes, _Parameters(job, choice, elements)
     stage = StageParts(sizes.num_layers, has_embedding=True, has_head=True)
     num_elements, outside = elements.of(stage, is_tied=sizes.is_tied), elements.outside(stage, is_tied=sizes.is_tied)
-    adds_up, is_sharded = choice.num_microbatches > 1, job.precision.is_sharded
-    resting = of.resting(num_elements, has_gradients=adds_up and not is_sharded)
+    is_sharded, has_several = job.precision.is_sharded, choice.num_microbatches > 1
+    sums_wholes = has_several and is_sharded and not choice.reduces_each
+    # Those of microbatches before, of this rank's shards.
+    has_gradients = has_several and not sums_wholes
+    resting = of.resting(num_elements, has_gradients=has_gradients)
     root, block = of.whole(outside), of.whole(elements.block)
-    # Without fully_shard there is no reduction, and gradients of microbatches before are there from the start.
-    grows = is_sharded or not adds_up
     above = elements.head + elements.block * (sizes.num_layers - 1)
 
     def moment(when: str, *, reduced: int, whole: int, unreduced: int, **others: int) -> Memory:
-        sums = unreduced * job.precision.reduce_bytes * (adds_up and is_sharded)
+        sums = unreduced * job.precision.reduce_bytes * sums_wholes
         held = {"activations": 0, "loss": 0, "temporaries": 0, "messages": 0} | others
-        gradients = resting["gradients"] + of.gradients(reduced) * grows
+        gradients = resting["gradients"] + of.gradients(reduced) * (not has_gradients)
         return Memory(**resting | {"gradients": gradients}, unsharded=whole + sums, **held, when=when)
 
     blocks = sizes.num_layers * kept.block
@@ -132,7 +133,7 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
             "the reduction of the head",
             reduced=0,
             unreduced=num_elements,
-            whole=root + block + of.packed(elements.head) + of.whole(elements.head) * (not adds_up),
+            whole=root + block + of.packed(elements.head) + of.whole(elements.head) * (not sums_wholes),
             activations=blocks,
         ),
         moment(
@@ -162,7 +163,8 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
 
 def _pipeline(job: Job, choice: Choice) -> list[Memory]:
     """With one: a rank's stages are whole from its first computation to its last, and so are sums of their gradients,
-    which `fully_shard` keeps in the dtype of their reduction."""
+    which `fully_shard` keeps in the dtype of their reduction. In the end all reductions are under way at once, and what
+    they read, packed, is there beside what they leave."""
     assert choice.schedule is not None
     precision, kept = job.precision, kept_of(job, choice)
     of = _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
@@ -184,6 +186,19 @@ def _pipeline(job: Job, choice: Choice) -> list[Memory]:
                 when=f"the {'loss' if has_loss else 'steady phase'} of pipeline rank {rank}",
             )
         )
+        if precision.is_sharded:
+            largest = max(of.elements.block, *(of.elements.outside(stages[stage], is_tied=False) for stage in own), 0)
+            found.append(
+                Memory(
+                    **of.resting(num_elements, has_gradients=True),
+                    unsharded=of.whole(num_elements) + (num_elements + largest) * precision.reduce_bytes,
+                    activations=0,
+                    loss=0,
+                    temporaries=0,
+                    messages=2 * kept.message * len(own),
+                    when=f"the reductions of pipeline rank {rank}",
+                )
+            )
     return found
 
 

@@ -51,6 +51,8 @@ def _limits_of_memory(job: Job, first: Plan) -> Iterator[str]:
 def _next_steps(choice: Choice) -> Iterator[tuple[str, Choice]]:
     if choice.recomputes:
         yield "Without recomputing", replace(choice, recomputes=False)
+    if choice.reduces_each:
+        yield "With gradients reduced once", replace(choice, reduces_each=False)
     if choice.num_microbatches % 2 == 0:
         larger = replace(
             choice, microbatch_size=2 * choice.microbatch_size, num_microbatches=choice.num_microbatches // 2

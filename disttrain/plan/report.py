@@ -74,6 +74,7 @@ def _table(plans: Plans) -> str:
 def _row(number: int, plan: Plan, job: Job) -> tuple[str, ...]:
     choice, times = plan.choice, plan.times
     extras = {"recompute": choice.recomputes, "compile": choice.is_compiled}
+    extras |= {"reduce each": choice.reduces_each}
     extras |= {"kernels": job.has_kernels, "float8": job.uses_float8}
     return (
         str(number),

@@ -107,8 +107,11 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
             break
         for schedule in schedules if mesh.pp > 1 else (None,):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
+            num_microbatches = num_sequences // size
+            may_reduce_each = schedule is None and mesh.dp > 1 and num_microbatches > 1
             for recomputes in (False, True):
-                yield Choice(mesh, size, num_sequences // size, schedule, recomputes, is_compiled)
+                for reduces_each in (False, True)[: 1 + may_reduce_each]:
+                    yield Choice(mesh, size, num_microbatches, schedule, recomputes, is_compiled, reduces_each)
 
 
 def _least_s(job: Job, choice: Choice) -> float | None:

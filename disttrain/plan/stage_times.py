@@ -8,7 +8,7 @@ from functools import cache
 
 from disttrain.plan.activations import is_lean
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.parts import StageParts, local_key_size
+from disttrain.plan.parts import StageParts, elements_of, local_key_size
 from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of
 
 EXPOSED_WITHIN_NODE = 0.35
@@ -18,6 +18,10 @@ HOST_BLOCK_S = 1e-3
 HOST_COMPILED_BLOCK_S = 0.4e-3
 COMPILED_WEIGHT_SHARE = 0.05
 """Of a compiled block's backward that can be left for later: it is one node, which computes all gradients at once."""
+WIDENING_RATE, WIDENED_ADDITION_RATE = 0.5, 0.66
+"""Of a copy's, on H200: what torch's kernels attain that make float32 of bfloat16, and that add bfloat16 to float32."""
+SHARED_MEMORY_BYTES = 227 << 10
+"""Of a multiprocessor: a row of logits that is larger is read three times for its softmax, and else once."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +82,44 @@ def _head(job: Job, choice: Choice) -> Computing:
     if job.has_kernels and not choice.has_whole_logits:
         # The loss without logits makes all gradients at once.
         return Computing(3 * product + 8 * logits_s, 0.0, 0.0)
-    forward_bytes, backward_bytes = (4, 4) if is_lean(job, choice) else (14, 26)
+    forward_bytes, backward_bytes = (4.0, 4) if is_lean(job, choice) else (6 / WIDENING_RATE + 8, 26)
+    if not is_lean(job, choice) and 4 * vocab > SHARED_MEMORY_BYTES:
+        forward_bytes += 8
     return Computing(product + forward_bytes * logits_s, 2 * product + backward_bytes * logits_s, product)
+
+
+def _sums_s(job: Job, choice: Choice, stage: StageParts) -> float:
+    """To add a microbatch's gradients to those before it; the mean over all microbatches."""
+    precision, num = job.precision, choice.num_microbatches
+    if num == 1 or choice.reduces_each:
+        return 0.0
+    if precision.is_sharded and precision.reduce_bytes > precision.compute_bytes:
+        first = (precision.compute_bytes + precision.reduce_bytes) / WIDENING_RATE
+        further = (precision.compute_bytes + 2 * precision.reduce_bytes) / WIDENED_ADDITION_RATE
+    else:
+        first, further = 0.0, 3.0 * precision.compute_bytes
+    num_elements = elements_of(job.sizes, choice.mesh.tp).of(stage, is_tied=job.sizes.is_tied)
+    return num_elements * (first + further * (num - 1)) / num / job.hardware.memory_bytes_per_s
+
+
+def _again_s(job: Job, choice: Choice, block: Computing) -> float:
+    """To compute a block's forward once more. Recomputation ends with the last value that was kept, so the last product
+    is left out, but where one function computes it and what it keeps: cut by tp, in a graph, or in float8."""
+    if not choice.recomputes:
+        return 0.0
+    if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8:
+        return block.forward
+    tokens = choice.microbatch_size * job.seq_size
+    return block.forward - 2 * tokens * job.sizes.dim * job.sizes.ffn_size / job.hardware.matmul_flops
 
 
 @cache
 def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
     block, head = block_times(job, choice), _head(job, choice)
-    num, again = stage.num_blocks, block.forward * choice.recomputes
+    num, again, sums = stage.num_blocks, _again_s(job, choice, block), _sums_s(job, choice, stage)
     forward = num * block.forward + stage.has_head * head.forward
-    backward = num * (block.backward + again) + stage.has_head * head.backward
-    weights = num * block.weights + stage.has_head * head.weights
+    backward = num * (block.backward + again) + stage.has_head * head.backward + sums
+    weights = num * block.weights + stage.has_head * head.weights + sums
     if choice.is_compiled:
         weights = COMPILED_WEIGHT_SHARE * backward
     return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))

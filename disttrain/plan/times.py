@@ -26,6 +26,9 @@ from disttrain.plan.parts import (
 from disttrain.plan.stage_times import StageTimes, block_times, stage_times
 from disttrain.plan.traffic import link_of, ring_bytes
 
+NCCL_SHARE = 24 / 132
+"""Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -173,6 +176,19 @@ def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
     return found
 
 
+def _packing_s(job: Job, choice: Choice, num_elements: int) -> float:
+    """Gradients, or their sums, into the order and dtype of their reduction; and the reduced ones, where there are some
+    of microbatches before, to these."""
+    precision = job.precision
+    if not precision.is_sharded:
+        return 0.0
+    sums = choice.num_microbatches > 1 and not choice.reduces_each
+    moved = num_elements * ((precision.reduce_bytes if sums else precision.compute_bytes) + precision.reduce_bytes)
+    if choice.num_reductions > 1:
+        moved += 3 * precision.parameter_bytes * num_elements // choice.mesh.dp
+    return moved / job.hardware.memory_bytes_per_s
+
+
 def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
     if choice.mesh.dp == 1:
         return 0.0
@@ -181,8 +197,9 @@ def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
 
 
 def _shards_s(job: Job, choice: Choice) -> float:
-    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and in the last
-    one reduced while the next one does; nothing hides the gathers of root and first block, and the last reduction."""
+    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and where
+    gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the
+    last reduction."""
     elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
     stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
     gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
@@ -191,8 +208,13 @@ def _shards_s(job: Job, choice: Choice) -> float:
     forwards = outside + gather + (stage.num_blocks - 1) * max(0.0, gather - block.forward)
     backwards = (stage.num_blocks - 1) * max(0.0, gather - backward)
     last = (stage.num_blocks - 1) * max(0.0, gather + reduction - backward)
-    each, once = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
-    return choice.num_microbatches * each + once
+    each, reducing = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
+    # What is hidden still takes multiprocessors from what hides it.
+    each += NCCL_SHARE * max(0.0, outside + (2 * stage.num_blocks - 1) * gather - each)
+    everything = _reduction_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
+    reducing += NCCL_SHARE * max(0.0, everything - reducing)
+    reducing += _packing_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
+    return choice.num_microbatches * each + choice.num_reductions * reducing
 
 
 def _scheduled_shards_s(job: Job, choice: Choice) -> float:
@@ -200,4 +222,5 @@ def _scheduled_shards_s(job: Job, choice: Choice) -> float:
     which is the last one, are waited for."""
     elements, stage = elements_of(job.sizes, choice.mesh.tp), parts_of(job, choice)[0]
     num_elements = elements.of(stage, is_tied=False)
-    return _gather_s(job, choice, num_elements) + _reduction_s(job, choice, num_elements)
+    shards_s = _gather_s(job, choice, num_elements) + _reduction_s(job, choice, num_elements)
+    return shards_s + _packing_s(job, choice, num_elements)

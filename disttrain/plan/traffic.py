@@ -1,6 +1,6 @@
 """What each rank sends in a step, axis by axis, and over which links.
 
-    dp         parameters are gathered; gradients, once in a step, reduced and scattered
+    dp         parameters are gathered; gradients, once in a step or for each microbatch, reduced and scattered
     replicate  reduced gradients are summed over copies
     tp         activations are gathered before each pair of layers, and reduced and scattered after it
     pp         activations go to the next stage, and their gradients back; a tied matrix's gradient from end to end
@@ -92,19 +92,21 @@ def _of_shards(
 ) -> tuple[Traffic, Traffic]:
     mesh, precision, is_tied = choice.mesh, job.precision, job.sizes.is_tied
     whole = per_rank * _num_elements(job, elements, stages)
+    reduced = choice.num_reductions * whole
     outside = per_rank * sum(elements.outside(stage, is_tied=is_tied) for stage in stages)
     num_groups = per_rank * sum(stage.num_blocks + 1 for stage in stages)
+    num_reductions = choice.num_reductions * num_groups
     if choice.schedule is None:
         # Each microbatch gathers blocks for its forward and for its backward, and the root once.
         times = choice.num_microbatches
         gathered, num_gathers = times * (2 * whole - outside), times * (2 * num_groups - 1)
     else:
         gathered, num_gathers = whole, num_groups
-    sent = ring_bytes(gathered * precision.compute_bytes + whole * precision.reduce_bytes, mesh.dp)
-    shard = whole / mesh.dp * precision.reduce_bytes
+    sent = ring_bytes(gathered * precision.compute_bytes + reduced * precision.reduce_bytes, mesh.dp)
+    shard = reduced / mesh.dp * precision.reduce_bytes
     return (
-        _traffic(job, choice, "dp", num_gathers + num_groups, sent),
-        _traffic(job, choice, "replicate", num_groups, 2 * ring_bytes(shard, mesh.replicate)),
+        _traffic(job, choice, "dp", num_gathers + num_reductions, sent),
+        _traffic(job, choice, "replicate", num_reductions, 2 * ring_bytes(shard, mesh.replicate)),
     )
 
 

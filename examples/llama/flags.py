@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from disttrain import settings
+from disttrain.command_line import Parser, explained
 from disttrain.errors import ScheduleError, SettingError
 from disttrain.pipelining import Schedule, make_schedule
 from llama.config import PRESETS, LlamaConfig, config_named
@@ -44,7 +45,7 @@ CHANGEABLE = (
 """What a resumed run takes on as well, unless told otherwise. The mesh it is told anew, as the ranks are."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Every rank finds the same mistake, and raises; one of them will say it. Help is for one rank to print, too."""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
@@ -52,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        raise SettingError("train_llama", f"{message}.", "See --help.")
+        raise SettingError("train_llama", explained(self, message), "See --help.")
 
 
 def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
@@ -67,7 +68,7 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     given = [*_from_file(parser.parse_args(given).config), *given]
     flags = parser.parse_args(given)
     if settings.ROUND.read() and flags.out is not None:
-        flags.resume |= _has_run(flags.out)
+        flags.resume |= has_run(flags.out)
     out = _choose_folder(flags.out, is_resumed=flags.resume)
     saved: dict[str, Any] = {}
     if flags.resume:
@@ -99,7 +100,7 @@ def save(flags: Namespace) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser("train_llama.py", description="Train a Llama on text.", allow_abbrev=False)
+    parser = _Parser(prog="train_llama.py", description="Train a Llama on text.")
     add = parser.add_argument
     flag = BooleanOptionalAction
     add(
@@ -150,7 +151,8 @@ def _from_file(path: Path | None) -> list[str]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no TOML, or no text
-        raise SettingError("train_llama --config", f"{path}: {error}.", "Name a TOML file.") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise SettingError("train_llama --config", f"{path}: {problem}.", "Name a TOML file.") from error
     line: list[str] = []
     for name, value in entries.items():
         if name == "model" and isinstance(value, dict):
@@ -224,16 +226,16 @@ def _choose_folder(out: Path | None, *, is_resumed: bool) -> Path:
     """Where the run writes: a folder with no run in it, or, to resume, with one."""
     runs = sorted(RUNS.glob("llama-*"), key=_number)
     if is_resumed:
-        folder = out or next((run for run in reversed(runs) if _has_run(run)), RUNS)
-        if not _has_run(folder):
+        folder = out or next((run for run in reversed(runs) if has_run(run)), RUNS)
+        if not has_run(folder):
             raise SettingError("train_llama --resume", f"there is no checkpoint in {folder}.", "Name another --out.")
         return folder
-    if out is not None and _has_run(out):
+    if out is not None and has_run(out):
         raise SettingError("train_llama", f"--out {out} has a run in it.", "Add --resume, or name another folder.")
     return out or RUNS / f"llama-{_number(runs[-1]) + 1 if runs else 1}"
 
 
-def _has_run(folder: Path) -> bool:
+def has_run(folder: Path) -> bool:
     """Whether there is a save that is whole: one that has died, or is being written, has more to its name."""
     return any(path.name.removeprefix("step-").isdecimal() for path in (folder / CHECKPOINTS).glob("step-*"))
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from disttrain import settings
+from disttrain import command_line, settings
+from disttrain.command_line import explained
 from disttrain_launch.binding import AUTO, NONE, Way
 from disttrain_launch.job import OPERATION
 
@@ -65,14 +66,14 @@ exit code:    that of the first worker that failed, 128 + signal number where a 
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage text around it."""
+class Parser(command_line.Parser):
+    """Names the variable that a mistake stands in."""
 
     source = ""
     """The variable that is being read; empty: the command line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{OPERATION}: {self.source}{message} (see {self.prog} --help)\n")
+        self.exit(2, f"{OPERATION}: {self.source}{explained(self, message)} See {self.prog} --help.\n")
 
 
 class _Unsupported(argparse.Action):
@@ -91,7 +92,6 @@ def make_parser() -> Parser:
         "       %(prog)s status [--endpoint HOST:PORT --token-file FILE] [--watch] [--json]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_size(parser)
     _add_meeting(parser)

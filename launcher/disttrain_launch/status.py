@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from disttrain import settings
+from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import LaunchError, StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore, TCPStore, read_token
@@ -51,12 +52,11 @@ def status(argv: Sequence[str]) -> int:
     return NO_JOB
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=f"{OPERATION} status",
         description="Show running jobs: nodes, workers, and what their scripts report.",
         epilog="Without --endpoint: the jobs of this user on this machine. Exit code 3: there is none.",
-        allow_abbrev=False,
     )
     parser.add_argument("--endpoint", metavar="HOST:PORT", help="where the job's store is: its --rdzv-endpoint")
     parser.add_argument("--token-file", metavar="FILE", help="the job's token, mode 0600")

@@ -23,6 +23,7 @@ TORCH_DOORS = {
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "torch.save"}
 LAUNCHER_KNOWS = {
     "disttrain.__version__",
+    "disttrain.command_line",
     "disttrain.console",
     "disttrain.durations",
     "disttrain.errors",

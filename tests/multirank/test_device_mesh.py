@@ -61,3 +61,64 @@ def test_what_cannot_be_is_refused() -> None:
         mesh["dp"]
     with pytest.raises(MeshError, match=r"2 axes \(1x2\)\. Say which one"):
         mesh.get_group()
+
+
+@on_ranks(4)
+def test_axes_as_one() -> None:
+    rank = disttrain.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flat = mesh["dp", "cp"]._flatten()
+    assert (flat.mesh_dim_names, flat.shape, flat.layout.ranks) == (("dp_cp",), (2,), (rank % 2, rank % 2 + 2))
+    assert flat.root is mesh
+    assert mesh["dp_cp"] == flat
+    assert flat._flatten() is flat
+    assert flat.get_group() is mesh["dp"].get_group()
+    both = mesh["dp_cp", "tp"]
+    assert (both.shape, both.mesh_dim_names, both.layout.ranks) == ((2, 2), ("dp_cp", "tp"), (0, 1, 2, 3))
+    whole = mesh._flatten("all")
+    assert whole.get_group() is disttrain.group.WORLD
+    tensor = torch.tensor([float(rank)])
+    disttrain.all_reduce(tensor, group=whole.get_group())
+    assert tensor.item() == 6
+    with pytest.raises(MeshError, match=r"'tp' is another axis of dp=2 cp=1 tp=2\. Give another name"):
+        mesh["dp", "cp"]._flatten("tp")
+    with pytest.raises(MeshError, match="'all' is another axis"):
+        mesh["dp", "cp"]._flatten("all")
+    with pytest.raises(MeshError, match="have no names"):
+        init_device_mesh("cpu", (2, 2))._flatten()
+
+
+@on_ranks(2)
+def test_a_mesh_of_a_group() -> None:
+    mesh = DeviceMesh.from_group(disttrain.group.WORLD, "cpu", mesh_dim_names=("dp",))
+    assert mesh == init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    group = disttrain.new_group([1, 0])
+    turned = DeviceMesh.from_group(group, "cpu", [1, 0])
+    assert turned.get_group() is group
+    gathered = torch.empty(2)
+    disttrain.all_gather_into_tensor(gathered, torch.tensor([float(disttrain.get_rank())]), group=turned.get_group())
+    assert gathered.tolist() == [1.0, 0.0]
+    with pytest.raises(MeshError, match=r"mesh \[0, 1\] has other rows than the groups' \[\[1, 0\]\]"):
+        DeviceMesh.from_group(group, "cpu", [0, 1])
+    with pytest.raises(MeshError, match="no group was given"):
+        DeviceMesh.from_group([], "cpu")
+
+
+@on_ranks(4)
+def test_a_mesh_of_groups() -> None:
+    rank = disttrain.get_rank()
+    columns = [disttrain.new_group([0, 2]), disttrain.new_group([1, 3])]
+    rows = [disttrain.new_group([0, 1]), disttrain.new_group([2, 3])]
+    groups = [columns[rank % 2], rows[rank // 2]]
+    mesh = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert mesh.get_all_groups() == groups
+    tensor = torch.tensor([float(rank)])
+    disttrain.all_reduce(tensor, group=mesh.get_group("dp"))
+    assert tensor.item() == 2 * (rank % 2) + 2
+    with pytest.raises(MeshError, match="Give mesh and mesh_dim_names"):
+        DeviceMesh.from_group(groups, "cpu")
+    with pytest.raises(MeshError, match="has other rows than the groups'"):
+        DeviceMesh.from_group(groups[::-1], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(MeshError, match="a group was given that this rank is not in"):
+        DeviceMesh.from_group(columns[1 - rank % 2], "cpu")

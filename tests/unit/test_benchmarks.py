@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def tools() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield {name: importlib.import_module(name) for name in ("harness", "page")}
+    yield {name: importlib.import_module(name) for name in ("harness", "page", "forms")}
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -86,7 +87,57 @@ def test_the_page_is_that_of_the_results(tools: dict[str, ModuleType]) -> None:
 def test_all_are_run() -> None:
     """Whatever needs no GPU is in the list, and everything there exists."""
     text = (ROOT / "benchmarks" / "__main__.py").read_text(encoding="utf-8")
-    tools = {"__main__", "harness", "page", "without_peers"}
+    tools = {"__main__", "forms", "harness", "page", "without_peers"}
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - tools
     for name in scripts:
         assert (f'"{name}": [' in text) == (not name.endswith("_gpu")), name
+
+
+REPORT = {
+    "command": "disttrain-launch benchmarks/x_gpu.py",
+    "torch_version": "2.11.0",
+    "topology": "one node, 2 x NVIDIA H200, NCCL",
+    "cases": {
+        "llama": {
+            "arguments": {"dim": "4096"},
+            "disttrain": {"step_ms": 90.0, "min_ms": 80.0, "peak_gib": 10.0},
+            "disttrain, no overlap": {"step_ms": 95.0, "min_ms": 94.0, "peak_gib": 10.0},
+            "torch": {"step_ms": 100.0, "min_ms": 99.0, "peak_gib": 9.0},
+            "torch, loss_parallel": {"step_ms": 85.0, "min_ms": 84.0, "peak_gib": 12.0},
+            "ratio": {"step_ms": 0.9, "peak_gib": 1.1},
+        }
+    },
+}
+
+
+def test_a_report_of_gpus_gives_rows(tools: dict[str, ModuleType]) -> None:
+    """Torch's best way is the one that is compared, whatever stands first."""
+    step, peak = tools["forms"].rows_of(REPORT)
+    spread = tools["harness"].Spread
+    assert (step.case, step.unit) == ("llama (torch: loss_parallel)", "ms")
+    assert step.sides["ours"] == spread(90, 80, 90)
+    assert step.sides["torch"] == spread(85, 84, 85)
+    assert set(step.sides) == {"ours", "torch", "disttrain, no overlap"}
+    assert step.is_behind
+    assert (peak.case, peak.unit, peak.sides["torch"].median) == ("llama, peak", "GiB", 9)
+    assert tools["forms"].rows_of({"disttrain": {"step_ms": 1.0}}) == []
+
+
+def test_other_forms_of_reports(tools: dict[str, ModuleType]) -> None:
+    rows_of = tools["forms"].rows_of
+    rates = {side: {"median": rate, "lower": 1, "upper": 20} for side, rate in (("ours", 9), ("torch", 10))}
+    (rate,) = rows_of({"all_reduce": {"unit": "GB/s", **rates, "ratio": 0.9}})
+    assert (rate.case, rate.more_is_better, rate.is_behind) == ("all_reduce", True, True)
+    seconds = {"eager": 3e-3, "inductor": 2e-3, "kernel": 1e-3}
+    (kernel,) = rows_of({"results": [{"name": "norm", "is_whole_step": True, "seconds": seconds}]})
+    assert (kernel.case, kernel.ratio) == ("norm, whole step (torch: inductor)", 0.5)
+
+
+def test_a_kept_report_and_an_older_one_stand_on_the_page_alike(tools: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "old_gpu_2.json").write_text(json.dumps(REPORT))
+    tools["harness"].keep(REPORT, tmp_path / "new_gpu_2.json")
+    page = tools["page"].as_page(tmp_path)
+    assert page.count("## On 2 x NVIDIA H200\n") == 1
+    assert page.count("`disttrain-launch benchmarks/x_gpu.py`: one node, 2 x NVIDIA H200") == 1
+    row = "| llama (torch: loss_parallel) | ms | 90.0 [80.0, 90.0] | 85.0 [84.0, 85.0] | 95.0 [94.0, 95.0] | **1.06** |"
+    assert page.count(row) == 2

@@ -14,6 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import disttrain
+from disttrain import kernels
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, Estimate, MixedPrecisionPolicy, early, estimate, fully_shard
@@ -240,6 +241,45 @@ def test_frozen_and_ignored_parameters_and_several_dtypes(world: World) -> None:
     said = estimate(model)
     assert said.gradients_bytes < said.parameters_bytes
     check(model, said, torch.optim.AdamW, world)
+
+
+class Halved(nn.Linear):
+    """Its weight is gathered in bfloat16, with a number of each rank's."""
+
+    def fsdp_gather_hooks(self, name: str) -> Halved | None:
+        return self if name == "weight" else None
+
+    def fsdp_pre_all_gather(self, shard: torch.Tensor, *_: object) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (shard.bfloat16(), shard.new_ones(1)), None
+
+    def fsdp_post_all_gather(
+        self, shard: torch.Tensor, outputs: tuple[torch.Tensor, ...], *_: object, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        return None if out is not None else (outputs[0].data, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.bfloat16(), self.weight).to(x.dtype)
+
+
+def test_parameters_that_say_what_is_gathered_of_them(world: World) -> None:
+    model = Model(dim=96, hidden=416)
+    without = estimate(model, blocks=model.blocks, mp_policy=BF16)
+    for block in model.blocks:
+        block.down.__class__ = Halved
+    said = estimate(model, blocks=model.blocks, mp_policy=BF16)
+    # Four bytes of a number take sixteen, of each block, for its forward and its backward.
+    assert said.wire_bytes == without.wire_bytes + 4 * 2 * 16 * (NUM_RANKS - 1)
+    check(shard(model, mp_policy=BF16), said, torch.optim.AdamW, world)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_weights_in_float8_are_gathered_as_one_byte_each(recipe: str, world: World) -> None:
+    model = nn.Sequential(nn.Linear(96, 416, bias=False), nn.Linear(416, 96))
+    kernels.use_float8(model, recipe, report=lambda _: None)
+    (gathered,) = [each for each in estimate(model[0], mp_policy=BF16).traffic if each.operation == "all_gather"]
+    rows = 416 // NUM_RANKS
+    scales = 4 * (rows if recipe == "rowwise" else 4)  # one scale fills what the next input begins after
+    assert gathered.sent_bytes == (NUM_RANKS - 1) * (rows * 96 + scales)
 
 
 def test_nested_modules_and_what_the_user_prefetches(world: World) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_llama
 from llama import flags
 from llama.config import PRESETS, LlamaConfig, config_named, spelled
 from llama.meshes import MeshPlan, parse_mesh
@@ -209,3 +210,10 @@ def test_what_a_parameter_is_drawn_from_does_not_depend_on_others() -> None:
         one.init(seed=5)
     assert torch.equal(model.blocks[1].attention.query.weight, deeper.blocks[1].attention.query.weight)
     assert not torch.equal(model.blocks[0].attention.query.weight, model.blocks[1].attention.query.weight)
+
+
+def test_who_stops_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    """Not from a checkpoint that was never saved."""
+    assert train_llama.how_to_go_on(tmp_path) == f"nothing was saved in {tmp_path} yet; --save-every says how often"
+    (tmp_path / "checkpoints" / "step-00000100").mkdir(parents=True)
+    assert train_llama.how_to_go_on(tmp_path).startswith(f"--resume --out {tmp_path} goes on")

@@ -68,7 +68,7 @@ def test_a_plan_overrules_a_configuration(tmp_path: Path, capsys: pytest.Capture
     assert main(["--model", str(path), "--gpus", "8", "--batch-tokens", "524288"]) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if "train_llama.py" in line)
     assert f"--config {path}" in command
-    assert command.endswith("--kernels --no-recompute --compile")
+    assert command.endswith("--kernels --no-recompute --compile --reduce-each")
 
 
 def test_a_folder_gives_its_tokenizer_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_it_draws_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ARGUMENTS, "--gpu-memory", "10"]) == 1
+    assert main([*ARGUMENTS, "--gpu-memory", "7"]) == 1
     out = capsys.readouterr().out
     assert "Nothing fits." in out
     assert "It would fit with GPUs of" in out
@@ -178,7 +178,7 @@ def test_hardware_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_rates_are_measured() -> None:
-    sizes = Sizes(matrix=64, seq=32, heads=2, head_size=16, copied_bytes=1 << 16, num_runs=2)
+    sizes = Sizes(matrix=64, seq=32, heads=2, head_size=16, copied_bytes=1 << 16, num_runs=2, settling_s=0.0)
     assert min(rates_of(torch.device("cpu"), sizes).values()) > 0
 
 

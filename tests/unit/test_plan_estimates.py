@@ -79,16 +79,17 @@ def world() -> Iterator[World]:
         yield made
 
 
-def test_a_rank_holds_what_fully_shard_says(world: World) -> None:
+@pytest.mark.parametrize("reduces_each", [False, True])
+def test_a_rank_holds_what_fully_shard_says(world: World, reduces_each: bool) -> None:
     """Parameters, gradients and optimizer state to a thousandth, which is padding; collectives' bytes likewise."""
     mesh = disttrain.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "dp"))
     with torch.device("meta"):
         model = Model(SIZES)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     truth = estimate(
-        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=False, optimizer=8
+        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=reduces_each, optimizer=8
     )
-    choice = Choice(MeshSizes(replicate=2, dp=4), 1, 4)
+    choice = Choice(MeshSizes(replicate=2, dp=4), 1, 4, reduces_each=reduces_each)
     memory = memory_of(JOB, choice)
     assert memory.parameters == pytest.approx(truth.parameters_bytes, rel=1e-3)
     assert memory.optimizer == pytest.approx(truth.optimizer_bytes, rel=1e-3)
@@ -99,7 +100,8 @@ def test_a_rank_holds_what_fully_shard_says(world: World) -> None:
     assert by_axis["replicate"].sent_bytes == pytest.approx(sum(one.sent_bytes for one in along_replicate), rel=1e-3)
 
 
-def test_what_is_unsharded_is_what_fully_shard_says(world: World) -> None:
+@pytest.mark.parametrize("reduces_each", [False, True])
+def test_what_is_unsharded_is_what_fully_shard_says(world: World, reduces_each: bool) -> None:
     """At the peak, of all microbatches: to a tenth."""
     mesh = disttrain.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
     sizes = replace(SIZES, num_layers=24, vocab_size=200)
@@ -107,9 +109,10 @@ def test_what_is_unsharded_is_what_fully_shard_says(world: World) -> None:
         model = Model(sizes)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     truth = estimate(
-        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=False, optimizer=8
+        model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=reduces_each, optimizer=8
     )
-    memory = memory_of(replace(JOB, sizes=sizes, seq_size=1), Choice(MeshSizes(dp=NUM_RANKS), 1, 4))
+    choice = Choice(MeshSizes(dp=NUM_RANKS), 1, 4, reduces_each=reduces_each)
+    memory = memory_of(replace(JOB, sizes=sizes, seq_size=1), choice)
     assert memory.unsharded + memory.gradients == pytest.approx(truth.peak.num_bytes, rel=0.1)
 
 

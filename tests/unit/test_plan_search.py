@@ -72,21 +72,22 @@ def test_every_mesh_has_all_gpus() -> None:
 
 
 def test_remedies_are_true() -> None:
-    plans = find_plans(SMALL, num_plans=8)
+    tight = replace(SMALL, hardware=SMALL.hardware.with_changes(memory_gib=20))
+    plans = find_plans(tight, num_plans=8)
     assert plans.misfits
     seen = set()
     for misfit in plans.misfits:
         mesh = misfit.plan.choice.mesh
-        assert not misfit.plan.fits(SMALL)
+        assert not misfit.plan.fits(tight)
         for remedy in misfit.remedies:
             number = int(re.findall(r"\d+", remedy)[-1])
             if remedy.startswith("GPUs of"):
-                better, wider = replace(SMALL, hardware=SMALL.hardware.with_changes(memory_gib=number)), mesh
+                better, wider = replace(tight, hardware=tight.hardware.with_changes(memory_gib=number)), mesh
             elif remedy.startswith("dp="):
-                better = replace(SMALL, num_gpus=number)
-                wider = replace(mesh, dp=mesh.dp * number // SMALL.num_gpus)
+                better = replace(tight, num_gpus=number)
+                wider = replace(mesh, dp=mesh.dp * number // tight.num_gpus)
             else:
-                better, wider = replace(SMALL, seq_size=number), mesh
+                better, wider = replace(tight, seq_size=number), mesh
             plan = leanest(better, wider)
             assert plan is not None
             assert plan.fits(better), remedy

@@ -143,6 +143,12 @@ def open_any(path: str | Path) -> Source:
         return open_safetensors(storage, folder)
     if names:
         raise CheckpointError("open", f"{path} is no save of a known format.", "Give a save, or a checkpoint's folder.")
+    try:
+        with storage.open_file(folder):
+            pass
+    except FileNotFoundError:
+        remedy = "Give a save, a checkpoint's folder, or a folder with saves."
+        raise CheckpointError("open", f"{path} is not there.", remedy) from None
     return open_torch(storage, folder)
 
 
