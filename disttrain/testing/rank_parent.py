@@ -11,7 +11,7 @@ import signal
 import socket
 import traceback
 
-import torch._dynamo  # noqa: F401 -- the first optimizer of each worker imports it, for two seconds
+import torch
 
 from disttrain.testing import rank_worker
 from disttrain.testing.forks import FRAME, Request
@@ -19,6 +19,7 @@ from disttrain.testing.forks import FRAME, Request
 
 def main() -> None:
     pool = socket.socket(fileno=os.dup(0))
+    torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo, for two seconds.
     workers: set[int] = set()
     try:
         while True:
