@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._library import opaque_object
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
@@ -227,14 +228,18 @@ def hint_of(number: int | torch.SymInt) -> int:
     return number if isinstance(number, int) else cast(int, number.node.hint)
 
 
-def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
-    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `methods` give constants.
+def hold_in_graphs(classes: Iterable[type], methods: Sequence[str]) -> None:
+    """Let graphs hold objects of `classes` as constants, equal ones for each other; `methods` give constants.
 
-    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
+    A class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
+    Those derived of it are to be named as well.
     """
-    # torch 2.11 takes only classes of a metaclass of its own: there, DTensors are not traced.
-    with suppress(TypeError):
-        register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
+    # torch 2.11 asks for a metaclass, which only objects that are no constants need, and 2.13 asks no longer. It would
+    # make a function in Python of isinstance, which is asked several times by every operator on DTensors.
+    with patch.object(opaque_object, "OpaqueBaseMeta", type):
+        members = dict.fromkeys(methods, opaque_object.MemberType.USE_REAL)
+        for cls in classes:
+            opaque_object.register_opaque_type(cls, typ="value", members=members)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -14,7 +14,7 @@ import torch
 from disttrain.dtensor._torch import hold_in_graphs, is_kept_for_later, refuse_caching
 from disttrain.dtensor.checked_layouts import gradient_placements
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Placement
+from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 
@@ -59,5 +59,5 @@ class Traced:
         return None if expected_type is not None else cast(Any, self).redistribute(layout.mesh, layout.placements)
 
 
-hold_in_graphs(Placement, ["is_partial", "is_replicate", "is_shard"])
-hold_in_graphs(DeviceMesh, ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])
+hold_in_graphs([Placement, Shard, StridedShard, Replicate, Partial], ["is_partial", "is_replicate", "is_shard"])
+hold_in_graphs([DeviceMesh], ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])
