@@ -228,18 +228,17 @@ def hint_of(number: int | torch.SymInt) -> int:
     return number if isinstance(number, int) else cast(int, number.node.hint)
 
 
-def hold_in_graphs(classes: Iterable[type], methods: Sequence[str]) -> None:
-    """Let graphs hold objects of `classes` as constants, equal ones for each other; `methods` give constants.
+def hold_in_graphs(cls: type, members: Sequence[str]) -> None:
+    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `members` are constants, or give
+    some when called. Classes that derive of it are to be named as well.
 
-    A class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
-    Those derived of it are to be named as well.
+    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
     """
     # torch 2.11 asks for a metaclass, which only objects that are no constants need, and 2.13 asks no longer. It would
     # make a function in Python of isinstance, which is asked several times by every operator on DTensors.
     with patch.object(opaque_object, "OpaqueBaseMeta", type):
-        members = dict.fromkeys(methods, opaque_object.MemberType.USE_REAL)
-        for cls in classes:
-            opaque_object.register_opaque_type(cls, typ="value", members=members)
+        use_real = dict.fromkeys(members, opaque_object.MemberType.USE_REAL)
+        opaque_object.register_opaque_type(cls, typ="value", members=use_real)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ what the compiler compares, and sizes are its symbols. Docs: docs/decisions/014-
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Self, cast
 
 import torch
@@ -59,5 +60,20 @@ class Traced:
         return None if expected_type is not None else cast(Any, self).redistribute(layout.mesh, layout.placements)
 
 
-hold_in_graphs([Placement, Shard, StridedShard, Replicate, Partial], ["is_partial", "is_replicate", "is_shard"])
-hold_in_graphs([DeviceMesh], ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])
+for _kind in (Placement, Partial, Replicate, Shard, StridedShard):
+    _own = [field.name for field in fields(_kind)]
+    hold_in_graphs(_kind, [*_own, "cut_dim", "is_partial", "is_replicate", "is_shard"])
+hold_in_graphs(
+    DeviceMesh,
+    [
+        "__getitem__",
+        "device_type",
+        "get_coordinate",
+        "get_local_rank",
+        "get_rank",
+        "mesh_dim_names",
+        "ndim",
+        "shape",
+        "size",
+    ],
+)
