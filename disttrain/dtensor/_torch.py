@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar, cast
-from unittest.mock import patch
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._library import opaque_object
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
@@ -36,7 +34,6 @@ __all__ = [
     "facts_of",
     "handle_of",
     "hint_of",
-    "hold_in_graphs",
     "is_called_by_autograd",
     "is_kept_for_later",
     "is_traced",
@@ -226,19 +223,6 @@ def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
 def hint_of(number: int | torch.SymInt) -> int:
     """The value that a symbol had when tracing began; to decide by, but not to compute with."""
     return number if isinstance(number, int) else cast(int, number.node.hint)
-
-
-def hold_in_graphs(cls: type, members: Sequence[str]) -> None:
-    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `members` are constants, or give
-    some when called. Classes that derive of it are to be named as well.
-
-    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
-    """
-    # torch 2.11 asks for a metaclass, which only objects that are no constants need, and 2.13 asks no longer. It would
-    # make a function in Python of isinstance, which is asked several times by every operator on DTensors.
-    with patch.object(opaque_object, "OpaqueBaseMeta", type):
-        use_real = dict.fromkeys(members, opaque_object.MemberType.USE_REAL)
-        opaque_object.register_opaque_type(cls, typ="value", members=use_real)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

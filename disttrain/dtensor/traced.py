@@ -7,17 +7,14 @@ what the compiler compares, and sizes are its symbols. Docs: docs/decisions/014-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import hold_in_graphs, is_kept_for_later, refuse_caching
+from disttrain.dtensor._torch import is_kept_for_later, refuse_caching
 from disttrain.dtensor.checked_layouts import gradient_placements
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.errors import LayoutError
-from disttrain.mesh import DeviceMesh
 
 
 class Traced:
@@ -58,22 +55,3 @@ class Traced:
     def __coerce_same_metadata_as_tangent__(self, layout: Layout, expected_type: type | None = None) -> Any:
         """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
         return None if expected_type is not None else cast(Any, self).redistribute(layout.mesh, layout.placements)
-
-
-for _kind in (Placement, Partial, Replicate, Shard, StridedShard):
-    _own = [field.name for field in fields(_kind)]
-    hold_in_graphs(_kind, [*_own, "cut_dim", "is_partial", "is_replicate", "is_shard"])
-hold_in_graphs(
-    DeviceMesh,
-    [
-        "__getitem__",
-        "device_type",
-        "get_coordinate",
-        "get_local_rank",
-        "get_rank",
-        "mesh_dim_names",
-        "ndim",
-        "shape",
-        "size",
-    ],
-)
