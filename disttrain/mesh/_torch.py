@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch._library import opaque_object
 from torch._opaque_base import OpaqueBase
 
-GraphConstant: Any = OpaqueBase
-"""Base of a class whose objects graphs hold. Of its own it has nothing; torch 2.11 asks for its metaclass, by which
-`isinstance` is right in what Dynamo reads."""
+
+class GraphConstant(OpaqueBase):
+    """Base of classes whose objects graphs hold.
+
+    torch 2.11 asks for the metaclass, by which `isinstance` is right in what Dynamo reads; 2.13 does without.
+    """
 
 
 def hold_in_graphs(cls: type, members: Sequence[str]) -> None:
