@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from operator import attrgetter
@@ -12,7 +12,6 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
@@ -35,7 +34,6 @@ __all__ = [
     "facts_of",
     "handle_of",
     "hint_of",
-    "hold_in_graphs",
     "is_called_by_autograd",
     "is_kept_for_later",
     "is_traced",
@@ -225,16 +223,6 @@ def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
 def hint_of(number: int | torch.SymInt) -> int:
     """The value that a symbol had when tracing began; to decide by, but not to compute with."""
     return number if isinstance(number, int) else cast(int, number.node.hint)
-
-
-def hold_in_graphs(cls: type, methods: Sequence[str]) -> None:
-    """Let graphs hold objects of class `cls` as constants, equal ones for each other; `methods` give constants.
-
-    The class has `__eq__`, `__hash__`, and `__fx_repr__`, which gives an expression for an object and the names in it.
-    """
-    # torch 2.11 takes only classes of a metaclass of its own: there, DTensors are not traced.
-    with suppress(TypeError):
-        register_opaque_type(cls, typ="value", members=dict.fromkeys(methods, MemberType.USE_REAL))
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

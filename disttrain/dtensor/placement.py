@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from disttrain.mesh._torch import GraphConstant, hold_in_graphs
+
 
 @dataclass(frozen=True)
-class Placement:
+class Placement(GraphConstant):
     """Abstract: Shard, Replicate or Partial."""
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
@@ -139,3 +141,8 @@ def _checked(placement: Any, num_dims: int) -> Placement:
     if not isinstance(placement, Placement):
         raise ValueError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial()")
     return placement
+
+
+for _kind in (Placement, Shard, StridedShard, Replicate, Partial):
+    _own = [field.name for field in fields(_kind)]
+    hold_in_graphs(_kind, [*_own, "cut_dim", "is_partial", "is_replicate", "is_shard"])

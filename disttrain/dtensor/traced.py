@@ -11,12 +11,10 @@ from typing import Any, Self, cast
 
 import torch
 
-from disttrain.dtensor._torch import hold_in_graphs, is_kept_for_later, refuse_caching
+from disttrain.dtensor._torch import is_kept_for_later, refuse_caching
 from disttrain.dtensor.checked_layouts import gradient_placements
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Placement
 from disttrain.errors import LayoutError
-from disttrain.mesh import DeviceMesh
 
 
 class Traced:
@@ -57,7 +55,3 @@ class Traced:
     def __coerce_same_metadata_as_tangent__(self, layout: Layout, expected_type: type | None = None) -> Any:
         """This gradient as the backward pass was traced with; None where it was traced with a plain tensor."""
         return None if expected_type is not None else cast(Any, self).redistribute(layout.mesh, layout.placements)
-
-
-hold_in_graphs(Placement, ["is_partial", "is_replicate", "is_shard"])
-hold_in_graphs(DeviceMesh, ["__getitem__", "get_coordinate", "get_local_rank", "get_rank", "size"])

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from disttrain.errors import MeshError
+from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class DeviceMesh:
+class DeviceMesh(GraphConstant):
     """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
 
     Making one costs no communication, since its groups connect when they are first used. Meshes whose axes have the
@@ -247,6 +248,20 @@ class DeviceMesh:
 
 # Who has been named in a graph that is alive.
 _IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
+hold_in_graphs(
+    DeviceMesh,
+    [
+        "__getitem__",
+        "device_type",
+        "get_coordinate",
+        "get_local_rank",
+        "get_rank",
+        "mesh_dim_names",
+        "ndim",
+        "shape",
+        "size",
+    ],
+)
 
 
 def init_device_mesh(

@@ -6,6 +6,7 @@ other. Its operators know plain tensors, and a group by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,20 +68,12 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         refuse_second_derivative("ColwiseParallel")
         whole, *weights = ctx.saved_tensors
-        matrices = [Matrix(out_dim) for out_dim in ctx.out_dims]
-        rows = whole.flatten(0, -2)
         flat = [
-            rows.new_zeros(rows.shape[0], weight.shape[matrix.out_dim]) if grad is None else grad.flatten(0, -2)
-            for grad, weight, matrix in zip(grads[1:], weights, matrices, strict=True)
+            whole.new_zeros(math.prod(whole.shape[:-1]), weight.shape[out_dim]) if grad is None else grad.flatten(0, -2)
+            for grad, weight, out_dim in zip(grads[1:], weights, ctx.out_dims, strict=True)
         ]
-        terms = [m.times_transposed(grad, weight) for m, grad, weight in zip(matrices, flat, weights, strict=True)]
-        if grads[0] is not None:
-            terms.append(grads[0].flatten(0, -2))
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
         part_grad, *weight_grads = run(
-            torch.ops.disttrain.scatter_and_multiply, total.view(whole.shape), rows, flat, ctx.out_dims, *ctx.place
+            torch.ops.disttrain.multiply_back, grads[0], whole, flat, weights, ctx.out_dims, *ctx.place
         )
         bias_grads = [grad.sum(0) if has else None for grad, has in zip(flat, ctx.has_bias, strict=True)]
         return part_grad, None, None, None, None, *weight_grads, *bias_grads
@@ -152,20 +145,30 @@ def _multiply_and_scatter(
     return [_handle(), multiply_and_scatter(part, weight, Matrix(out_dim), how)]
 
 
-def _scatter_and_multiply(
-    total: torch.Tensor,
-    rows: torch.Tensor,
+def _multiply_back(
+    whole_grad: torch.Tensor | None,
+    whole: torch.Tensor,
     grads: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     out_dims: Sequence[int],
     dim: int,
     group_name: str,
     wish: int,
     after: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    how = _cutting(total, total.nbytes // _group_size(group_name), dim, group_name, wish)
+    """The gradient of the part, and of each matrix; `whole_grad` is what others than these found for the whole."""
+    how = _cutting(whole, whole.nbytes // _group_size(group_name), dim, group_name, wish)
+    matrices = [Matrix(out_dim) for out_dim in out_dims]
+    total = matrices[0].times_transposed(grads[0], weights[0])
+    for matrix, grad, weight in zip(matrices[1:], grads[1:], weights[1:], strict=True):
+        matrix.add_times_transposed(total, grad, weight)
+    total = total.view(whole.shape)
+    if whole_grad is not None:
+        total += whole_grad
     finish = start_scatter(total, how)
-    weight_grads = [Matrix(out_dim).weight_grad(grad, rows) for out_dim, grad in zip(out_dims, grads, strict=True)]
-    return [_handle(), _own(finish(), total), *weight_grads]
+    rows = whole.flatten(0, -2)
+    weight_grads = [matrix.weight_grad(grad, rows) for matrix, grad in zip(matrices, grads, strict=True)]
+    return [_handle(), finish(), *weight_grads]
 
 
 def _gathered_shapes(
@@ -195,16 +198,12 @@ def _scattered_shapes(
 
 
 def _grad_shapes(
-    total: torch.Tensor, rows: torch.Tensor, grads: Any, out_dims: Any, dim: int, group_name: str, wish: int,
+    whole_grad: Any, whole: torch.Tensor, grads: Any, weights: Any, out_dims: Any, dim: int, group_name: str, wish: int,
     after: Any = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    shape = list(total.shape)
+    shape = list(whole.shape)
     shape[dim] = shape[dim] // _group_size(group_name)
-    sizes = [(grad.shape[1], rows.shape[1]) for grad in grads]
-    weight_grads = [
-        rows.new_empty(size if out_dim == 0 else size[::-1]) for size, out_dim in zip(sizes, out_dims, strict=True)
-    ]
-    return [_handle_shape(), total.new_empty(shape), *weight_grads]
+    return [_handle_shape(), whole.new_empty(shape), *[weight.new_empty(weight.shape) for weight in weights]]
 
 
 def _group_size(group_name: str) -> int:
@@ -222,8 +221,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _gathered_shapes,
     ),
     "multiply_and_scatter(Tensor part, Tensor weight, int out_dim": (_multiply_and_scatter, _scattered_shapes),
-    "scatter_and_multiply(Tensor total, Tensor rows, Tensor[] grads, int[] out_dims": (
-        _scatter_and_multiply,
+    "multiply_back(Tensor? whole_grad, Tensor whole, Tensor[] grads, Tensor[] weights, int[] out_dims": (
+        _multiply_back,
         _grad_shapes,
     ),
 }

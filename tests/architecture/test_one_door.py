@@ -17,6 +17,7 @@ TORCH_DOORS = {
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
     "disttrain/kernels/_torch.py",  # modes, norms of several tensors
+    "disttrain/mesh/_torch.py",  # constants of graphs
     "disttrain/pipelining/_torch.py",  # hooks of tensors, nested values
     "disttrain/tp/_torch.py",  # modules
 }

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import disttrain
 from disttrain.dtensor import DTensor
@@ -22,6 +23,19 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(NUM_GPU_RANKS)
 def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtype: torch.dtype) -> None:
+    check_block(overlap, batch, dtype)
+
+
+@pytest.mark.timeout(200)
+@on_ranks(NUM_GPU_RANKS, timeout_s=180)
+def test_a_compiled_block() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    check_block(None, 1, torch.bfloat16, is_compiled=True)
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+def check_block(overlap: bool | None, batch: int, dtype: torch.dtype, *, is_compiled: bool = False) -> None:
     torch.set_float32_matmul_precision("highest")
     mesh = disttrain.init_device_mesh("cuda", (NUM_GPU_RANKS,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -33,6 +47,8 @@ def test_a_block_on_parts_of_the_sequence(overlap: bool | None, batch: int, dtyp
         if hasattr(style, "overlap"):
             style.overlap = overlap
     module = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    if is_compiled:
+        module.compile(fullgraph=True)
     # Plain parts are of one size: some 8 MiB in fp32, 4 MiB in bf16, which decides for the overlap.
     num_rows = 8192 // NUM_GPU_RANKS * NUM_GPU_RANKS
     whole = torch.randn(batch, num_rows, dim, device=alone.mlp.up.weight.device, dtype=dtype)

@@ -147,6 +147,9 @@ IN_GRAPHS: dict[str, Function] = {
         part, (x + 1).device_mesh, [Shard(0)], shape=(x.shape[0] * 2, 6), stride=(6, 1)
     ),
     "full_tensor": lambda x, part, mesh: (x * 2).full_tensor() * part,
+    "kinds of placements": lambda x, part, mesh: (
+        x * (3 + x.placements[0].dim) if isinstance((x * 2).placements[0], Shard) else x
+    ),
     "placements": lambda x, part, mesh: x * 3 if (x * 2).placements[0].is_shard(0) and x.placements != () else x,
     "random factories": lambda x, part, mesh: x + dtensor.randn(4, 6, device_mesh=mesh, placements=[Shard(0)]),
     "redistribute": lambda x, part, mesh: (x * 2).redistribute(placements=[Shard(1)]) * 3,

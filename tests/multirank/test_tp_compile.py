@@ -6,12 +6,43 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import disttrain
+from disttrain.compiling import compile_blocks
 from disttrain.dtensor import Replicate, Shard
 from disttrain.testing.pytest_plugin import on_ranks
-from disttrain.tp import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
-from tests.tp_cases import Block, GatedMLP, block_plan, check_gradients, gathered, scattered
+from disttrain.tp import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    vocab_parallel_cross_entropy,
+)
+from tests.tp_cases import (
+    Block,
+    Decoder,
+    GatedMLP,
+    block_plan,
+    check_gradients,
+    decoder_plan,
+    gathered,
+    scattered,
+)
+
+
+class Feeding(nn.Module):
+    """A residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(6)
+        self.mlp = GatedMLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
 
 
 @pytest.mark.parametrize(
@@ -73,3 +104,55 @@ def test_a_compiled_module_that_gathers_its_input() -> None:
     result.sin().sum().backward()
     alone(x).sin().sum().backward()
     check_gradients(module, alone)
+
+
+# Four ranks trace on two cores.
+@pytest.mark.timeout(200)
+@on_ranks(4, timeout_s=180)
+def test_steps_of_compiled_blocks_whose_ranks_share_heads() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = Decoder(num_blocks=3).double()
+    plan = decoder_plan(2, sequence=True)
+    plan["head"] = ColwiseParallel(input_layouts=Shard(1))
+    model = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, backend="aot_eager")
+    for _ in range(3):
+        tokens, targets = torch.randint(16, (2, 2, 8))
+        expected = F.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten())
+        loss = vocab_parallel_cross_entropy(model(tokens), targets, mesh, vocab_size=16)
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        loss.backward()
+        check_gradients(model, alone)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
+
+
+@on_ranks(3, timeout_s=110)
+def test_a_compiled_block_whose_parts_differ() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    # Of 10 columns the last rank has two.
+    alone = Feeding().double()
+    plan = {
+        "norm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(2, 9, 6, dtype=torch.float64)
+        expected = alone(x)
+        result = gathered(1)(module(scattered(1)(x, mesh)), mesh)
+        torch.testing.assert_close(result, expected)
+        expected.sin().sum().backward()
+        result.sin().sum().backward()
+        check_gradients(module, alone)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
