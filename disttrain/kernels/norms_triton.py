@@ -251,9 +251,10 @@ def _tile(row_size: int) -> tuple[int, int, int]:
 
 
 def _backward_tile(row_size: int, element_size: int, memory_bytes: int) -> tuple[int, int, int]:
-    """Elements of a padded row, rows at once, and how many tiles of three tensors are under way."""
+    """Elements of a padded row, rows at once, and how many tiles are under way: of three tensors and two statistics."""
     block = int(triton.next_power_of_2(row_size))
     rows = max(1, _BACKWARD_ELEMENTS // block)
-    staged = (memory_bytes - _SCRATCH_BYTES) // (3 * block * rows * element_size)
+    tile_bytes = 3 * block * rows * element_size + 2 * rows * torch.float32.itemsize
+    staged = (memory_bytes - _SCRATCH_BYTES) // tile_bytes
     # One of them is in registers.
     return block, rows, min(3, 1 + staged)

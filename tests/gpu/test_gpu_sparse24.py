@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+# Dynamo makes an instance where it traces one.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_products_are_those_of_dense_weights(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[tuple[int, ...]] = []
