@@ -31,12 +31,12 @@ class Probe:
     def __init__(self, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
         self._asked: Future[Any] | None = None
+        # Of who comes next: several threads of a process may make dumps at once.
+        self._turn = threading.RLock()
 
     def ask(self, question: Callable[[], T]) -> T:
         """Returns: its answer. Raises what it raises; TimeoutError when there is none within the limit, as long as an
         earlier question has none."""
-        if self._asked is not None:
-            self._asked.exception(self._limit_s)
         answer: Future[T] = Future()
 
         def find() -> None:
@@ -45,8 +45,11 @@ class Probe:
             except BaseException as error:  # noqa: BLE001 -- who asks gets it
                 answer.set_exception(error)
 
-        self._asked = answer
-        threading.Thread(target=find, name="disttrain-device-probe", daemon=True).start()
+        with self._turn:
+            if self._asked is not None:
+                self._asked.exception(self._limit_s)
+            self._asked = answer
+            threading.Thread(target=find, name="disttrain-device-probe", daemon=True).start()
         return answer.result(self._limit_s)
 
 
@@ -66,7 +69,8 @@ def elapsed_ms(begin: torch.Event, end: torch.Event) -> float:
     """Between two events that have been passed. Raises: RuntimeError, as when they are of different devices."""
     taken_ms = ctypes.c_float()
     events = ctypes.c_void_p(begin.event_id), ctypes.c_void_p(end.event_id)
-    _call("cudaEventElapsedTime", ctypes.byref(taken_ms), *events)
+    if _call("cudaEventElapsedTime", ctypes.byref(taken_ms), *events) == _NOT_READY:
+        raise RuntimeError("one of the events has been recorded again, and has not been passed")
     return taken_ms.value
 
 

@@ -191,7 +191,7 @@ class Sparse24:
         for layer in self._layers:
             if not takes_packed(layer.weight):
                 layer.packed = None
-            elif layer.packed is None:
+            elif layer.packed is None or not layer.packed.holds(layer.weight):
                 layer.packed = Packed24(layer.weight)
             else:
                 layer.packed.update(layer.weight)

@@ -80,6 +80,10 @@ class Packed24:
         self.weight, self.transposed = pack24(weight.detach()), pack24(weight.detach().t().contiguous())
         self.stamp = torch.tensor(stamp_of(weight))
 
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether it has place for what the weight is now: converted to another dtype, packed bits mean nothing."""
+        return (self.weight.dtype, self.weight.device) == (weight.dtype, weight.device)
+
     def update(self, weight: torch.Tensor) -> None:
         """In place, where graphs look for it."""
         if self.stamp.tolist() == stamp_of(weight):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 import disttrain
-from disttrain.flight_recorder import FlightRecorder, device_marks
+from disttrain.flight_recorder import FlightRecorder, device_marks, device_probe
 from disttrain.flight_recorder import recorder as recorder_file
 from disttrain.flight_recorder.device_marks import DeviceMarks
-from disttrain.flight_recorder.device_probe import Probe, has_stream_ended
+from disttrain.flight_recorder.device_probe import Probe, elapsed_ms, has_stream_ended
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.store import HashStore
 
@@ -243,6 +244,26 @@ def test_who_cannot_set_marks_reads_those_there_are(monkeypatch: pytest.MonkeyPa
         assert time.monotonic() < deadline_s
 
 
+def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.05)
+    device = HandMoved()
+    marks = _marked(device, range(3))
+    device.go(1, 10.0)
+    began_ns, *_ = marks.read()[0]
+    assert began_ns is not None
+    device.shut = {"query"}
+    assert marks.read() == {2: (None, None, None)}  # leaves a thread behind, which has recorded
+    time.sleep(1.0)
+    device.shut = {"record"}
+    device.let_in.set()
+    time.sleep(0.3)
+    device.let_in.clear()
+    began_again_ns, *_ = marks.read()[0]
+    device.let_in.set()
+    assert began_again_ns is not None
+    assert abs(began_again_ns - began_ns) < 500_000_000
+
+
 def test_a_driver_that_lets_nobody_in_has_not_come_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
     device = HandMoved()
@@ -278,3 +299,32 @@ def test_a_question_without_an_answer_is_left_alone() -> None:
         probe.ask(lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="no CUDA runtime"):
         has_stream_ended(0)
+
+
+def test_questions_are_asked_one_at_a_time() -> None:
+    go_on, num_running, most_running = threading.Event(), 0, 0
+
+    def question() -> None:
+        nonlocal num_running, most_running
+        num_running += 1
+        most_running = max(most_running, num_running)
+        go_on.wait(10.0)
+        time.sleep(0.2)
+        num_running -= 1
+
+    probe = Probe(limit_s=10.0)
+    threads = [threading.Thread(target=probe.ask, args=(question,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert most_running == 1
+
+
+def test_events_that_are_recorded_again_have_no_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "_call", lambda name, *_: 600)
+    event = cast(torch.Event, SimpleNamespace(event_id=1))
+    with pytest.raises(RuntimeError, match="recorded again"):
+        elapsed_ms(event, event)

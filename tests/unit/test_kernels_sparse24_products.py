@@ -90,6 +90,20 @@ def test_a_weight_that_others_have_written_is_multiplied_as_it_is(calls: list[tu
     assert calls == [(8, 16, 32)]
 
 
+def test_a_model_that_changes_its_dtype_is_packed_anew(calls: list[tuple[int, ...]]) -> None:
+    model = layers().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Sparse24(model, optimizer, products="sparse")
+    layer, x = model[0], drawn(8, 16).half()
+    assert isinstance(layer, SparseLinear)
+    model.half()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-2, atol=1e-2)
+    assert calls == [(8, 16, 32)]
+
+
 def test_a_graph_is_captured_with_what_was_measured_before(
     calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
