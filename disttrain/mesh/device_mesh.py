@@ -166,7 +166,12 @@ class DeviceMesh(GraphConstant):
         layout = self.layout.along(self.world.rank, axes)
         if is_flat:
             layout = MeshLayout(layout.ranks, tuple(self._size_of(part) for part in parts), names)
-        return DeviceMesh._of(self.world, self.device_type, layout, self.root)
+        made = DeviceMesh._of(self.world, self.device_type, layout, self.root)
+        # The same groups, which may have been given by the user.
+        made._groups = tuple(
+            self._groups[part[0]] if len(part) == 1 else group for part, group in zip(parts, made._groups, strict=True)
+        )
+        return made
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """All axes as one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,14 +10,15 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
 from typing import IO, Final
 
 from disttrain.settings import environment
 
-FRAME: Final = struct.Struct(">Bq")
-"""A request to the parent, or its answer: what is done, and the worker's pid."""
+FRAME: Final = struct.Struct(">Bqq")
+"""A request to the parent, or its answer: what is done, the request's number, and the worker's pid."""
 
 
 class Request(IntEnum):
@@ -31,6 +33,7 @@ class RankParent:
 
     def __init__(self) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close
+        self._numbers = itertools.count()
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "disttrain.testing.rank_parent"],
@@ -55,25 +58,27 @@ class RankParent:
             for stream in (tasks, answers):
                 ours.enter_context(stream)
             streams = [stream.fileno() for stream in (read_tasks, write_answers, log)]
-            socket.send_fds(self._socket, [FRAME.pack(Request.FORK, 0)], streams)
-            worker = Worker(self, self._answer(), tasks, answers, log)
+            worker = Worker(self, self._ask(Request.FORK, 0, streams), tasks, answers, log)
             ours.pop_all()
         return worker
 
     def end(self, pid: int) -> None:
-        self._socket.sendall(FRAME.pack(Request.END, pid))
-        self._answer()
+        self._ask(Request.END, pid)
 
     def close(self) -> None:
         self._socket.close()
         self._process.wait()
         self.log.close()
 
-    def _answer(self) -> int:
-        if not (data := self._socket.recv(FRAME.size)):
-            raise ConnectionResetError("the process that workers are forked from has gone")
-        pid: int = FRAME.unpack(data)[1]
-        return pid
+    def _ask(self, request: Request, pid: int, streams: Sequence[int] = ()) -> int:
+        number = next(self._numbers)
+        socket.send_fds(self._socket, [FRAME.pack(request, number, pid)], streams)
+        while data := self._socket.recv(FRAME.size):
+            _, answered, worker = FRAME.unpack(data)
+            # Not to a request that was interrupted while it waited for its own.
+            if answered == number:
+                return int(worker)
+        raise ConnectionResetError("the process that workers are forked from has gone")
 
 
 class Worker:
@@ -81,19 +86,29 @@ class Worker:
 
     def __init__(self, parent: RankParent, pid: int, tasks: IO[bytes], answers: IO[bytes], log: IO[bytes]) -> None:
         self.parent, self.pid, self.tasks, self.answers, self.log = parent, pid, tasks, answers, log
+        self._process = os.fdopen(os.pidfd_open(pid), "rb", buffering=0)
 
     def dump_stacks(self) -> None:
         """Have faulthandler write them to the log, from a signal handler."""
-        os.kill(self.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        with suppress(ConnectionError):  # The parent has gone, and has taken its workers along.
+        if self._process.closed:
+            return
+        try:
             self.parent.end(self.pid)
-        for stream in (self.tasks, self.answers, self.log):
+        except ConnectionError:
+            # The parent has gone. It takes its workers along, unless it was killed.
+            self._signal(signal.SIGKILL)
+        for stream in (self.tasks, self.answers, self.log, self._process):
             try:
                 stream.close()
             except BrokenPipeError:
                 continue  # a task that was not read any more
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process.fileno(), number)
 
 
 def tail(log: IO[bytes], num_bytes: int = 4000) -> str:

@@ -26,7 +26,7 @@ def main() -> None:
             data, streams, _, _ = socket.recv_fds(pool, FRAME.size, 3)
             if not data:
                 return
-            request, worker = FRAME.unpack(data)
+            request, number, worker = FRAME.unpack(data)
             if request == Request.FORK:
                 worker = os.fork()
                 if worker == 0:
@@ -35,10 +35,10 @@ def main() -> None:
                 workers.add(worker)
                 for stream in streams:
                     os.close(stream)
-            else:
+            elif worker in workers:  # unless who asked before was interrupted
                 _end(worker)
                 workers.remove(worker)
-            pool.sendall(FRAME.pack(request, worker))
+            pool.sendall(FRAME.pack(request, number, worker))
     except (ConnectionError, KeyboardInterrupt):
         return
     finally:

@@ -113,6 +113,10 @@ def test_a_mesh_of_groups() -> None:
     mesh = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert mesh.get_all_groups() == groups
+    assert mesh["tp"].get_group() is groups[1]
+    assert mesh["tp", "dp"].get_all_groups() == groups[::-1]
+    mesh["tp"]._flatten("same")
+    assert mesh["same"].get_group() is groups[1]
     tensor = torch.tensor([float(rank)])
     disttrain.all_reduce(tensor, group=mesh.get_group("dp"))
     assert tensor.item() == 2 * (rank % 2) + 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -90,6 +92,47 @@ def test_a_parent_that_died_says_why_and_is_replaced() -> None:
         with pytest.raises(RankError, match="the process that workers are forked from has gone"):
             ranks.run(2, answer, {"value": 2})
         assert ranks.run(2, answer, {"value": 3}) == [3, 4]
+
+
+def test_a_worker_that_hangs_ends_without_the_parent_that_was_killed() -> None:
+    with RankPool() as ranks:
+        ranks.run(1, answer, {"value": 1})
+        pid = ranks._ranks[0].worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        assert ranks._parent is not None
+        ranks._parent._process.kill()
+        ranks._parent._process.wait()
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.01)  # until init has waited for it
+
+
+class Unheard:
+    """A socket to the parent whose owner is interrupted before the first answer."""
+
+    def __init__(self, socket: socket.socket) -> None:
+        self.sendall, self.sendmsg, self._recv = socket.sendall, socket.sendmsg, socket.recv
+        self._is_first = True
+
+    def recv(self, size: int) -> bytes:
+        if self._is_first:
+            self._is_first = False
+            raise KeyboardInterrupt
+        return self._recv(size)
+
+
+def own_pid() -> int:
+    return os.getpid()
+
+
+def test_the_answer_to_an_interrupted_fork_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RankPool() as ranks:
+        ranks.run(1, answer, {"value": 1})
+        assert ranks._parent is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks._parent, "_socket", Unheard(ranks._parent._socket))
+            with pytest.raises(KeyboardInterrupt):
+                ranks.run(2, answer, {"value": 2})
+        assert ranks.run(2, own_pid) == [rank.worker.pid for rank in ranks._ranks]
 
 
 def threads_before_the_fork() -> int:
