@@ -20,6 +20,10 @@ _GRACE_S = 10.0
 _START_S = 100.0
 """How long a worker may take to load torch, beside whatever else the machine does."""
 
+_NUM_PARENTS = 2
+"""Interpreters that workers are forked from. Each has a hash seed of its own: ranks that go by the order of a set of
+strings must not agree by chance."""
+
 
 class RankError(DisttrainError, AssertionError):
     """A function failed, or hung, on some ranks; the message has their tracebacks."""
@@ -65,7 +69,7 @@ class RankPool:
         self._answers: queue.Queue[tuple[int, Any]] = queue.Queue()
         self._jobs = itertools.count()
         self._store: TCPStore | None = None
-        self._parent: RankParent | None = None
+        self._parents: list[RankParent] = []
 
     def run(
         self,
@@ -131,9 +135,9 @@ class RankPool:
     def close(self) -> None:
         """End all processes. The next `run` starts new ones."""
         self._end_workers()
-        if self._parent is not None:
-            self._parent.close()
-            self._parent = None
+        for parent in self._parents:
+            parent.close()
+        self._parents = []
 
     def _end_workers(self) -> None:
         """End the workers and their store, and forget what they may still say."""
@@ -156,14 +160,14 @@ class RankPool:
             self._end_workers()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        if self._parent is None:
-            self._parent = RankParent()
+        self._parents += [RankParent() for _ in range(len(self._parents), min(world_size, _NUM_PARENTS))]
         num_before = len(self._ranks)
         try:
             for rank in range(num_before, world_size):
-                self._ranks.append(_Rank(rank, self._answers, self._parent))
+                self._ranks.append(_Rank(rank, self._answers, self._parents[rank % _NUM_PARENTS]))
         except ConnectionError:
-            problem = f"the process that workers are forked from has gone; its log ends with\n{tail(self._parent.log)}"
+            said = "".join(tail(parent.log) for parent in self._parents)
+            problem = f"the process that workers are forked from has gone; its log ends with\n{said}"
             self.close()
             raise RankError("RankPool.run", problem) from None
         self._await_start(len(self._ranks) - num_before)

@@ -7,6 +7,7 @@ import queue
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,13 @@ import pytest
 import disttrain
 from disttrain.testing import RankPool, pool
 from disttrain.testing.pool import RankError
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """One for several tests: each starts by loading torch."""
+    with RankPool() as pool:
+        yield pool
 
 
 def answer(value: int) -> int:
@@ -65,33 +73,30 @@ def test_workers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
             ranks.run(2, answer)
 
 
-def test_a_worker_that_died_and_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_died_and_an_interrupted_call(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with RankPool() as ranks:
-        assert ranks.run(1, answer, {"value": 1}) == [1]
-        os.kill(ranks._ranks[0].worker.pid, signal.SIGKILL)
-        while not ranks._ranks[0].has_gone:
-            time.sleep(0.01)
-        assert ranks.run(1, answer, {"value": 2}) == [2]
-        with monkeypatch.context() as patch:
-            patch.setattr(ranks, "_collect", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                ranks.run(1, answer, {"value": 3})
-        # The answer to the interrupted call is not taken for this one's.
-        assert ranks.run(1, answer, {"value": 4}) == [4]
+    assert ranks.run(1, answer, {"value": 1}) == [1]
+    os.kill(ranks._ranks[0].worker.pid, signal.SIGKILL)
+    while not ranks._ranks[0].has_gone:
+        time.sleep(0.01)
+    assert ranks.run(1, answer, {"value": 2}) == [2]
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ranks.run(1, answer, {"value": 3})
+    # The answer to the interrupted call is not taken for this one's.
+    assert ranks.run(1, answer, {"value": 4}) == [4]
 
 
-def test_a_parent_that_died_says_why_and_is_replaced() -> None:
-    with RankPool() as ranks:
-        assert ranks.run(1, answer, {"value": 1}) == [1]
-        assert ranks._parent is not None
-        ranks._parent._process.kill()
-        ranks._parent._process.wait()
-        with pytest.raises(RankError, match="the process that workers are forked from has gone"):
-            ranks.run(2, answer, {"value": 2})
-        assert ranks.run(2, answer, {"value": 3}) == [3, 4]
+def test_a_parent_that_died_says_why_and_is_replaced(ranks: RankPool) -> None:
+    assert ranks.run(1, answer, {"value": 1}) == [1]
+    ranks._parents[0]._process.kill()
+    ranks._parents[0]._process.wait()
+    with pytest.raises(RankError, match="the process that workers are forked from has gone"):
+        ranks.run(3, answer, {"value": 2})
+    assert ranks.run(2, answer, {"value": 3}) == [3, 4]
 
 
 def test_a_worker_that_hangs_ends_without_the_parent_that_was_killed() -> None:
@@ -99,9 +104,8 @@ def test_a_worker_that_hangs_ends_without_the_parent_that_was_killed() -> None:
         ranks.run(1, answer, {"value": 1})
         pid = ranks._ranks[0].worker.pid
         os.kill(pid, signal.SIGSTOP)
-        assert ranks._parent is not None
-        ranks._parent._process.kill()
-        ranks._parent._process.wait()
+        ranks._parents[0]._process.kill()
+        ranks._parents[0]._process.wait()
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)  # until init has waited for it
 
@@ -124,25 +128,34 @@ def own_pid() -> int:
     return os.getpid()
 
 
-def test_the_answer_to_an_interrupted_fork_is_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RankPool() as ranks:
-        ranks.run(1, answer, {"value": 1})
-        assert ranks._parent is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(ranks._parent, "_socket", Unheard(ranks._parent._socket))
-            with pytest.raises(KeyboardInterrupt):
-                ranks.run(2, answer, {"value": 2})
-        assert ranks.run(2, own_pid) == [rank.worker.pid for rank in ranks._ranks]
+def test_the_answer_to_an_interrupted_fork_is_not_taken_for_the_next_ones(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.run(1, answer, {"value": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks._parents[0], "_socket", Unheard(ranks._parents[0]._socket))
+        with pytest.raises(KeyboardInterrupt):
+            ranks.run(3, answer, {"value": 2})
+    assert ranks.run(3, own_pid) == [rank.worker.pid for rank in ranks._ranks]
 
 
 def threads_before_the_fork() -> int:
     return len(os.listdir(f"/proc/{os.getppid()}/task"))
 
 
-def test_workers_are_forked_from_a_process_of_one_thread() -> None:
+def test_workers_are_forked_from_a_process_of_one_thread(ranks: RankPool) -> None:
     """Locks that another thread held would stay shut in a fork."""
-    with RankPool() as ranks:
-        assert ranks.run(1, threads_before_the_fork) == [1]
+    assert ranks.run(1, threads_before_the_fork) == [1]
+
+
+def hash_of_a_string() -> int:
+    return hash("string")
+
+
+def test_ranks_order_sets_differently(ranks: RankPool) -> None:
+    """As interpreters of their own do."""
+    first, second, third = ranks.run(3, hash_of_a_string)
+    assert first == third != second
 
 
 def test_no_process_outlives_its_pool() -> None:
