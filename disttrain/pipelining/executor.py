@@ -26,7 +26,7 @@ from disttrain.pipelining.routes import Hop, Routes
 from disttrain.pipelining.schedule import Schedule
 from disttrain.pipelining.sharded import schedule_modules
 from disttrain.pipelining.stage import PipelineStage, as_arguments
-from disttrain.pipelining.streams import Streams
+from disttrain.pipelining.streams import Streams, are_apart
 from disttrain.pipelining.tied import TiedGradients
 
 _Step = tuple[Callable[[Action], None], Action, str]
@@ -64,6 +64,7 @@ class Executor:
         self._programs: dict[bool, _Program] = {}
         self._last_forms: dict[int, Form] = {}
         self._streams = Streams(device)
+        self._are_apart = are_apart(stage.submod for stage in stages.values())
         self._tied = TiedGradients(stages, routes)
         self._sharded = {stage: module.scheduled_modules() for stage, module in stages.items()}
         schedule_modules([one for modules in self._sharded.values() for one in modules])
@@ -92,7 +93,7 @@ class Executor:
         world = self._world
         program = self._program_of(schedule)
         self._givers, self._takers = program.givers, program.takers
-        self._streams.begin(self._stages if program.overlaps else ())
+        self._streams.begin(self._stages if program.overlaps and self._are_apart else ())
         self._mail.may_wait = not forms.is_learning
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:

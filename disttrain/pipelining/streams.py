@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from disttrain.pipelining.buffers import Buffers
 
@@ -92,6 +93,12 @@ class Streams:
         for tensor in tensors:
             # Its memory must not be handed out again on the stream that it was made on while it is read here.
             tensor.record_stream(self._own[stage])
+
+
+def are_apart(modules: Iterable[nn.Module]) -> bool:
+    """Whether no two have a parameter in common. Where two have, sums into its gradient on two streams would race."""
+    parameters = [one for module in modules for one in module.parameters()]
+    return len(set(parameters)) == len(parameters)
 
 
 _SAME: AbstractContextManager[object] = nullcontext()

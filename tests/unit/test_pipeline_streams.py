@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
 
-from disttrain.pipelining.streams import Streams
+from disttrain.pipelining.streams import Streams, are_apart
 
 CUDA = torch.device("cuda", 0)
 
@@ -83,3 +84,11 @@ def test_stages_on_one_stream_wait_for_nothing(made: list[Stream]) -> None:
     assert streams.mark(1) is None
     streams.follow(2, None, [])
     assert len(made) == 1
+
+
+def test_stages_that_share_a_weight_are_not_apart() -> None:
+    first, last = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    assert are_apart([first, last])
+    last[0].weight = first[0].weight
+    assert are_apart([last, nn.Linear(4, 4)])
+    assert not are_apart([first, last])
