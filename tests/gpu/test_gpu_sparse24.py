@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Dynamo makes an instance where it traces one.
+# Dynamo makes an instance where it traces one, and Inductor loads what torch itself finds old.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_products_are_those_of_dense_weights(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[tuple[int, ...]] = []
