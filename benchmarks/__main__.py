@@ -35,7 +35,7 @@ FLAGS: dict[str, list[str]] = {
     "store": ["--rounds", "10"],
     "store_startup": ["--rounds", "3"],
     "store_tls": ["--rounds", "5"],
-    "rendezvous": ["--nodes", "100", "1000"],
+    "rendezvous": ["--nodes", "100", "1000", "10000"],
     "launching": ["--repeats", "3"],
     "launch_screen": ["--repeats", "3"],
     "checkpoint": ["--mib", "512", "--rounds", "3"],
