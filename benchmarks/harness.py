@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 OURS, TORCH = "ours", "torch"
+_RESULTS_FLAGS = ("json", "out")
 PACKAGES = ("disttrain", "torch", "numpy", "msgpack", "uvloop", "pyuv", "triton")
 
 
@@ -131,13 +132,18 @@ def asked() -> str:
     kept, words = [], iter(sys.argv[1:])
     for word in words:
         flag, _, value = word.partition("=")
-        if flag not in ("--json", "--out"):
+        if flag not in [f"--{name}" for name in _RESULTS_FLAGS]:
             kept.append(word)
         elif not value:
             next(words, None)
     num_ranks = os.environ.get("LOCAL_WORLD_SIZE")
     start = ["disttrain-launch", "--standalone", "--nproc-per-node", num_ranks] if num_ranks else ["python"]
     return shlex.join([*start, script, *kept])
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, str]:
+    """All flags of a benchmark with their values, but for where results go."""
+    return {name: str(value) for name, value in vars(options).items() if name not in _RESULTS_FLAGS}
 
 
 def without_name_servers() -> None:
