@@ -56,9 +56,15 @@ def run(name: str, results: Path) -> str:
         ran = subprocess.run(
             [*command, "--json", str(results)], capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {LIMIT_S} s"
-    return "" if ran.returncode == 0 else (ran.stderr.strip().splitlines() or ["it failed without a word"])[-1]
+    except subprocess.TimeoutExpired as late:
+        return f"it took more than {LIMIT_S} s; {last_word(late.stderr)}"
+    return "" if ran.returncode == 0 else last_word(ran.stderr)
+
+
+def last_word(printed: str | bytes | None) -> str:
+    """The last line of what a benchmark has printed to standard error; of one that was ended those are bytes."""
+    text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def compared(rows: dict[str, list[Row]]) -> str:

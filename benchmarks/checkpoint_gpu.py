@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.distributed.checkpoint as torch_checkpoint
-from harness import keep
+from harness import flags_of, keep
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -238,7 +238,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "torch_version": torch.__version__,
         "gpus": f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}",
-        "arguments": {key: str(value) for key, value in vars(args).items()},
+        "arguments": flags_of(args),
         "gib_per_rank": num_bytes / (1 << 30),
     }
     makers: dict[str, Callable[[Path], Side]] = {"disttrain": Ours, "torch": Torchs}

@@ -14,7 +14,6 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from harness import keep
+from harness import asked, keep
 
 import disttrain
 
@@ -125,7 +124,7 @@ def main() -> None:
     num_ranks = disttrain.get_world_size()
     torch.distributed.init_process_group("nccl", device_id=device)
     results: dict[str, Any] = {
-        "command": " ".join(["disttrain-launch", "--standalone", "--nproc-per-node", str(num_ranks), *sys.argv]),
+        "command": asked(),
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip(),

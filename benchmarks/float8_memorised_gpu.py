@@ -12,11 +12,11 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from harness import asked
 from models.model import Llama, Sizes
 
 from disttrain.kernels import use_float8
@@ -94,7 +94,7 @@ def main() -> None:
         print(f"{way:18s}", *(f"{loss:7.3f}" for loss in curves[way]), flush=True)
     if options.json:
         report = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": asked(),
             "torch_version": torch.__version__,
             "topology": "1 x NVIDIA H200",
             "errors": errors,

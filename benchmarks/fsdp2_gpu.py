@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from harness import keep
+from harness import flags_of, keep
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -183,7 +183,7 @@ def main() -> None:
         for name, row in {**rows, "ratio": ratios}.items():
             print(f"{name:10s}", "  ".join(f"{key} {value:10.3f}" for key, value in row.items()))
         if args.out:
-            settings = {key: str(value) for key, value in vars(args).items()}
+            settings = flags_of(args)
             gpus = f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}"
             report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
             keep(report, args.out)

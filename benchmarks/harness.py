@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 OURS, TORCH = "ours", "torch"
+_RESULTS_FLAGS = ("json", "out")
 PACKAGES = ("disttrain", "torch", "numpy", "msgpack", "uvloop", "pyuv", "triton")
 
 
@@ -124,6 +126,34 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def asked() -> str:
+    """This script and its flags, as a shell takes them, but for where results go, which is nobody else's folder."""
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    kept, words = [], iter(sys.argv[1:])
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag not in [f"--{name}" for name in _RESULTS_FLAGS]:
+            kept.append(word)
+        elif not value:
+            next(words, None)
+    num_ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    start = ["disttrain-launch", "--standalone", "--nproc-per-node", num_ranks] if num_ranks else ["python"]
+    return shlex.join([*start, script, *kept])
+
+
+def flags_of(options: argparse.Namespace) -> dict[str, str]:
+    """All flags of a benchmark with their values, but for where results go."""
+    return {name: str(value) for name, value in vars(options).items() if name not in _RESULTS_FLAGS}
+
+
+def without_name_servers() -> None:
+    """For this process and those that it starts: torch's store looks up the name of whoever connects, and shows the
+    address where there is none. Where no server answers, each connect would wait for seconds."""
+    os.environ["RES_OPTIONS"] = "attempts:0"
+    # It warns at each of them.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
+
 def about() -> dict[str, Any]:
     """What it takes to do it again."""
     here = Path(__file__).parent
@@ -133,7 +163,7 @@ def about() -> dict[str, Any]:
         commit = ran.stdout.strip()
     found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     return {
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": asked(),
         "commit": commit,
         "versions": {
             "python": platform.python_version(),

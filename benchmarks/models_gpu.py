@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from harness import keep
+from harness import asked, keep
 from models.cases import PARALLELISMS, WAYS, Case, synchronize
 from models.kinds import longest, spans_of, times_by_kind
 from models.model import Sizes
@@ -178,7 +178,7 @@ def _report(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
     return {
         "torch_version": torch.__version__,
         "topology": f"one node, {disttrain.get_world_size()} x {device}",
-        "command": f"disttrain-launch --standalone --nproc-per-node {disttrain.get_world_size()} {' '.join(sys.argv)}",
+        "command": asked(),
         "sizes": asdict(_sizes(options)) | {"batch": options.batch},
         "results": results,
     }

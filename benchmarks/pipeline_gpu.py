@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from harness import keep
+from harness import asked, keep
 from pipelines.case import LIBRARIES, Case
 from pipelines.model import FLOPS, Sizes
 from pipelines.ranks import Ranks
@@ -196,7 +196,7 @@ def report_of(args: argparse.Namespace) -> dict[str, Any]:
     is_cuda = args.device == "cuda"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": " ".join(sys.argv),
+        "command": asked(),
         "commit": commit.stdout.strip(),
         "versions": f"disttrain {disttrain.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         "devices": f"{disttrain.get_world_size()} x {torch.cuda.get_device_name() if is_cuda else 'CPU'}",

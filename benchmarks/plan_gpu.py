@@ -16,9 +16,7 @@ import argparse
 import gc
 import os
 import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import keep
+from harness import asked, keep
 from pipelines.model import Sizes, Stage
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -255,16 +253,7 @@ def main() -> None:
     num_gpus = min(num_ranks, torch.cuda.device_count())
     sizes = Sizes(**{name: getattr(args, name) for name in MODEL}, microbatches=SEQUENCES_PER_RANK * num_ranks)
     report: dict[str, Any] = {
-        "command": shlex.join(
-            [
-                "disttrain-launch",
-                "--standalone",
-                "--nproc-per-node",
-                f"{num_ranks}",
-                "benchmarks/plan_gpu.py",
-                *sys.argv[1:],
-            ]
-        ),
+        "command": asked(),
         "devices": f"{num_gpus} x {torch.cuda.get_device_name()}" if device.type == "cuda" else "CPU",
         "shares_gpus": shares_gpus,
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",

@@ -5,9 +5,9 @@
 Each server is a process of its own on loopback; torch's is its libuv TCPStore. "floor" is a bare round trip over a TCP
 connection between two processes: what the machine itself takes. torch has no barrier: its twin adds to a counter, and
 the last one sets the key that all wait for. A set of torch's does not wait for an answer; "set and get" compares like
-with like. torch's server looks up each peer's name in the DNS, which its connects wait for, and
-for seconds where no DNS answers: see whether `hosts` in nsswitch.conf is `files` only. The crowd's clients are threads
-of two processes; its times are those of the last client, and go with the CPU time that the server took.
+with like. torch's server looks up each peer's name, which its connects wait for: here that asks no DNS, which might not
+answer. The crowd's clients are threads of two processes; its times are those of the last client, and go with the CPU
+time that the server took.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from harness import OURS, TORCH, command_line, finish, row
+from harness import OURS, TORCH, command_line, finish, row, without_name_servers
 
 from disttrain.store import ServerProcess, TCPStore, spawn_server
 
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--engines", nargs="+", default=["pyuv", "uvloop"])
     arguments = parser.parse_args()
+    without_name_servers()
     # Children inherit it: torch's server does not ask for more than it is given, and then no longer answers.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

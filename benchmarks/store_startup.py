@@ -4,11 +4,10 @@
 
 The clients are threads of a few processes. torch's transports read the addresses "one by one"; "torch" is multi_get: it
 waits for all keys and asks for their values together, the best that its interface allows. Its barrier is
-a counter and a key that all wait for. torch looks up each peer's name in the DNS; where no DNS answers, that alone
-takes seconds, so measure where `hosts` in nsswitch.conf is `files` only. Sides take turns; times are from the signal
-to start until the last client is through, in the slowest process. Then the server's state machine alone, without
-sockets: the same start with 100,000 simulated clients, which each wait for their right neighbour's key and meet at a
-barrier.
+a counter and a key that all wait for. torch's server looks up each peer's name: here that asks no DNS, which might not
+answer. Sides take turns; times are from the signal to start until the last client is through, in the slowest process.
+Then the server's state machine alone, without sockets: the same start with 100,000 simulated clients, which each wait
+for their right neighbour's key and meet at a barrier.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from harness import OURS, TORCH, command_line, finish, row
+from harness import OURS, TORCH, command_line, finish, row, without_name_servers
 
 from disttrain.store import TCPStore, spawn_server
 from disttrain.store.state import StoreState
@@ -180,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--simulated", type=int, default=100_000)
     arguments = parser.parse_args()
+    without_name_servers()
     context = multiprocessing.get_context("spawn")
     pipes, workers = [], []
     for _ in range(NUM_PROCESSES):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from harness import keep
+from harness import flags_of, keep
 from torch import nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
@@ -253,7 +253,7 @@ def main() -> None:
             print(f"{name:28s}", "  ".join(f"{key} {value:10.3f}" for key, value in row.items()))
         print("torch over disttrain:", ratios)
         if args.out:
-            settings = {key: str(value) for key, value in vars(args).items()}
+            settings = flags_of(args)
             gpus = f"{size} x {torch.cuda.get_device_name()}"
             report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, **rows, "ratio": ratios}
             keep(report, args.out)

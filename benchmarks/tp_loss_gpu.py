@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from harness import keep
+from harness import flags_of, keep
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parallel
@@ -138,7 +138,7 @@ def main() -> None:
                 for name, row in rows.items():
                     print(f"  {name:20s}", "  ".join(f"{key} {value:10.3f}" for key, value in row.items()))
     if disttrain.get_rank() == 0 and args.out:
-        settings = {key: str(value) for key, value in vars(args).items()}
+        settings = flags_of(args)
         gpus = f"{disttrain.get_world_size()} x {torch.cuda.get_device_name()}"
         report = {"torch_version": torch.__version__, "gpus": gpus, "arguments": settings, "results": results}
         keep(report, args.out)

@@ -52,9 +52,11 @@ def specs_of(
     specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
     meshes = _meshes_of(tensors)
     if len(meshes) > 1:
+        layouts = sorted(str(mesh.layout) for mesh in meshes)
+        groups = " with groups of their own" if len(set(layouts)) < len(layouts) else ""
         raise LayoutError(
             facts.name,
-            f"its operands lie on {len(meshes)} meshes: {', '.join(sorted(str(mesh.layout) for mesh in meshes))}.",
+            f"its operands lie on {len(meshes)} meshes{groups}: {', '.join(layouts)}.",
             "Bring them to one mesh: full_tensor(), then distribute_tensor().",
             rank=mesh_of(tensors).world.rank,
         )

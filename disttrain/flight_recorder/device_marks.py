@@ -7,8 +7,10 @@ before is done, and to the last when they go on. CUDA runtime API, "Event Manage
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _MAX_ANSWER_S: Final = 0.5
 """How long an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
+_MAX_TURN_S: Final = 8 * _MAX_ANSWER_S
+"""How long others may read before: two of them that the driver lets not in."""
 MIN_BETWEEN_NS: Final = 5_000_000
 """From an operation of which it is marked how long it takes, to the next: each mark costs a GPU a few microseconds.
 That a device comes to an operation is marked always, since any may be the one that a job hangs in."""
@@ -103,6 +107,8 @@ class DeviceMarks:
         self._idle_stream: Any = None
         # What one waits for, the other may do without.
         self._probes = Probe(2 * _MAX_ANSWER_S), Probe(2 * _MAX_ANSWER_S)
+        # The event that one reads by is recorded again by the next but one.
+        self._turn = threading.RLock()
         self._came, self._waits, self._left = (_Kind(num_records) for _ in range(3))
         self._timed = [-1] * num_records
         self._time_next_ns = 0
@@ -141,17 +147,25 @@ class DeviceMarks:
         if self._idle_stream is None:
             return {}
         found: dict[int, MarkedNs] = {}
-        for read in (self._read_by_new_clock, self._read_by_last_clock):
+        if self._turn.acquire(timeout=_MAX_TURN_S):
             try:
-                read(found)
-                return found
-            except TimeoutError:
-                continue  # Somebody waits in the driver.
+                if self._has_read(found):
+                    return found
             except RuntimeError:
                 return {}
+            finally:
+                self._turn.release()
         # What that is for is queued, so that the device has not come to the last of it.
         last = max(self._came.numbers)
         return found.copy() or ({last: (None, None, None)} if last >= 0 else {})
+
+    def _has_read(self, found: dict[int, MarkedNs]) -> bool:
+        """Whether all is in `found`; else somebody waits in the driver. RuntimeError: the device has failed."""
+        for read in (self._read_by_new_clock, self._read_by_last_clock):
+            with suppress(TimeoutError):
+                read(found)
+                return True
+        return False
 
     def _read_by_new_clock(self, found: dict[int, MarkedNs]) -> None:
         clock = self._probes[0].ask(self._set_clock)

@@ -83,7 +83,7 @@ def _keep(options: argparse.Namespace, machine: dict[str, object], results: Sequ
         report = {
             **machine,
             "torch_version": torch.__version__,
-            "arguments": {key: str(value) for key, value in vars(options).items()},
+            "arguments": {key: str(value) for key, value in vars(options).items() if key != "out"},
             "results": results,
         }
         options.out.write_text(json.dumps(report, indent=1))

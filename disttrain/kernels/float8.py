@@ -17,7 +17,7 @@ from disttrain.kernels import float8_twin
 from disttrain.kernels._torch import scaled_mm
 from disttrain.kernels.choice import choose
 from disttrain.kernels.float8_twin import LINE
-from disttrain.kernels.operators import define, refuse_second_derivative
+from disttrain.kernels.operators import define
 from disttrain.settings import KERNELS
 
 _CAPABILITY: Final = (8, 9)
@@ -125,16 +125,15 @@ def _obstacle_on(device: torch.device) -> str:
     return ""
 
 
-CAST: Final = define(
+# Autograd knows nothing of these: who calls them is a Function of its own, which refuses second derivatives.
+define(
     "float8_cast(Tensor x, Tensor? in_scales, int rows_per_scale, ScalarType dtype, bool by_rows, bool wants_rows, "
     "bool wants_columns) -> (Tensor, Tensor, Tensor, Tensor)",
     _cast,
     _cast_shapes,
 )
-MULTIPLY: Final = define(
+define(
     "float8_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool is_fast) -> Tensor",
     _multiply,
     lambda a, a_scales, b, b_scales, dtype, is_fast: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
 )
-refuse_second_derivative(CAST)
-refuse_second_derivative(MULTIPLY)

@@ -16,11 +16,12 @@ from torch import nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
-from disttrain.errors import LayoutError, ShapeError
+from disttrain.errors import ShapeError
 from disttrain.kernels.float8 import Cast, cast, multiply
 from disttrain.kernels.float8_twin import LINE
 from disttrain.kernels.float8_weight import WEIGHT_DTYPE, Float8Gather, Float8Weight
-from disttrain.weight_grads import Grads, current_keeper, now_or_later
+from disttrain.kernels.linear_backward import note_parameters, parameter_grads, refuse_create_graph
+from disttrain.weight_grads import Grads
 
 Recipe = Literal["tensorwise", "rowwise"]
 """One scale for a matrix, or one for each row of each product's operands: slower, and of more precision."""
@@ -102,16 +103,13 @@ class _Float8Linear(torch.autograd.Function):
         ctx.save_for_backward(rows.columns, rows.column_scales, *kept)
         ctx.recipe, ctx.rows_per_scale = recipe, rows_per_scale
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.was_gathered, ctx.keeper, ctx.parameters = codes is not None, None, (None, None)
-        if not torch.compiler.is_compiling():
-            ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
+        ctx.was_gathered = codes is not None
+        note_parameters(ctx, weight, bias)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            problem = "its backward is asked for its own derivative (create_graph=True)."
-            raise LayoutError("float8_linear", problem, "Leave create_graph out, or use F.linear there.")
+        refuse_create_graph("float8_linear", "F.linear there")
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         columns, column_scales, factor, factor_scales = ctx.saved_tensors
         by_rows = ctx.recipe == "rowwise"
@@ -128,17 +126,13 @@ class _Float8Linear(torch.autograd.Function):
         weight_dtype, bias_dtype = ctx.dtypes
         grad_rows = grad if needs_bias else None
 
-        def parameter_grads() -> Grads:
+        def compute() -> Grads:
             weight_grad = None
             if needs_weight:
                 weight_grad = multiply(grad_columns, grad_scales, columns, column_scales, weight_dtype)
             return weight_grad, None if grad_rows is None else grad_rows.sum(0).to(bias_dtype)
 
-        if ctx.keeper is None:
-            return x_grad, *parameter_grads(), None, None, None, None
-        needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
-        wanted = [parameter if is_needed else None for parameter, is_needed in needed]
-        return x_grad, *now_or_later(ctx.keeper, wanted, parameter_grads), None, None, None, None
+        return x_grad, *parameter_grads(ctx, compute), None, None, None, None
 
 
 def _factor(

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from disttrain.autocast import is_within_autocast
-from disttrain.errors import LayoutError
 from disttrain.kernels._torch import multiply24, pack24, search24, stamp_of
+from disttrain.kernels.linear_backward import note_parameters, parameter_grads, refuse_create_graph
 from disttrain.kernels.operators import define
-from disttrain.weight_grads import Grads, current_keeper, now_or_later
+from disttrain.weight_grads import Grads
 
 TILE: Final = 4
 _LINE: Final = 16
@@ -126,28 +126,20 @@ class _Sparse24Linear(torch.autograd.Function):
         if bias is not None:
             result = result + bias
         ctx.save_for_backward(x, weight, transposed, stamp)
-        ctx.keeper, ctx.parameters = None, (None, None)
-        if not torch.compiler.is_compiling():
-            ctx.keeper, ctx.parameters = current_keeper(), (weight, bias)
+        note_parameters(ctx, weight, bias)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            problem = "its backward is asked for its own derivative (create_graph=True)."
-            raise LayoutError("SparseLinear", problem, "Leave create_graph out, or use dense products.")
+        refuse_create_graph("SparseLinear", "dense products")
         x, weight, transposed, stamp = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x_grad = torch.ops.disttrain.sparse24_mm(grad, weight, transposed, stamp, True) if needs_x else None
 
-        def parameter_grads() -> Grads:
+        def compute() -> Grads:
             return grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
 
-        if ctx.keeper is None:
-            return x_grad, *parameter_grads(), None, None, None
-        needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
-        wanted = [parameter if is_needed else None for parameter, is_needed in needed]
-        return x_grad, *now_or_later(ctx.keeper, wanted, parameter_grads), None, None, None
+        return x_grad, *parameter_grads(ctx, compute), None, None, None
 
 
 def _multiply(

@@ -22,7 +22,7 @@ class DeviceMesh(GraphConstant):
     """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
 
     Making one costs no communication, since its groups connect when they are first used. Meshes whose axes have the
-    same ranks share them. Two meshes are equal when they place the same ranks alike.
+    same ranks share them. Two meshes are equal when they place the same ranks alike and have the same groups.
 
     Args: mesh  ranks, as nested lists or an integer tensor;  mesh_dim_names  one name per axis.
     """
@@ -207,6 +207,8 @@ class DeviceMesh(GraphConstant):
             and self.world is other.world
             and self.device_type == other.device_type
             and self.layout == other.layout
+            # Of equal meshes one stands for all, and so do its groups.
+            and self._groups == other._groups
         )
 
     def __hash__(self) -> int:

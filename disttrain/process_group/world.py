@@ -208,15 +208,18 @@ class World:
             )
         self.refusals.tell()
         group.shutdown()
-        self._groups.remove(group)
-        self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
+        self._forget(group)
         del self._named[group.group_name]
 
     def abort_group(self, group: ProcessGroup) -> None:
-        """Let go of `group` without waiting for what is under way in it."""
+        """Let go of `group` without waiting for what is under way in it. Idempotent."""
         self.refusals.tell()
         group.abort()
-        self._groups.remove(group)
+        self._forget(group)
+
+    def _forget(self, group: ProcessGroup) -> None:
+        self._groups = [other for other in self._groups if other is not group]
+        self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""

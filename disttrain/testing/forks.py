@@ -17,6 +17,12 @@ from typing import IO, Final
 
 from disttrain.settings import environment
 
+_ANSWER_S: Final = 100.0
+"""How long the parent may take for an answer: before the first one it loads torch, beside whatever the machine does."""
+
+_END_S: Final = 10.0
+"""How long it may take to end its workers and itself."""
+
 FRAME: Final = struct.Struct(">Bqq")
 """A request to the parent, or its answer: what is done, the request's number, and the worker's pid."""
 
@@ -35,6 +41,7 @@ class RankParent:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close
         self._numbers = itertools.count()
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(_ANSWER_S)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "disttrain.testing.rank_parent"],
             stdin=theirs.fileno(),
@@ -48,7 +55,7 @@ class RankParent:
         theirs.close()
 
     def fork(self) -> Worker:
-        """A new worker. Raises ConnectionError when the parent has gone."""
+        """A new worker. Raises ConnectionError when the parent has gone, or does not answer."""
         with ExitStack() as theirs, ExitStack() as ours:
             read_tasks, tasks = map(os.fdopen, os.pipe(), ("rb", "wb"))
             answers, write_answers = map(os.fdopen, os.pipe(), ("rb", "wb"))
@@ -67,17 +74,29 @@ class RankParent:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self.log.close()
 
     def _ask(self, request: Request, pid: int, streams: Sequence[int] = ()) -> int:
         number = next(self._numbers)
-        socket.send_fds(self._socket, [FRAME.pack(request, number, pid)], streams)
-        while data := self._socket.recv(FRAME.size):
-            _, answered, worker = FRAME.unpack(data)
-            # Not to a request that was interrupted while it waited for its own.
-            if answered == number:
-                return int(worker)
+        try:
+            socket.send_fds(self._socket, [FRAME.pack(request, number, pid)], streams)
+            while data := self._socket.recv(FRAME.size):
+                _, answered, worker = FRAME.unpack(data)
+                # Not to a request that was interrupted while it waited for its own.
+                if answered == number:
+                    return int(worker)
+        except TimeoutError:
+            # So that nobody waits for it again.
+            self._socket.shutdown(socket.SHUT_RDWR)
+            problem = f"the process that workers are forked from has not answered for {_ANSWER_S:.0f} s"
+            raise ConnectionAbortedError(problem) from None
+        except ConnectionError:
+            pass
         raise ConnectionResetError("the process that workers are forked from has gone")
 
 

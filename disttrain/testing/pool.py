@@ -165,9 +165,9 @@ class RankPool:
         try:
             for rank in range(num_before, world_size):
                 self._ranks.append(_Rank(rank, self._answers, self._parents[rank % _NUM_PARENTS]))
-        except ConnectionError:
+        except ConnectionError as error:
             said = "".join(tail(parent.log) for parent in self._parents)
-            problem = f"the process that workers are forked from has gone; its log ends with\n{said}"
+            problem = f"{error}; its log ends with\n{said}"
             self.close()
             raise RankError("RankPool.run", problem) from None
         self._await_start(len(self._ranks) - num_before)

@@ -7,7 +7,8 @@ import torch
 
 import disttrain
 from disttrain import DeviceMesh, init_device_mesh
-from disttrain.errors import MeshError
+from disttrain.dtensor import DTensor, Partial
+from disttrain.errors import LayoutError, MeshError
 from disttrain.testing.pytest_plugin import on_ranks
 
 
@@ -111,8 +112,16 @@ def test_a_mesh_of_groups() -> None:
     rows = [disttrain.new_group([0, 1]), disttrain.new_group([2, 3])]
     groups = [columns[rank % 2], rows[rank // 2]]
     mesh = DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-    assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert mesh.layout == other.layout
+    assert mesh != other
+    assert mesh == DeviceMesh.from_group(groups, "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     assert mesh.get_all_groups() == groups
+    beside = DTensor.from_local(torch.ones(1), other, [Partial(), Partial()])
+    tensor = DTensor.from_local(torch.ones(1), mesh, [Partial(), Partial()])
+    assert tensor.device_mesh is mesh
+    with pytest.raises(LayoutError, match="2 meshes with groups of their own"):
+        tensor + beside
     assert mesh["tp"].get_group() is groups[1]
     assert mesh["tp", "dp"].get_all_groups() == groups[::-1]
     mesh["tp"]._flatten("same")

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import pytest
 
 import disttrain
-from disttrain.testing import RankPool, pool
+from disttrain.testing import RankPool, forks, pool
+from disttrain.testing.forks import RankParent
 from disttrain.testing.pool import RankError
 
 
@@ -108,6 +109,19 @@ def test_a_worker_that_hangs_ends_without_the_parent_that_was_killed() -> None:
         ranks._parents[0]._process.wait()
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)  # until init has waited for it
+
+
+def test_a_parent_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_END_S", 0.1)
+    parent = RankParent()
+    os.kill(parent._process.pid, signal.SIGSTOP)
+    parent._socket.settimeout(0.1)
+    with pytest.raises(ConnectionAbortedError, match="has not answered"):
+        parent.fork()
+    with pytest.raises(ConnectionResetError, match="has gone"):
+        parent.fork()
+    parent.close()
+    assert parent._process.returncode == -signal.SIGKILL
 
 
 class Unheard:

@@ -79,6 +79,24 @@ def test_results_are_read_as_they_were_written(
     assert "| step | ms | 1.50 | 3.00 | 0.50 |" in tools["page"].as_page(tmp_path)
 
 
+def test_the_command_that_is_kept_does_not_say_where_results_went(
+    tools: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*words: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["/somewhere/benchmarks/step.py", *words])
+        return tools["harness"].asked()
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert asked("--rounds", "3", "--json", "/elsewhere/step.json", "--quick") == (
+        "python benchmarks/step.py --rounds 3 --quick"
+    )
+    assert asked("--out=/elsewhere/step.json", "--ways", "torch compiled") == (
+        "python benchmarks/step.py --ways 'torch compiled'"
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert asked("--json", "x") == "disttrain-launch --standalone --nproc-per-node 2 benchmarks/step.py"
+
+
 def test_the_page_is_that_of_the_results(tools: dict[str, ModuleType]) -> None:
     page = tools["page"]
     assert page.PAGE.read_text(encoding="utf-8") == page.as_page(page.RESULTS), "run: python benchmarks --page"

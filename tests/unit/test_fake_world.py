@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.errors import RendezvousError
+from disttrain.errors import GroupError, RendezvousError
 from disttrain.process_group import new_group
 from disttrain.store import HashStore
 
@@ -48,3 +48,16 @@ def test_a_size_is_needed_that_the_rank_fits_in() -> None:
         disttrain.init_process_group("fake")
     with pytest.raises(RendezvousError, match="rank 8 of world size 8 cannot be"):
         disttrain.init_process_group("fake", rank=8, world_size=8)
+
+
+def test_a_group_that_was_aborted_is_nobodys_any_more() -> None:
+    disttrain.init_process_group("fake", world_size=4)
+    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    aborted = mesh.get_group("tp")
+    for _ in range(2):
+        disttrain.abort_process_group(aborted)
+    with pytest.raises(GroupError, match="has been destroyed"):
+        disttrain.barrier(aborted)
+    again = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert again != mesh
+    disttrain.barrier(again.get_group("tp"))

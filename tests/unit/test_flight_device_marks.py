@@ -264,6 +264,37 @@ def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert abs(began_again_ns - began_ns) < 500_000_000
 
 
+def test_the_clock_of_who_reads_is_not_set_again_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, is_reading, go_on = HandMoved(), threading.Event(), threading.Event()
+    marks = _marked(device, range(3))
+    device.go(1, 10.0)
+    began_ns, *_ = marks.read()[0]
+    elapsed_ms, found = Event.elapsed_time, []
+
+    def wait(begin: Event, end: Event) -> float:
+        monkeypatch.setattr(Event, "elapsed_time", elapsed_ms)
+        is_reading.set()
+        go_on.wait(10.0)
+        return elapsed_ms(begin, end)
+
+    monkeypatch.setattr(Event, "elapsed_time", wait)
+    first = threading.Thread(target=lambda: found.append(marks.read()))
+    first.start()
+    assert is_reading.wait(10.0)
+    others = [threading.Thread(target=marks.read) for _ in range(2)]
+    for other in others:
+        device.now_ms += 5000.0
+        other.start()
+        other.join(0.2)
+    go_on.set()
+    for reader in (first, *others):
+        reader.join()
+    ((came_ns, *_),) = (each[0] for each in found)
+    assert began_ns is not None
+    assert came_ns is not None
+    assert abs(came_ns - began_ns) < SECOND_NS
+
+
 def test_a_driver_that_lets_nobody_in_has_not_come_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.01)
     device = HandMoved()
