@@ -46,14 +46,15 @@ def main() -> None:
     disttrain.all_gather_object(facts, {"rank": rank, "squares": [rank, rank**2]})  # as msgpack, never as pickles
     say(f"Python values: {facts[-1]}")
 
-    # Messages go around a ring while this rank computes.
-    received = torch.empty(1, device=device)
-    sending = disttrain.isend(torch.tensor([float(rank)], device=device), (rank + 1) % size)
-    receiving = disttrain.irecv(received, (rank - 1) % size)
-    product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
-    for work in (sending, receiving):
-        work.wait()
-    say(f"from the rank before: {received.item():.0f}, and meanwhile a product: {product[0, 0].item():.0f}")
+    if size > 1:  # no rank sends to itself
+        # Messages go around a ring while this rank computes.
+        received = torch.empty(1, device=device)
+        sending = disttrain.isend(torch.tensor([float(rank)], device=device), (rank + 1) % size)
+        receiving = disttrain.irecv(received, (rank - 1) % size)
+        product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+        for work in (sending, receiving):
+            work.wait()
+        say(f"from the rank before: {received.item():.0f}, and meanwhile a product: {product[0, 0].item():.0f}")
 
     # The functional ones have gradients: that of a sum is the sum of the gradients.
     x = torch.tensor([1.0 + rank], device=device, requires_grad=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def main() -> None:
             set_state_dict(model, optimizer, state)
         if rank == 0:
             print(f"attempt {attempt}: {size} ranks begin at step {first}", flush=True)
+        if first == STEPS:
+            sys.exit(f"elastic: {out} has a run that came to its end. Remove it, or name another folder.")
         for step in range(first, STEPS):
             if attempt == 0 and step == FATAL_STEP and rank == size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out

@@ -1,7 +1,7 @@
 """FSDP2 in one page: a small transformer whose parameters are cut over the ranks learns to count.
 
     disttrain-launch --standalone --nproc-per-node 2 examples/fsdp2.py --mesh dp=2
-    disttrain-launch --standalone --nproc-per-node 4 examples/fsdp2.py --mesh replicate=2,shard=2
+    disttrain-launch --standalone --nproc-per-node 4 examples/fsdp2.py --mesh replicate=2,shard=2 --out runs/hsdp
 
 Along the last axis of the mesh parameters are cut, along one before it copied. It computes in bfloat16, and adds up the
 gradients of two batches before any are sent. What this costs is printed first.
@@ -10,6 +10,7 @@ gradients of two batches before any are sent. What this costs is printed first.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -51,15 +52,20 @@ def say(text: object) -> None:
         print(text)
 
 
+def axes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mesh", default="dp=2", help="axes and their sizes, such as replicate=2,shard=2")
+    parser.add_argument("--mesh", type=axes, default="dp=2", help="axes and their sizes, such as replicate=2,shard=2")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp2"), help="folder of the checkpoint")
     flags = parser.parse_args()
-    names, sizes = zip(*(axis.split("=") for axis in flags.mesh.split(",")), strict=True)
+    if flags.out.exists():
+        sys.exit(f"fsdp2: --out {flags.out} is there already. Remove it, or name another folder.")
     disttrain.init_process_group()
     device = disttrain.current_world().device
-    mesh = disttrain.init_device_mesh(device.type, tuple(map(int, sizes)), mesh_dim_names=names)
+    mesh = disttrain.init_device_mesh(device.type, tuple(flags.mesh.values()), mesh_dim_names=tuple(flags.mesh))
 
     with torch.device("meta"):  # no rank ever holds more than its part, and the blocks at work
         blocks = [Block() for _ in range(LAYERS)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -29,12 +30,21 @@ def next_batch(step: int) -> torch.Tensor:
     return torch.full((1024,), float(step))
 
 
+def tell(summary: dict[str, Any]) -> None:
+    late = max(summary["lateness_s"], key=summary["lateness_s"].get)
+    print(
+        f"step {summary['step']}: {1e3 * summary['step_s']:.1f} ms each on {summary['num_ranks']} ranks, "
+        f"{summary['communication_share']:.0%} of it in collectives; the latest is rank {late}",
+        flush=True,
+    )
+
+
 def main() -> None:
     os.environ.setdefault("DISTTRAIN_FLIGHT_SOFT_LIMIT_S", "3")
     if "--forever" not in sys.argv:
         os.environ.setdefault("DISTTRAIN_FLIGHT_ENDS_JOB", "1")
     disttrain.init_process_group()
-    summaries = StepSummaries(enable(), lambda summary: print(summary, flush=True), every_steps=50)
+    summaries = StepSummaries(enable(), tell, every_steps=50)
     for step in range(STEPS):
         batch = next_batch(step)
         disttrain.all_reduce(batch)

@@ -49,6 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/huggingface"), help="folder of the weights")
     out = parser.parse_args().out
+    if out.exists():
+        sys.exit(f"huggingface: --out {out} is there already. Remove it, or name another folder.")
     disttrain.init_process_group()
     say = print if disttrain.get_rank() == 0 else lambda _: None
     size, device = disttrain.get_world_size(), disttrain.current_world().device

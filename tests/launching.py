@@ -13,10 +13,11 @@ LIMIT_S = 110.0
 """Below a test's own limit, so that what has been printed is shown."""
 
 
-def environment() -> dict[str, str]:
+def environment(*, has_gpus: bool = False) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_"))}
     path = os.pathsep.join([str(ROOT), str(ROOT / "launcher")])
-    return {**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    hidden = {} if has_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**kept, **hidden, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def command(num_ranks: int, *argv: str | Path) -> list[str]:
@@ -26,13 +27,13 @@ def command(num_ranks: int, *argv: str | Path) -> list[str]:
 
 
 def launched(
-    num_ranks: int, *argv: str | Path, folder: Path | None = None, check: bool = True
+    num_ranks: int, *argv: str | Path, folder: Path | None = None, check: bool = True, has_gpus: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run it in `folder` to its end. Raises: CalledProcessError when it fails and `check` is set."""
     return subprocess.run(
         command(num_ranks, *argv),
         cwd=folder,
-        env=environment(),
+        env=environment(has_gpus=has_gpus),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -71,7 +71,14 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            # What the block has raised comes first; often it is about the same save.
+            if not (isinstance(error, CheckpointError) and error.problem in failure.problem):
+                error.add_note(str(failure))
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is one of those to be saved: each `every`-th, but not 0."""

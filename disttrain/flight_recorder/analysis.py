@@ -20,6 +20,9 @@ from disttrain.flight_recorder.ring_reader import read_ring
 from disttrain.flight_recorder.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
 from disttrain.flight_recorder.verdict import Verdict
 
+_IN_LOGS = "flight"
+"""The launcher's --log-dir has the dumps in it."""
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -32,6 +35,8 @@ class Analysis:
 
 def analyze(path: Path, job: str | None = None) -> Analysis:
     """Analyze `job` (None: the newest) of those with dumps in the folder `path`; or the one dump in the file `path`.
+
+    A folder of logs is as good as the one in it with the dumps.
 
     Raises: FlightDumpError when `path` is not there or cannot be listed.
     """
@@ -71,7 +76,8 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
             continue
         dumps.append(dump)
     if num_foreign:
-        notes.append(f"{num_foreign} other files are no dumps (*{SUFFIX}, *{RING_SUFFIX}, nccl_trace_rank_*)")
+        others = "1 other file is no dump" if num_foreign == 1 else f"{num_foreign} other files are no dumps"
+        notes.append(f"{others} (*{SUFFIX}, *{RING_SUFFIX}, nccl_trace_rank_*)")
     for dump in as_dumps(of_torch, notes):
         notes += [f"torch's dump of rank {dump.rank} {problem}" for problem in dump.problems]
         dumps.append(dump)
@@ -80,9 +86,11 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
 
 def _files(path: Path) -> list[Path]:
     try:
-        return (
-            sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path.resolve(strict=True)]
-        )
+        if not path.is_dir():
+            return [path.resolve(strict=True)]
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        is_of_logs = not any(file.suffix in (SUFFIX, RING_SUFFIX) for file in files) and (path / _IN_LOGS).is_dir()
+        return _files(path / _IN_LOGS) if is_of_logs else files
     except (OSError, ValueError) as error:
         problem = f"{str(path)!r} cannot be opened: {getattr(error, 'strerror', None) or error}."
         raise FlightDumpError("disttrain-flight", problem, "Name the folder with the dumps.") from None

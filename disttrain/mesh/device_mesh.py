@@ -131,11 +131,15 @@ class DeviceMesh(GraphConstant):
         return None if self._coordinate is None else list(self._coordinate)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This process's position along an axis; the axis may be left out where there is but one."""
+        """This process's position along an axis, or a flattened one; the only axis may be left out."""
+        if self._is_flattened(mesh_dim):
+            return self.get_group(mesh_dim).group_rank
         return self._position("get_local_rank")[self._one_axis("get_local_rank", mesh_dim)]
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """The process group along an axis, through this rank; the axis may be left out where there is but one."""
+        """The process group along an axis, or a flattened one, through this rank; the only axis may be left out."""
+        if self._is_flattened(mesh_dim):
+            return self.root.group_along(self.root._flattened[str(mesh_dim)])
         axis = self._one_axis("get_group", mesh_dim)
         if not self._groups:
             self._position("get_group")
@@ -194,6 +198,10 @@ class DeviceMesh(GraphConstant):
 
     def _axes_of(self, name: str) -> tuple[int, ...]:
         return self._flattened.get(name) or (self.layout.axis(name),)
+
+    def _is_flattened(self, mesh_dim: int | str | None) -> bool:
+        """Whether it names what is no axis here, but axes of the root that were made one."""
+        return mesh_dim in self.root._flattened and mesh_dim not in (self.mesh_dim_names or ())
 
     def _size_of(self, axes: Sequence[int]) -> int:
         return math.prod(self.shape[axis] for axis in axes)

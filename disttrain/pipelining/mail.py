@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from disttrain.process_group import ProcessGroup, Work, irecv, isend
+from disttrain.process_group.cpp_warnings import without_warning
 from disttrain.process_group.peer_channels import PeerChannels, open_channels
 from disttrain.process_group.point_to_point import start_receiving, start_sending
 
@@ -55,16 +56,20 @@ class Mail:
         """Connect these (from, to) pairs of group ranks, in an order that is the same on all ranks. Collective."""
         if self._device.type != "cuda":
             return
-        token = torch.zeros(1, device=self._device)
         new = sorted(set(pairs) - self._connected)
         self._connected.update(new)
-        for source, target in new:
+        # torch warns of the communicators, which are what we want: one for each pair and direction.
+        without_warning(r".*An unbatched P2P op", lambda: self._connect(new))
+        torch.cuda.synchronize(self._device)
+
+    def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        token = torch.zeros(1, device=self._device)
+        for source, target in pairs:
             # NCCL makes a pair's communicator with its first message, for which both ends stand still.
             if self._group_rank == source:
                 isend(token, group=self._way(target), group_dst=target).wait()
             elif self._group_rank == target:
                 irecv(token, group=self._way(source, is_sender=False), group_src=source).wait()
-        torch.cuda.synchronize(self._device)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
         """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""

@@ -41,10 +41,10 @@ def _title(plans: Plans) -> str:
     job, sizes, hardware = plans.job, plans.job.sizes, plans.job.hardware
     nodes = math.ceil(job.num_gpus / job.node_size)
     where = f"{job.num_gpus} x {hardware.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    best_of = f"; the best of {plans.num_choices} choices" if plans.plans else ""
     return (
         f"{short(sizes.num_parameters)} parameters on {where}: {job.num_sequences} sequences of {job.seq_size} tokens "
-        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors; "
-        f"the best of {plans.num_choices} choices"
+        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors{best_of}"
     )
 
 

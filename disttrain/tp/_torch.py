@@ -32,6 +32,18 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
+def graph_root() -> str:
+    """The qualified name of the function that the graph begins with that Dynamo is making. Known to Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded by whoever makes a graph
+
+    name: str = InstructionTranslator.current_tx().output.root_tx.f_code.co_qualname
+    return name
+
+
+# torch.compiler.assume_constant_result would load Dynamo.
+graph_root._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def hook_before(module: nn.Module, hook: Callable[..., Any]) -> None:
     """A forward pre-hook, given arguments by name too. In modules that are alike it has the same name, unlike the
     numbers that torch gives, so that one graph of torch.compile serves them all."""

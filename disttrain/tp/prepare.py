@@ -11,7 +11,7 @@ from torch import nn
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
-from disttrain.tp._torch import hook_after, hook_before, hooks_before
+from disttrain.tp._torch import graph_root, hook_after, hook_before, hooks_before
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
 from disttrain.tp.modules import as_tuple, first_input_name
@@ -242,11 +242,17 @@ class PrepareInputs:
 
     def _converted(self, module: nn.Module, conversion: _Conversion, value: Any) -> Any:
         sharing = self.sharing.get(conversion)
-        if sharing is not None and isinstance(value, torch.Tensor):
+        # What torch's own modules call beneath a compiled one, such as this, Dynamo may take for a graph of its own:
+        # the forward is another then, and the layers' results would be outputs that nobody takes.
+        is_alone = torch.compiler.is_dynamo_compiling() and graph_root() == _OWN_ROOT
+        if sharing is not None and isinstance(value, torch.Tensor) and not is_alone:
             whole = sharing.gathered(module, value)
             if whole is not None:
                 return whole
         return conversion(value)
+
+
+_OWN_ROOT = PrepareInputs.__call__.__qualname__
 
 
 class _PrepareOutputs:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from disttrain import settings
 from disttrain.command_line import Parser, explained
 from disttrain.errors import ScheduleError, SettingError
-from disttrain.pipelining import Schedule, make_schedule
+from disttrain.pipelining import Schedule, get_schedule_class, make_schedule
 from llama.config import PRESETS, LlamaConfig, config_named
 from llama.huggingface import CONFIG, read_config
 from llama.meshes import MeshPlan, check_fit, parse_mesh
@@ -182,10 +182,12 @@ def _schedule(
     name: str, mesh: MeshPlan, num_microbatches: int | None, sizes: LlamaConfig
 ) -> tuple[Schedule | None, int]:
     """The pipeline's plan, where there is one, and the number of microbatches."""
-    if mesh.pp == 1:
-        return None, num_microbatches or 1
-    num_microbatches = num_microbatches or 2 * mesh.pp
+    has_stages = mesh.pp > 1
+    num_microbatches = num_microbatches or (2 * mesh.pp if has_stages else 1)
     try:
+        if not has_stages:
+            get_schedule_class(name)  # what is no name is told also where it changes nothing
+            return None, num_microbatches
         plan = make_schedule(name, mesh.pp, num_microbatches)
     except ScheduleError as error:
         raise SettingError("train_llama --schedule", error.problem, error.remedy) from error

@@ -6,11 +6,13 @@ The first argument may name a command; `run` is the one that is meant without. A
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from disttrain import settings
 from disttrain.errors import DisttrainError, LaunchError
@@ -40,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
-        return _run(arguments) if command is None else command(arguments[1:])
+        if command is None:
+            _check_word(arguments)
+            return _run(arguments)
+        return command(arguments[1:])
     except DisttrainError as error:
         print(error if error.operation.startswith(OPERATION) else f"{OPERATION}: {error}", file=sys.stderr, flush=True)
         return NOT_STARTED
@@ -50,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{OPERATION}: a limit of this machine: {error.strerror}. {remedy}", file=sys.stderr, flush=True)
         return NOT_STARTED
+
+
+def _check_word(argv: Sequence[str]) -> None:
+    """Raise LaunchError where the first argument is no script, but nearly a command."""
+    word = argv[0] if argv else ""
+    near = difflib.get_close_matches(word, _COMMANDS, 1) if word.isalpha() else []
+    if near and not Path(word).exists():
+        problem = f"{word} is neither a command nor a script that there is."
+        raise LaunchError(OPERATION, problem, f"Did you mean {near[0]}?")
 
 
 def _run(argv: Sequence[str]) -> int:

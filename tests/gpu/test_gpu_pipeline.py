@@ -17,6 +17,7 @@ from disttrain.pipelining import Costs, PipelineSchedule, PipelineStage, get_sch
 from disttrain.process_group.peer_channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.launching import EXAMPLES, launched
 
 pytestmark = pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two GPUs")
 
@@ -227,3 +228,10 @@ def test_what_follows_a_future_comes_after_the_message() -> None:
             assert total.wait().item() == number << 20
     torch.cuda.synchronize()
     disttrain.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_torch_does_not_warn_of_the_communicators() -> None:
+    done = launched(2, EXAMPLES / "pipeline.py", "--schedule", "1F1B", "ZBV", has_gpus=True)
+    assert "ZBVZeroBubble, step 7: loss" in done.stdout
+    assert "unbatched P2P" not in done.stderr

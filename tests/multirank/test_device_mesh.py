@@ -74,10 +74,13 @@ def test_axes_as_one() -> None:
     assert mesh["dp_cp"] == flat
     assert flat._flatten() is flat
     assert flat.get_group() is mesh["dp"].get_group()
+    assert mesh.get_group("dp_cp") is mesh["tp", "dp"].get_group("dp_cp") is flat.get_group("dp_cp") is flat.get_group()
+    assert mesh.get_local_rank("dp_cp") == mesh["tp"].get_local_rank("dp_cp") == rank // 2
     both = mesh["dp_cp", "tp"]
     assert (both.shape, both.mesh_dim_names, both.layout.ranks) == ((2, 2), ("dp_cp", "tp"), (0, 1, 2, 3))
     whole = mesh._flatten("all")
-    assert whole.get_group() is disttrain.group.WORLD
+    assert whole.get_group() is mesh.get_group("all") is disttrain.group.WORLD
+    assert mesh.get_local_rank("all") == rank
     tensor = torch.tensor([float(rank)])
     disttrain.all_reduce(tensor, group=whole.get_group())
     assert tensor.item() == 6
@@ -125,7 +128,7 @@ def test_a_mesh_of_groups() -> None:
     assert mesh["tp"].get_group() is groups[1]
     assert mesh["tp", "dp"].get_all_groups() == groups[::-1]
     mesh["tp"]._flatten("same")
-    assert mesh["same"].get_group() is groups[1]
+    assert mesh["same"].get_group() is mesh.get_group("same") is groups[1]
     tensor = torch.tensor([float(rank)])
     disttrain.all_reduce(tensor, group=mesh.get_group("dp"))
     assert tensor.item() == 2 * (rank % 2) + 2

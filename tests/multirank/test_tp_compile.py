@@ -106,6 +106,35 @@ def test_a_compiled_module_that_gathers_its_input() -> None:
     check_gradients(module, alone)
 
 
+@on_ranks(2, timeout_s=110)
+@pytest.mark.parametrize("how", ["the sequence in place", "its first child"])
+def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> None:
+    """Dynamo passes over the frames of torch's modules, so that the child's hook begins a graph."""
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = nn.Sequential(GatedMLP(), nn.Tanh()).double()
+    plan = {
+        "0": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "0.gate": ColwiseParallel(),
+        "0.up": ColwiseParallel(),
+        "0.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(copy.deepcopy(alone), mesh, plan)
+    torch._dynamo.reset()
+    if how == "its first child":
+        run = nn.Sequential(torch.compile(module[0], backend="aot_eager"), module[1])
+    else:
+        module.compile(backend="aot_eager")
+        run = module
+    for _ in range(2):
+        x = torch.randn(2, 2, 6, dtype=torch.float64)
+        expected, result = alone(x), gathered(1)(run(scattered(1)(x, mesh)), mesh)
+        torch.testing.assert_close(result, expected)
+        expected.sin().sum().backward()
+        result.sin().sum().backward()
+        check_gradients(module, alone)
+
+
 # Four ranks trace on two cores.
 @pytest.mark.timeout(200)
 @on_ranks(4, timeout_s=180)

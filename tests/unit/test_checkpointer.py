@@ -179,3 +179,20 @@ def test_a_load_takes_what_the_function_takes(tmp_path: Path) -> None:
     assert (step, state["new"].tolist(), state["left"]) == (1, [0.0, 1.0, 2.0], 7)
     report = checkpointer.report
     assert (report.missing, report.unexpected, report.converted) == (("left",), ("more",), ("new",))
+
+
+def test_what_the_block_raises_comes_before_what_closing_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    untold = CheckpointError("async_save", "the save to x failed: x is there already.")
+
+    def close(_: Checkpointer) -> None:
+        raise untold
+
+    monkeypatch.setattr(Checkpointer, "close", close)
+    with pytest.raises(CheckpointError, match="the save to x failed"), Checkpointer(tmp_path):
+        pass
+    with pytest.raises(ValueError, match="ours") as other, Checkpointer(tmp_path):
+        raise ValueError("ours")
+    assert other.value.__notes__ == [str(untold)]
+    with pytest.raises(CheckpointError) as same, Checkpointer(tmp_path):
+        raise CheckpointError("async_save", "x is there already.")
+    assert not hasattr(same.value, "__notes__")

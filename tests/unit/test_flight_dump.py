@@ -217,13 +217,23 @@ def test_a_folder_of_all_sorts(tmp_path: Path) -> None:
     for words in (
         "cut.flight is cut off",
         "foreign.flight is not a dump",
-        "1 other files",
+        "1 other file is no dump",
         "1 dumps are of other jobs than job",
         "rank 1 has several dumps",
     ):
         assert words in said
     assert as_text(analysis).isascii()
     assert '"verdicts"' in as_json(analysis)
+
+
+def test_a_folder_of_logs_has_the_dumps_in_it(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("{}")
+    (tmp_path / "flight").mkdir()
+    for rank in range(3):
+        write_dump(tmp_path / "flight" / f"rank-0000{rank}.job.flight", _dump(rank))
+    assert analyze(tmp_path) == analyze(tmp_path / "flight")
+    write_dump(tmp_path / "rank-00000.other.flight", _dump(0))
+    assert len(analyze(tmp_path).dumps) == 1
 
 
 def test_a_report_obeys_no_escape_sequence_of_a_dump(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from disttrain.errors import LaunchError
+from disttrain_launch.cli import main
 from disttrain_launch.devices import num_cores, num_gpus
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.flags import parse
@@ -31,6 +32,22 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def spec_of(*argv: str) -> JobSpec:
     return job_spec(parse(argv), NO_GPU)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("dctor", "dctor is neither a command nor a script that there is. Did you mean doctor?"),
+        ("submt slurm train.py", "Did you mean submit?"),
+        ("runs", "the script runs is a folder"),
+        ("run.py", "the script run.py does not exist"),
+        ("trainer", "the script trainer does not exist"),
+    ],
+)
+def test_a_command_that_was_misspelt(line: str, said: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs").mkdir()
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_plain_case(script: str) -> None:

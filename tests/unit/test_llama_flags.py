@@ -83,6 +83,7 @@ def test_other_sizes_are_refused(text: str, problem: str) -> None:
         (["--mesh", "dp=4"], "'dp=4' has 4 places, the job 2 ranks"),
         (["--mesh", "tp=2", "--seq", "127"], "tp=2 cannot share --seq 127 evenly"),
         (["--mesh", "pp=2", "--schedule", "2F2B"], "2F2B"),
+        (["--schedule", "2F2B"], "2F2B"),
         (["--mesh", "pp=2", "--schedule", "ZBV", "--model", "tiny"], "ZBVZeroBubble on pp=2 has 4 stages, the model 2"),
         (
             ["--mesh", "pp=2", "--schedule", "ZBV", "--model", f"{spelled(replace(PRESETS['small'], is_tied=True))}"],

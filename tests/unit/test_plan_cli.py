@@ -101,6 +101,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--gpu-memory", "7"]) == 1
     out = capsys.readouterr().out
     assert "Nothing fits." in out
+    assert "the best of" not in out
     assert "It would fit with GPUs of" in out
 
 
