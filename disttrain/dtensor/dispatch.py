@@ -27,6 +27,7 @@ from disttrain.dtensor._torch import (
 )
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
+from disttrain.dtensor.global_outputs import global_outputs
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import form_of_call, key_of_call
 from disttrain.dtensor.layout import Spec
@@ -230,7 +231,7 @@ def _planned_by_rule(
         shown_args, shown_kwargs = replaced(
             args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
         )
-        outputs = _global_outputs(op, shown_args, shown_kwargs)
+        outputs = global_outputs(op, op_facts, shown_args, shown_kwargs, may_know=not has_symbols)
     if outputs is None:
         return None
     if has_symbols:
@@ -266,36 +267,6 @@ def _can_be_planned(op_facts: OpFacts) -> bool:
     knows_writes = op_facts.is_inplace or (has_own_rule(op_facts) and -1 not in op_facts.mutated)
     writes_elsewhere = bool(op_facts.mutated) and not knows_writes
     return not (op_facts.returns_data or op_facts.shape_depends_on_values or writes_elsewhere)
-
-
-def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
-    """What `op` returns for tensors of the global shapes, on the meta device; None where it returns other things.
-
-    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place.
-    """
-    meta_kwargs = dict(kwargs)
-    if meta_kwargs.get("device") is not None:
-        meta_kwargs["device"] = torch.device("meta")
-    meta_kwargs.pop("pin_memory", None)
-    if "generator" in meta_kwargs:
-        meta_kwargs["generator"] = None
-    try:
-        results = op(*args, **meta_kwargs)
-    except NotImplementedError:
-        return None
-    except RuntimeError:
-        # An operator of the user's may say nothing of shapes; with values it shows whether it raises.
-        if op.namespace == "aten":
-            raise
-        return None
-    if results is None:
-        return ()
-    outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
-    if not any(isinstance(output, torch.Tensor) for output in outputs):
-        return None
-    if not all(output is None or isinstance(output, torch.Tensor | int) for output in outputs):
-        return None
-    return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
@@ -40,6 +41,7 @@ class RankParent:
     def __init__(self) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close
         self._numbers = itertools.count()
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ANSWER_S)
         self._process = subprocess.Popen(
@@ -82,22 +84,47 @@ class RankParent:
         self.log.close()
 
     def _ask(self, request: Request, pid: int, streams: Sequence[int] = ()) -> int:
-        number = next(self._numbers)
-        try:
-            socket.send_fds(self._socket, [FRAME.pack(request, number, pid)], streams)
-            while data := self._socket.recv(FRAME.size):
-                _, answered, worker = FRAME.unpack(data)
-                # Not to a request that was interrupted while it waited for its own.
-                if answered == number:
-                    return int(worker)
-        except TimeoutError:
-            # So that nobody waits for it again.
-            self._socket.shutdown(socket.SHUT_RDWR)
-            problem = f"the process that workers are forked from has not answered for {_ANSWER_S:.0f} s"
-            raise ConnectionAbortedError(problem) from None
-        except ConnectionError:
-            pass
+        with self._lock:
+            number = next(self._numbers)
+            try:
+                socket.send_fds(self._socket, [FRAME.pack(request, number, pid)], streams)
+                while data := self._socket.recv(FRAME.size):
+                    _, answered, worker = FRAME.unpack(data)
+                    # Not to a request that was interrupted while it waited for its own.
+                    if answered == number:
+                        return int(worker)
+            except TimeoutError:
+                # So that nobody waits for it again.
+                self._socket.shutdown(socket.SHUT_RDWR)
+                problem = f"the process that workers are forked from has not answered for {_ANSWER_S:.0f} s"
+                raise ConnectionAbortedError(problem) from None
+            except ConnectionError:
+                pass
         raise ConnectionResetError("the process that workers are forked from has gone")
+
+
+class RankParents:
+    """Those of a pool and of the pools beside it; each is started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parents: list[RankParent] = []
+
+    def first(self, num_parents: int) -> list[RankParent]:
+        with self._lock:
+            self._parents += [RankParent() for _ in range(len(self._parents), num_parents)]
+            return self._parents[:num_parents]
+
+    def said(self) -> str:
+        """The ends of their logs."""
+        return "".join(tail(parent.log) for parent in self._parents)
+
+    def close(self) -> None:
+        """End them, with all workers. Those that are needed later are started anew."""
+        with self._lock:
+            for parent in self._parents:
+                parent.close()
+            self._parents = []
 
 
 class Worker:
@@ -116,8 +143,9 @@ class Worker:
             return
         try:
             self.parent.end(self.pid)
-        except ConnectionError:
-            # The parent has gone. It takes its workers along, unless it was killed.
+        except OSError:
+            # The parent has gone, or was closed for a pool beside this one. It takes its workers along, unless it was
+            # killed.
             self._signal(signal.SIGKILL)
         for stream in (self.tasks, self.answers, self.log, self._process):
             try:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from disttrain.errors import DisttrainError
 from disttrain.store import TCPStore
-from disttrain.testing.forks import RankParent, tail
+from disttrain.testing.forks import RankParent, RankParents, tail
 from disttrain.testing.frames import read_frame, write_frame
 
 _GRACE_S = 10.0
@@ -62,14 +62,18 @@ class RankPool:
     Each call makes a fresh world of its first `world_size` workers, so that calls cannot disturb each other. Workers
     are started when first needed; a call that hangs or kills one replaces them all. Where ranks are more than GPUs,
     several compute on one.
+
+    Args: beside  a pool whose interpreters the workers are forked from, so that torch is not loaded again. It has to be
+          closed after this one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside: RankPool | None = None) -> None:
+        self._beside = beside
         self._ranks: list[_Rank] = []
         self._answers: queue.Queue[tuple[int, Any]] = queue.Queue()
         self._jobs = itertools.count()
         self._store: TCPStore | None = None
-        self._parents: list[RankParent] = []
+        self._parents: RankParents = RankParents() if beside is None else beside._parents
 
     def run(
         self,
@@ -135,9 +139,8 @@ class RankPool:
     def close(self) -> None:
         """End all processes. The next `run` starts new ones."""
         self._end_workers()
-        for parent in self._parents:
-            parent.close()
-        self._parents = []
+        if self._beside is None:
+            self._parents.close()
 
     def _end_workers(self) -> None:
         """End the workers and their store, and forget what they may still say."""
@@ -160,15 +163,15 @@ class RankPool:
             self._end_workers()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._parents += [RankParent() for _ in range(len(self._parents), min(world_size, _NUM_PARENTS))]
         num_before = len(self._ranks)
         try:
+            parents = self._parents.first(min(world_size, _NUM_PARENTS))
             for rank in range(num_before, world_size):
-                self._ranks.append(_Rank(rank, self._answers, self._parents[rank % _NUM_PARENTS]))
+                self._ranks.append(_Rank(rank, self._answers, parents[rank % _NUM_PARENTS]))
         except ConnectionError as error:
-            said = "".join(tail(parent.log) for parent in self._parents)
-            problem = f"{error}; its log ends with\n{said}"
-            self.close()
+            problem = f"{error}; its log ends with\n{self._parents.said()}"
+            self._end_workers()
+            self._parents.close()
             raise RankError("RankPool.run", problem) from None
         self._await_start(len(self._ranks) - num_before)
         return self._store

@@ -10,6 +10,7 @@ import torch
 import disttrain
 from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, Spec, dispatch
 from disttrain.dtensor.call_plan import replaced
+from disttrain.dtensor.global_outputs import global_outputs
 from disttrain.dtensor.placement import NormPartial
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature, find_rule
 from tests.dtensor_rules.calls import AtenCall
@@ -22,7 +23,7 @@ def planned(call: AtenCall, mesh: disttrain.DeviceMesh, placements: Sequence[Pla
     facts = dispatch.facts(call.op)
     operands = call.operands
     args, kwargs = replaced(call.args, call.kwargs, [dispatch._meta(operand) for operand in operands])
-    outputs = dispatch._global_outputs(call.op, args, kwargs)
+    outputs = global_outputs(call.op, facts, args, kwargs, may_know=True)
     if outputs is None:
         return None
     specs = tuple(

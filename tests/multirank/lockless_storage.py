@@ -19,3 +19,12 @@ class LocklessStorage(LocalStorage):
 
     def remove_unless_held(self, path: Path) -> bool:
         return False
+
+
+class TakenOver(LocklessStorage):
+    """Another job claims the directory as soon as the save of step 2 has begun."""
+
+    def make_folder(self, path: Path) -> None:
+        super().make_folder(path)
+        if path.name.startswith("step-00000002"):
+            path.with_name(f".claim-000009.tmp-{'f' * 32}").mkdir()

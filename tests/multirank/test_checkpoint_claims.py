@@ -23,10 +23,9 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def other_pool() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
+def other_pool(rank_pool: RankPool) -> Iterator[RankPool]:
+    with RankPool(beside=rank_pool) as pool:
+        yield pool
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def test_without_locks_the_later_job_takes_over(
 
 
 def test_a_dead_job_leaves_nothing_that_refuses(rank_pool: RankPool, tmp_path: Path) -> None:
-    dying = RankPool()
+    dying = RankPool(beside=rank_pool)
     arguments = {"directory": str(tmp_path), "is_async": False, "has_locks": True}
     with ThreadPoolExecutor(1) as beside:
         first = beside.submit(dying.run, 2, save_around, arguments)

@@ -24,7 +24,7 @@ from disttrain.testing import RankPool
 from disttrain.testing.pool import RankError
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 from tests.multirank.gated_storage import GatedStorage
-from tests.multirank.lockless_storage import LocklessStorage
+from tests.multirank.lockless_storage import TakenOver
 
 LIMIT_S = 60.0
 
@@ -139,18 +139,6 @@ def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool
         assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
 
 
-class TakenOver(LocklessStorage):
-    """Another job claims the directory as soon as the save of step 2 has begun."""
-
-    def recipe(self) -> tuple[str, dict[str, Any]]:
-        return "tests.multirank.test_checkpoint_memory:TakenOver", {}
-
-    def make_folder(self, path: Path) -> None:
-        super().make_folder(path)
-        if path.name.startswith("step-00000002"):
-            path.with_name(f".claim-000009.tmp-{'f' * 32}").mkdir()
-
-
 def lose_the_directory(root: str) -> list[str]:
     checkpointer = checkpointer_of(root, storage=TakenOver())
     checkpointer.save(1, state_of(1))
@@ -251,9 +239,8 @@ def save_until_killed(root: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_processes_load_what_the_disk_does_not_have(tmp_path: Path) -> None:
-    pool = RankPool()
-    try:
+def test_killed_processes_load_what_the_disk_does_not_have(rank_pool: RankPool, tmp_path: Path) -> None:
+    with RankPool(beside=rank_pool) as pool:
         with pytest.raises(RankError):
             pool.run(3, save_until_killed, {"root": str(tmp_path)})
         shutil.rmtree(tmp_path / "node-1")
@@ -264,8 +251,6 @@ def test_killed_processes_load_what_the_disk_does_not_have(tmp_path: Path) -> No
         shutil.rmtree(tmp_path / "disk")
         shutil.rmtree(tmp_path / "node-0")
         assert pool.run(3, load_newest, {"root": str(tmp_path)}) == [[3, []]] * 3
-    finally:
-        pool.close()
 
 
 def fail_then_save(root: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -42,25 +43,40 @@ def loss(output: torch.Tensor, rank: int) -> torch.Tensor:
     return (weights * output + 0.1 * output * output).sum()
 
 
-def check(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    alone: Callable[[Tensors], Tensors],
-    inputs: Tensors,
-    backend: str | None = None,
-) -> None:
-    """`function` on this rank against `alone`, which maps all ranks' inputs to all ranks' outputs."""
+Case = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[Tensors], Tensors]]
+"""A function of this rank's input, and what maps all ranks' inputs to all ranks' outputs."""
+
+
+def check(cases: Sequence[Case], inputs: Tensors, backend: str | None = None) -> None:
+    """Each function against what is computed alone; those that are compiled all in one graph, which takes less time."""
+    for together in [[case] for case in cases] if backend is None else [cases]:
+        check_together(together, inputs, backend)
+
+
+def check_together(cases: Sequence[Case], inputs: Tensors, backend: str | None) -> None:
     rank = disttrain.get_rank()
     mine = inputs[rank].clone().requires_grad_()
     everyone = [tensor.clone().requires_grad_() for tensor in inputs]
+
+    def outputs_of(tensor: torch.Tensor) -> Tensors:
+        return [function(tensor) for function, _ in cases]
+
     if backend is not None:
         torch._dynamo.reset()
-        function = torch.compile(function, backend=backend, fullgraph=True)
-    output = function(mine)
-    expected = alone(everyone)
-    assert output.shape == expected[rank].shape
-    torch.testing.assert_close(F.wait_tensor(output), expected[rank])
-    loss(output, rank).backward()
-    reduce(torch.add, [loss(each, other) for other, each in enumerate(expected)]).backward()
+        outputs_of = torch.compile(outputs_of, backend=backend, fullgraph=True)
+    outputs = outputs_of(mine)
+    expected = [alone(everyone) for _, alone in cases]
+    losses, expected_losses = [], []
+    for place, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        assert output.shape == wanted[rank].shape
+        torch.testing.assert_close(
+            F.wait_tensor(output), wanted[rank], msg=lambda text, place=place: f"case {place}: {text}"
+        )
+        # A factor of each case's own: no gradient is taken for another.
+        losses.append(loss(output, rank) * (place + 1))
+        expected_losses += [loss(each, other) * (place + 1) for other, each in enumerate(wanted)]
+    reduce(torch.add, losses).backward()
+    reduce(torch.add, expected_losses).backward()
     assert mine.grad is not None
     assert type(mine.grad) is torch.Tensor
     expected_grad = everyone[rank].grad
@@ -72,66 +88,67 @@ BACKENDS = pytest.mark.parametrize("backend", [None, "aot_eager"])
 
 @on_ranks(2, 3)
 @BACKENDS
-@pytest.mark.parametrize("op", ["sum", "avg", "product", "min", "max"])
-def test_all_reduce(op: str, backend: str | None) -> None:
+def test_all_reduce(backend: str | None) -> None:
     size = disttrain.get_world_size()
-    check(
-        lambda tensor: F.all_reduce(tensor, op, None),
-        lambda tensors: [reduced(tensors, op)] * size,
-        all_inputs(size, 3, 4),
-        backend,
-    )
+
+    def case(op: str) -> Case:
+        return lambda tensor: F.all_reduce(tensor, op, None), lambda tensors: [reduced(tensors, op)] * size
+
+    check([case(op) for op in ("sum", "avg", "product", "min", "max")], all_inputs(size, 3, 4), backend)
 
 
 @on_ranks(2, 3)
 @BACKENDS
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("op", ["sum", "avg", "product", "max"])
-def test_reduce_scatter_tensor(op: str, dim: int, backend: str | None) -> None:
+def test_reduce_scatter_tensor(backend: str | None) -> None:
     size = disttrain.get_world_size()
-    check(
-        lambda tensor: F.reduce_scatter_tensor(tensor, op, dim),
-        lambda tensors: list(reduced(tensors, op).chunk(size, dim)),
-        all_inputs(size, 6, 6),
-        backend,
-    )
+
+    def case(op: str, dim: int) -> Case:
+        return (
+            lambda tensor: F.reduce_scatter_tensor(tensor, op, dim),
+            lambda tensors: list(reduced(tensors, op).chunk(size, dim)),
+        )
+
+    ops, dims = ("sum", "avg", "product", "max"), (0, 1, -1)
+    # A graph holds either as a constant: each of them once will do, for compiling takes its time.
+    pairs = itertools.product(ops, dims) if backend is None else zip(ops, itertools.cycle(dims), strict=False)
+    check([case(op, dim) for op, dim in pairs], all_inputs(size, 6, 6), backend)
 
 
 @on_ranks(2, 3)
 @BACKENDS
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_all_gather_tensor(dim: int, backend: str | None) -> None:
+def test_all_gather_tensor(backend: str | None) -> None:
     size = disttrain.get_world_size()
-    check(
-        lambda tensor: F.all_gather_tensor(tensor, dim),
-        lambda tensors: [torch.cat(tensors, dim)] * size,
-        all_inputs(size, 2, 3),
-        backend,
-    )
+
+    def case(dim: int) -> Case:
+        return lambda tensor: F.all_gather_tensor(tensor, dim), lambda tensors: [torch.cat(tensors, dim)] * size
+
+    check([case(dim) for dim in (0, 1, -1)], all_inputs(size, 2, 3), backend)
 
 
 @on_ranks(2, 3)
 @BACKENDS
-def test_broadcast(backend: str | None) -> None:
+def test_broadcast_and_permute_tensor(backend: str | None) -> None:
     size = disttrain.get_world_size()
-    check(
-        lambda tensor: F.broadcast(tensor, size - 1),
-        lambda tensors: [tensors[-1].clone() for _ in tensors],
-        all_inputs(size, 5),
-        backend,
-    )
+    targets = [(rank + 1) % size for rank in range(size)]
+    cases: list[Case] = [
+        (lambda tensor: F.broadcast(tensor, size - 1), lambda tensors: [tensors[-1].clone() for _ in tensors]),
+        (
+            lambda tensor: F.permute_tensor(tensor, targets),
+            lambda tensors: [tensors[targets.index(rank)] for rank in range(size)],
+        ),
+    ]
+    check(cases, all_inputs(size, 5, 2), backend)
 
 
 @on_ranks(2, 3)
 @BACKENDS
 def test_all_to_all_single_evenly(backend: str | None) -> None:
     size = disttrain.get_world_size()
-    check(
+    case: Case = (
         lambda tensor: F.all_to_all_single(tensor, None, None),
         lambda tensors: [torch.cat([tensor.chunk(size)[rank] for tensor in tensors]) for rank in range(size)],
-        all_inputs(size, 2 * size, 2),
-        backend,
     )
+    check([case], all_inputs(size, 2 * size, 2), backend)
 
 
 @on_ranks(3)
@@ -145,20 +162,7 @@ def test_all_to_all_single_unevenly(backend: str | None) -> None:
         return [torch.cat([part[target] for part in parts]) for target in range(3)]
 
     inputs = [all_inputs(1, sum(splits), 2)[0] + source for source, splits in enumerate(SPLITS)]
-    check(lambda tensor: F.all_to_all_single(tensor, received, sent), alone, inputs, backend)
-
-
-@on_ranks(2, 3)
-@BACKENDS
-def test_permute_tensor(backend: str | None) -> None:
-    size = disttrain.get_world_size()
-    targets = [(rank + 1) % size for rank in range(size)]
-    check(
-        lambda tensor: F.permute_tensor(tensor, targets),
-        lambda tensors: [tensors[targets.index(rank)] for rank in range(size)],
-        all_inputs(size, 2, 2),
-        backend,
-    )
+    check([(lambda tensor: F.all_to_all_single(tensor, received, sent), alone)], inputs, backend)
 
 
 @on_ranks(2)
@@ -232,7 +236,7 @@ def test_other_dtypes_and_nothing_at_all(dtype: str) -> None:
     assert F.reduce_scatter_tensor(torch.empty(0, 3), "sum", 0).shape == (0, 3)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout_s=110)
 def test_compiled_by_inductor() -> None:
     rank = disttrain.get_rank()
 

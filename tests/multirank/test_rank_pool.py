@@ -7,7 +7,6 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,13 +16,6 @@ import disttrain
 from disttrain.testing import RankPool, forks, pool
 from disttrain.testing.forks import RankParent
 from disttrain.testing.pool import RankError
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """One for several tests: each starts by loading torch."""
-    with RankPool() as pool:
-        yield pool
 
 
 def answer(value: int) -> int:
@@ -51,62 +43,69 @@ class Worker:
         pass
 
 
-def test_nobody_is_asked_before_all_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_asked_before_all_have_started(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_Rank", Worker)
-    with RankPool() as ranks:
+    with RankPool(beside=rank_pool) as ranks:
         assert ranks.run(3, answer) == [0, 1, 2]
         assert ranks.run(4, answer) == [0, 1, 2, 3]
 
 
-def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_says_why(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_Rank", Worker)
     monkeypatch.setattr(Worker, "says", {"kind": "Gone", "error": "the process of this rank has gone"})
-    with RankPool() as ranks, pytest.raises(RankError, match=r"(?s)before it was asked.*no such library \[rank 0\]"):
+    why = r"(?s)before it was asked.*no such library \[rank 0\]"
+    with RankPool(beside=rank_pool) as ranks, pytest.raises(RankError, match=why):
         ranks.run(1, answer)
 
 
-def test_workers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_come_are_not_waited_for(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_Rank", Worker)
     monkeypatch.setattr(pool, "_START_S", 0.0)
-    with RankPool() as ranks:
+    with RankPool(beside=rank_pool) as ranks:
         monkeypatch.setattr(Worker, "__init__", lambda self, rank, *_: vars(self).update(rank=rank))
         with pytest.raises(RankError, match="not all of 2 workers were there after 0 s"):
             ranks.run(2, answer)
 
 
-def test_a_worker_that_died_and_an_interrupted_call(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_died_and_an_interrupted_call(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    assert ranks.run(1, answer, {"value": 1}) == [1]
+    with RankPool(beside=rank_pool) as ranks:
+        assert ranks.run(1, answer, {"value": 1}) == [1]
+        kill_worker(ranks)
+        assert ranks.run(1, answer, {"value": 2}) == [2]
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "_collect", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ranks.run(1, answer, {"value": 3})
+        # The answer to the interrupted call is not taken for this one's.
+        assert ranks.run(1, answer, {"value": 4}) == [4]
+
+
+def kill_worker(ranks: RankPool) -> None:
     os.kill(ranks._ranks[0].worker.pid, signal.SIGKILL)
     while not ranks._ranks[0].has_gone:
         time.sleep(0.01)
-    assert ranks.run(1, answer, {"value": 2}) == [2]
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_collect", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            ranks.run(1, answer, {"value": 3})
-    # The answer to the interrupted call is not taken for this one's.
-    assert ranks.run(1, answer, {"value": 4}) == [4]
 
 
-def test_a_parent_that_died_says_why_and_is_replaced(ranks: RankPool) -> None:
-    assert ranks.run(1, answer, {"value": 1}) == [1]
-    ranks._parents[0]._process.kill()
-    ranks._parents[0]._process.wait()
-    with pytest.raises(RankError, match="the process that workers are forked from has gone"):
-        ranks.run(3, answer, {"value": 2})
-    assert ranks.run(2, answer, {"value": 3}) == [3, 4]
+def kill_parent(ranks: RankPool) -> None:
+    (parent,) = ranks._parents.first(1)
+    parent._process.kill()
+    parent._process.wait()
 
 
-def test_a_worker_that_hangs_ends_without_the_parent_that_was_killed() -> None:
+def test_a_parent_that_died_says_why_and_is_replaced_and_a_worker_that_hangs_ends_without_one() -> None:
     with RankPool() as ranks:
-        ranks.run(1, answer, {"value": 1})
+        assert ranks.run(1, answer, {"value": 1}) == [1]
+        kill_parent(ranks)
+        kill_worker(ranks)
+        with pytest.raises(RankError, match="the process that workers are forked from has gone"):
+            ranks.run(1, answer, {"value": 2})
+        assert ranks.run(1, answer, {"value": 3}) == [3]
         pid = ranks._ranks[0].worker.pid
         os.kill(pid, signal.SIGSTOP)
-        ranks._parents[0]._process.kill()
-        ranks._parents[0]._process.wait()
+        kill_parent(ranks)
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.01)  # until init has waited for it
 
@@ -143,39 +142,47 @@ def own_pid() -> int:
 
 
 def test_the_answer_to_an_interrupted_fork_is_not_taken_for_the_next_ones(
-    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+    rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks.run(1, answer, {"value": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(ranks._parents[0], "_socket", Unheard(ranks._parents[0]._socket))
-        with pytest.raises(KeyboardInterrupt):
-            ranks.run(3, answer, {"value": 2})
-    assert ranks.run(3, own_pid) == [rank.worker.pid for rank in ranks._ranks]
+    with RankPool(beside=rank_pool) as ranks:
+        ranks.run(1, answer, {"value": 1})
+        with monkeypatch.context() as patch:
+            (parent,) = ranks._parents.first(1)
+            patch.setattr(parent, "_socket", Unheard(parent._socket))
+            with pytest.raises(KeyboardInterrupt):
+                ranks.run(3, answer, {"value": 2})
+        assert ranks.run(3, own_pid) == [rank.worker.pid for rank in ranks._ranks]
 
 
 def threads_before_the_fork() -> int:
     return len(os.listdir(f"/proc/{os.getppid()}/task"))
 
 
-def test_workers_are_forked_from_a_process_of_one_thread(ranks: RankPool) -> None:
+def test_workers_are_forked_from_a_process_of_one_thread(rank_pool: RankPool) -> None:
     """Locks that another thread held would stay shut in a fork."""
-    assert ranks.run(1, threads_before_the_fork) == [1]
+    assert rank_pool.run(1, threads_before_the_fork) == [1]
 
 
 def hash_of_a_string() -> int:
     return hash("string")
 
 
-def test_ranks_order_sets_differently(ranks: RankPool) -> None:
+def test_ranks_order_sets_differently(rank_pool: RankPool) -> None:
     """As interpreters of their own do."""
-    first, second, third = ranks.run(3, hash_of_a_string)
+    first, second, third = rank_pool.run(3, hash_of_a_string)
     assert first == third != second
 
 
-def test_no_process_outlives_its_pool() -> None:
-    with RankPool() as ranks:
-        ranks.run(2, answer, {"value": 1})
+def parent_pid() -> int:
+    return os.getppid()
+
+
+def test_no_process_outlives_its_pool_and_those_beside_it_stay(rank_pool: RankPool) -> None:
+    parents = rank_pool.run(2, parent_pid)
+    with RankPool(beside=rank_pool) as ranks:
+        assert ranks.run(2, parent_pid) == parents
         pids = [rank.worker.pid for rank in ranks._ranks]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+    assert rank_pool.run(2, parent_pid) == parents

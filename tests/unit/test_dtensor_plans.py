@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from disttrain.dtensor import (
     StridedShard,
     dispatch,
     distribute_tensor,
+    global_outputs,
 )
 from disttrain.testing import run_threads
 
@@ -189,3 +192,36 @@ def test_a_list_of_one_tensor_is_a_list() -> None:
         assert row.tolist() == [0, 1, 2]
 
     run_threads(2, body)
+
+
+def test_what_comes_of_shapes_is_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    found = global_outputs._found
+
+    def counted(op: Any, *rest: Any) -> Any:
+        asked.append(op.name())
+        return found(op, *rest)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            distribute_tensor(numbers(7, 11), mesh, [placement], src_data_rank=None).erf()
+
+    monkeypatch.setattr(global_outputs, "_found", counted)
+    for _ in range(2):
+        run_threads(1, body)
+    assert asked == ["aten::erf"]
+
+
+def test_calls_that_differ_in_the_kind_of_a_number_alone() -> None:
+    def dtypes() -> list[torch.dtype]:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        whole = distribute_tensor(torch.tensor([3, 4]), mesh, [Shard(0)], src_data_rank=None)
+        return [(whole * number).dtype for number in (True, 1, 1.0, 1 + 0j)]
+
+    assert run_threads(1, dtypes) == [[torch.int64, torch.int64, torch.float32, torch.complex64]]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run_threads(1, dtypes) == [[torch.int64, torch.int64, torch.float64, torch.complex128]]
+    finally:
+        torch.set_default_dtype(torch.float32)

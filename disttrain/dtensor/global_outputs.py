@@ -1,0 +1,104 @@
+"""What an operator returns for tensors of the global shapes, by torch's kernels for the meta device.
+
+Many of these are Python, and take longer than everything else in a plan. They look at shapes and dtypes alone, so what
+one has said is kept: for the other layouts of the same tensors, and for ranks that are threads of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from disttrain.dtensor._torch import OpFacts, OpOverload
+
+_MAX_KNOWN = 4096
+
+_BY_VALUE = frozenset(
+    {int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+Outputs = tuple[torch.Tensor, ...] | None
+
+
+class _Unkeyed(Exception):
+    """An argument that no key can be made of."""
+
+
+class _Asked:
+    """A call on the meta device; equal to others to which every kernel of torch's answers alike."""
+
+    __slots__ = ("args", "hash", "key", "kwargs", "op")
+
+    def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.op, self.args, self.kwargs = op, args, kwargs
+        self.key = op, torch.get_default_dtype(), _key_of(args), *kwargs, _key_of(tuple(kwargs.values()))
+        self.hash = hash(self.key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+
+def global_outputs(
+    op: OpOverload, op_facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_know: bool
+) -> Outputs:
+    """What `op` returns for `args` and `kwargs`, whose tensors are on the meta device; None where it returns other
+    things than tensors. Not to be written to.
+
+    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place. `may_know`: no size
+    is a compiler's symbol, so that what was said for equal ones may be said again.
+    """
+    meta_kwargs = dict(kwargs)
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs["device"] = torch.device("meta")
+    meta_kwargs.pop("pin_memory", None)
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = None
+    # An operator of the user's may answer as it likes, and one that reshapes its argument leaves its mark on that.
+    if may_know and op.namespace == "aten" and not op_facts.changes_shape:
+        try:
+            return _known(_Asked(op, args, meta_kwargs))
+        except _Unkeyed:
+            pass
+    return _found(op, args, meta_kwargs)
+
+
+@lru_cache(_MAX_KNOWN)
+def _known(asked: _Asked) -> Outputs:
+    return _found(asked.op, asked.args, asked.kwargs)
+
+
+def _found(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+    try:
+        results = op(*args, **kwargs)
+    except NotImplementedError:
+        return None
+    except RuntimeError:
+        # An operator of the user's may say nothing of shapes; with values it shows whether it raises.
+        if op.namespace == "aten":
+            raise
+        return None
+    if results is None:
+        return ()
+    outputs = tuple(results) if isinstance(results, list | tuple) else (results,)
+    if not any(isinstance(output, torch.Tensor) for output in outputs):
+        return None
+    if not all(output is None or isinstance(output, torch.Tensor | int) for output in outputs):
+        return None
+    return tuple(output if isinstance(output, torch.Tensor) else torch.empty(0, device="meta") for output in outputs)
+
+
+def _key_of(value: Any) -> Any:
+    kind = type(value)
+    if kind in _BY_VALUE:
+        return kind, value
+    if kind is list or kind is tuple:
+        return tuple([_key_of(item) for item in value])
+    if kind is torch.Tensor:
+        return value.shape, value.stride(), value.dtype
+    raise _Unkeyed
