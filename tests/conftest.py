@@ -94,9 +94,10 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
-    from tests.warm_python import WarmPython  # here, since few tests need it
+    """A Python with torch loaded, from which scripts are forked."""
+    from tests import warm_python  # here, since few tests need it
 
-    with WarmPython() as python:
+    with warm_python.warm_python() as python:
         yield python
 
 
