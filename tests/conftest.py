@@ -16,6 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.authority import Authority
+    from tests.warm_python import WarmPython
 
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
@@ -89,6 +90,15 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     from tests.authority import Authority  # here, since few tests need it and it loads a library of cryptography
 
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """A Python with torch loaded, from which scripts are forked."""
+    from tests import warm_python  # here, since few tests need it
+
+    with warm_python.warm_python() as python:
+        yield python
 
 
 @pytest.fixture

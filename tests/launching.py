@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -20,18 +24,29 @@ def environment(*, has_gpus: bool = False) -> dict[str, str]:
     return {**kept, **hidden, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def command(num_ranks: int, *argv: str | Path) -> list[str]:
+def launcher(python: WarmPython | None = None) -> list[str]:
+    """The launcher's command; `python` is what its workers are forked from."""
+    if python is None:
+        return [sys.executable, "-m", "disttrain_launch"]
+    return [sys.executable, str(ROOT / "tests" / "warm_launch.py"), python.address]
+
+
+def command(num_ranks: int, *argv: str | Path, python: WarmPython | None = None) -> list[str]:
     """The launcher's flags, if there are any, go before the script in `argv`."""
-    launcher = (sys.executable, "-m", "disttrain_launch", "--standalone", "--nproc-per-node", str(num_ranks))
-    return [*launcher, *map(str, argv)]
+    return [*launcher(python), "--standalone", "--nproc-per-node", str(num_ranks), *map(str, argv)]
 
 
 def launched(
-    num_ranks: int, *argv: str | Path, folder: Path | None = None, check: bool = True, has_gpus: bool = False
+    num_ranks: int,
+    *argv: str | Path,
+    folder: Path | None = None,
+    check: bool = True,
+    has_gpus: bool = False,
+    python: WarmPython | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run it in `folder` to its end. Raises: CalledProcessError when it fails and `check` is set."""
     return subprocess.run(
-        command(num_ranks, *argv),
+        command(num_ranks, *argv, python=python),
         cwd=folder,
         env=environment(has_gpus=has_gpus),
         capture_output=True,

@@ -6,6 +6,7 @@ socket, its standard input (`forks.Request`). When the pool has gone, it ends wi
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from disttrain.testing.forks import FRAME, Request
 def main() -> None:
     pool = socket.socket(fileno=os.dup(0))
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo, for two seconds.
+    gc.collect()
+    gc.freeze()  # What is loaded stays to the end: collections in workers need neither look at it nor copy its memory.
     workers: set[int] = set()
     try:
         while True:

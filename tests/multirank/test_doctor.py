@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
+from typing import TYPE_CHECKING
 
-from tests.launching import LIMIT_S, environment
+from tests.launching import LIMIT_S, environment, launcher
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 NUM_NODES = 3
 
@@ -18,8 +21,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def doctor(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "disttrain_launch", "doctor", *flags, "--json"]
+def doctor(python: WarmPython, *flags: str) -> list[str]:
+    return [*launcher(python), "doctor", *flags, "--json"]
 
 
 def report_of(output: str) -> dict[str, list[dict[str, str]]]:
@@ -30,10 +33,9 @@ def report_of(output: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def test_ranks_of_one_node() -> None:
-    done = subprocess.run(
-        doctor("--nproc-per-node", "2"), env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+def test_ranks_of_one_node(warm_python: WarmPython) -> None:
+    command = doctor(warm_python, "--nproc-per-node", "2")
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True)
     found = report_of(done.stdout)
     assert {"versions", "host name", "cores", "shared memory", "open files", "all-reduce"} <= found.keys()
     assert len(found["cores"]) == 1  # once per node
@@ -41,11 +43,12 @@ def test_ranks_of_one_node() -> None:
     assert found["all-reduce"][0]["value"].endswith(" GB/s on 2 ranks")
 
 
-def test_a_node_that_no_other_reaches_is_named() -> None:
+def test_a_node_that_no_other_reaches_is_named(warm_python: WarmPython) -> None:
     port = free_port()
     agents = []
     for node in range(NUM_NODES):
-        argv = doctor("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
+        meeting = ("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
+        argv = doctor(warm_python, *meeting)
         environ = {**environment(), **({"GLOO_SOCKET_IFNAME": "nosuch0"} if node == 2 else {})}
         agents.append(subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     outputs = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +18,9 @@ from disttrain.flight_recorder.verdict import Cause
 from disttrain.process_group import World, entered_world
 from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 WORLD_SIZE = 3
 LIMIT_S = 60.0
@@ -49,12 +51,12 @@ disttrain.all_reduce(torch.ones(4))  # waiting
 class Job:
     """Three ranks that run `JOB`, with a store of their own."""
 
-    def __init__(self, folder: Path, case: str) -> None:
+    def __init__(self, python: WarmPython, folder: Path, case: str) -> None:
         script = folder / "job.py"
         script.write_text(JOB)
         self.dumps = folder / "dumps" / "of this job"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [self._start(script, case, rank) for rank in range(WORLD_SIZE)]
+        self.ranks = [python.start(script, case, environ=self._environ(rank)) for rank in range(WORLD_SIZE)]
 
     def end(self) -> list[int]:
         """The exit codes of all ranks, once they are gone."""
@@ -62,8 +64,7 @@ class Job:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.kill()
-            rank.communicate()
+            rank.close()
         self.store.close()
 
     def line_of(self, comment: str) -> str:
@@ -75,9 +76,9 @@ class Job:
         assert len(analysis.verdicts) == 1
         return list(analysis.dumps), analysis.verdicts[0]
 
-    def _start(self, script: Path, case: str, rank: int) -> subprocess.Popen[str]:
-        variables = {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    def _environ(self, rank: int) -> dict[str, str]:
+        return {
+            **os.environ,
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(WORLD_SIZE),
@@ -85,16 +86,11 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             FLIGHT_DIR.name: str(self.dumps),
         }
-        pipe = subprocess.PIPE
-        command = [sys.executable, script, case]
-        return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **variables}
-        )
 
 
 @pytest.fixture
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
-    running = Job(tmp_path, request.param)
+def job(tmp_path: Path, warm_python: WarmPython, request: pytest.FixtureRequest) -> Iterator[Job]:
+    running = Job(warm_python, tmp_path, request.param)
     yield running
     running.close()
 

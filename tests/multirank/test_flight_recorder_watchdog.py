@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from disttrain.flight_recorder import Dump, Kind, analyze
 from disttrain.flight_recorder.ring_reader import read_ring
 from disttrain.store import TCPStore
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 WORLD_SIZE = 2
 LIMIT_S = 60.0
@@ -49,26 +51,24 @@ disttrain.destroy_process_group()
 class Job:
     """Two ranks that run `JOB` with a short soft limit, and a store of their own."""
 
-    def __init__(self, folder: Path, case: str, absent_rank: int = 1, **variables: str) -> None:
+    def __init__(self, python: WarmPython, folder: Path, case: tuple[str, str], variables: dict[str, str]) -> None:
         self.script = folder / "job.py"
         self.script.write_text(JOB)
         self.dumps = folder / "dumps"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        case_of_job = (case, str(absent_rank))
-        self.ranks = [self._start(case_of_job, rank, variables) for rank in range(WORLD_SIZE)]
+        self.ranks = [python.start(self.script, *case, environ=self._environ(r, variables)) for r in range(WORLD_SIZE)]
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.kill()
-            rank.communicate()
+            rank.close()
         self.store.close()
 
     def line_of(self, comment: str) -> int:
         return next(number for number, line in enumerate(JOB.splitlines(), 1) if line.endswith(f"# {comment}"))
 
-    def _start(self, case: tuple[str, str], rank: int, more: dict[str, str]) -> subprocess.Popen[str]:
-        variables = {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    def _environ(self, rank: int, more: dict[str, str]) -> dict[str, str]:
+        return {
+            **os.environ,
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": str(WORLD_SIZE),
@@ -78,19 +78,14 @@ class Job:
             "DISTTRAIN_FLIGHT_SOFT_LIMIT_S": "2",
             **more,
         }
-        pipe = subprocess.PIPE
-        command = [sys.executable, self.script, *case]
-        return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **variables}
-        )
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def start(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def started(case: str, absent_rank: int = 1, **variables: str) -> Job:
-        jobs.append(Job(tmp_path, case, absent_rank, **variables))
+        jobs.append(Job(warm_python, tmp_path, (case, str(absent_rank)), variables))
         return jobs[0]
 
     yield started

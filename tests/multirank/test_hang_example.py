@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.verdict import Kind
 from tests.launching import EXAMPLES, launched
 
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
+
 SCRIPT = EXAMPLES / "hang.py"
 
 
-def test_it_says_why_it_hangs(tmp_path: Path) -> None:
-    done = launched(3, "--log-dir", tmp_path / "logs", SCRIPT, check=False)
+def test_it_says_why_it_hangs(tmp_path: Path, warm_python: WarmPython) -> None:
+    done = launched(3, "--log-dir", tmp_path / "logs", SCRIPT, check=False, python=warm_python)
     lines = SCRIPT.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the end of the road"))
     assert done.returncode != 0

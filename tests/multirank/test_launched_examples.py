@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.launching import EXAMPLES, launched
 
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
-def test_elastic(tmp_path: Path) -> None:
-    done = launched(2, "--max-restarts", "1", EXAMPLES / "elastic.py", "--out", "saves", folder=tmp_path)
+
+def test_elastic(tmp_path: Path, warm_python: WarmPython) -> None:
+    argv = ("--max-restarts", "1", EXAMPLES / "elastic.py", "--out", "saves")
+    done = launched(2, *argv, folder=tmp_path, python=warm_python)
     assert "killed by SIGKILL" in done.stderr
     assert "restart 1 of 1" in done.stderr
     begun = re.findall(r"attempt (\d): 2 ranks begin at step (\d)", done.stdout)
@@ -20,8 +25,8 @@ def test_elastic(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "saves").iterdir()) == ["step-00000006", "step-00000008"]
 
 
-def test_backend() -> None:
-    output = launched(2, EXAMPLES / "backend.py").stdout
+def test_backend(warm_python: WarmPython) -> None:
+    output = launched(2, EXAMPLES / "backend.py", python=warm_python).stdout
     losses = dict(re.findall(r"cpu:(\w+): losses (.*)", output))
     assert sorted(losses) == ["gloo", "post"]
     assert losses["gloo"] == losses["post"]

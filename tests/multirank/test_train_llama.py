@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import psutil
@@ -20,15 +21,18 @@ from disttrain.testing import RankPool
 from tests.launching import EXAMPLES, command, environment
 from tests.llama_cases import trained
 
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
+
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
 RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
 LIMIT_S = 100.0
 
 
-def start(folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
+def start(python: WarmPython, folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(2, *argv),
+        command(2, *argv, python=python),
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -38,15 +42,14 @@ def start(folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int, save: Path) -> None:
+def kill_rank(python: WarmPython, rank: int, save: Path) -> None:
     """End one worker as the kernel does when memory runs out, once the save is there that is written beside it."""
-    workers = [child for child in psutil.Process(process.pid).children() if child.environ().get("RANK") == str(rank)]
-    assert len(workers) == 1
-    workers[0].suspend()  # else the run may end before that
+    worker = psutil.Process(python.find({"RANK": str(rank)}))
+    worker.suspend()  # else the run may end before that
     until_s = time.monotonic() + LIMIT_S / 2
     while not save.exists() and time.monotonic() < until_s:
         time.sleep(0.02)  # a folder that comes tells nobody
-    workers[0].send_signal(signal.SIGKILL)
+    worker.send_signal(signal.SIGKILL)
 
 
 def losses(table: Path) -> list[dict[str, str]]:
@@ -55,16 +58,16 @@ def losses(table: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run one of whose ranks was killed on the way, and what it printed."""
     folder = tmp_path_factory.mktemp("killed")
-    process = start(folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
+    process = start(warm_python, folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
     assert process.stdout is not None
     before = []
     for line in process.stdout:
         before.append(line)
         if "step    12   held out" in line:
-            kill_rank(process, 1, folder / "mine" / "checkpoints" / "step-00000005")
+            kill_rank(warm_python, 1, folder / "mine" / "checkpoints" / "step-00000005")
             break
     after, _ = process.communicate(timeout=LIMIT_S)
     output = "".join(before) + after

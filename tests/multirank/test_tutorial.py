@@ -7,20 +7,25 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.doc_commands import OURS
 from tests.doc_pages import NOT_RUN, blocks, commands_with_output
-from tests.launching import LIMIT_S, environment
+from tests.launching import LIMIT_S, environment, launcher
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 PAGE = "docs/tutorial.md"
 PROGRAMS = {"python": [sys.executable], **{name: [sys.executable, *start] for name, start in OURS.items()}}
 
 
-def _installed(command: str) -> str:
-    """The command with this interpreter's programs in place of those on the path."""
-    return re.sub(r"(?<![\w/.-])(disttrain-\w+|python)(?= )", lambda found: shlex.join(PROGRAMS[found[1]]), command)
+def _installed(command: str, python: WarmPython) -> str:
+    """The command with this interpreter's programs in place of those on the path, and the launcher on a warm one."""
+    programs = {**PROGRAMS, "disttrain-launch": launcher(python)}
+    return re.sub(r"(?<![\w/.-])(disttrain-\w+|python)(?= )", lambda found: shlex.join(programs[found[1]]), command)
 
 
 def _words(text: str, folder: Path) -> str:
@@ -28,7 +33,7 @@ def _words(text: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
+def test_the_tutorial_does_what_it_shows(tmp_path: Path, warm_python: WarmPython) -> None:
     num_commands = 0
     for block in blocks(PAGE):
         if block.language == "python":
@@ -36,7 +41,7 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
         elif not block.title.startswith(NOT_RUN):
             for command, shown in commands_with_output(block):
                 done = subprocess.run(
-                    ["bash", "-c", _installed(command)],
+                    ["bash", "-c", _installed(command, warm_python)],
                     cwd=tmp_path,
                     env=environment(),
                     stdout=subprocess.PIPE,

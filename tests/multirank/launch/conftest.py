@@ -6,15 +6,20 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+from tests.launching import launcher
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[3]
 MARK = "DISTTRAIN_TEST_JOB"
@@ -39,6 +44,8 @@ class Launches:
     """Starts launchers in a folder of their own; each carries `mark` into everything that it starts."""
 
     folder: Path
+    python: WarmPython | None = None
+    """What workers are forked from, and then they carry no mark; else each loads for itself what it needs."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -49,7 +56,7 @@ class Launches:
 
     def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "disttrain_launch", *argv],
+            [*launcher(self.python), *argv],
             cwd=self.folder,
             env={**self.environ(), **environ},
             stdin=subprocess.DEVNULL,
@@ -106,6 +113,18 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     """Afterwards no process and no temporary folder of any launcher is left."""
     launches = Launches(tmp_path)
     yield launches
+    _end(launches)
+
+
+@pytest.fixture
+def warm_launches(tmp_path: Path, warm_python: WarmPython) -> Iterator[Launches]:
+    """For workers that need torch, where it is not their starting and ending that is looked at."""
+    launches = Launches(tmp_path, warm_python)
+    yield launches
+    _end(launches)
+
+
+def _end(launches: Launches) -> None:
     for process in launches.started:
         process.kill()
         process.communicate()
@@ -114,4 +133,4 @@ def launches(tmp_path: Path) -> Iterator[Launches]:
     for process in left:
         process.send_signal(signal.SIGKILL)
     assert names == []
-    assert list(tmp_path.glob("disttrain-*")) == []
+    assert list(launches.folder.glob("disttrain-*")) == []

@@ -73,26 +73,26 @@ def test_when_the_launcher_is_killed_the_rings_are_kept(launches: Launches) -> N
     assert [len(dump.records) for dump in analyze(folder).dumps] == [1, 1]
 
 
-def test_what_an_exception_says_is_on_the_screen_and_not_in_the_event_log(launches: Launches) -> None:
-    script = launches.script("""
+def test_what_an_exception_says_is_on_the_screen_and_not_in_the_event_log(warm_launches: Launches) -> None:
+    script = warm_launches.script("""
         import disttrain, torch
         disttrain.init_process_group(timeout=100)
         if disttrain.get_rank():
             raise ValueError("password")
         disttrain.all_reduce(torch.ones(4))
     """)
-    ended = launches.run("--nproc-per-node", "2", "--log-dir", "logs", script)
+    ended = warm_launches.run("--nproc-per-node", "2", "--log-dir", "logs", script)
     assert "it ended with ValueError (password)" in ended.stderr
-    text = (launches.folder / "logs" / "events.jsonl").read_text()
+    text = (warm_launches.folder / "logs" / "events.jsonl").read_text()
     assert "password" not in text
     (verdict,) = [one for one in map(json.loads, text.splitlines()) if one["event"] == "verdict"]
     assert (verdict["kind"], verdict["ranks"], verdict["cause"]) == ("rank_absent", [1], "raised")
-    assert verdict["dumps"] == str(launches.folder / "logs" / "flight")
+    assert verdict["dumps"] == str(warm_launches.folder / "logs" / "flight")
 
 
-def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(launches: Launches) -> None:
-    (launches.folder / "file").touch()
-    script = launches.script("""
+def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(warm_launches: Launches) -> None:
+    (warm_launches.folder / "file").touch()
+    script = warm_launches.script("""
         import disttrain, signal, sys, time
         disttrain.init_process_group(timeout=100)
         if disttrain.get_rank():
@@ -100,8 +100,8 @@ def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(launches: Launche
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
         time.sleep(100)
     """)
-    dumps = str(launches.folder / "file" / "dumps")
-    ended = launches.run("--nproc-per-node", "2", script, DISTTRAIN_FLIGHT_DIR=dumps)
+    dumps = str(warm_launches.folder / "file" / "dumps")
+    ended = warm_launches.run("--nproc-per-node", "2", script, DISTTRAIN_FLIGHT_DIR=dumps)
     assert ended.exit_code == 3
     assert "[rank 0] saved" in ended.stderr
 
@@ -131,36 +131,36 @@ def _kept(launches: Launches) -> list[Path]:
     return sorted(launches.folder.glob("disttrain-*"))
 
 
-def test_without_logs_a_job_that_fails_has_a_verdict_too_and_its_dumps_are_kept(launches: Launches) -> None:
-    ended = launches.run("--nproc-per-node", "2", launches.script(RAISING), "raise")
+def test_without_logs_a_job_that_fails_has_a_verdict_too_and_its_dumps_are_kept(warm_launches: Launches) -> None:
+    ended = warm_launches.run("--nproc-per-node", "2", warm_launches.script(RAISING), "raise")
     assert ended.exit_code == 1
     assert "disttrain-launch: flight recorder: Rank 1 did not come to all_reduce #2 of group world" in ended.stderr
     assert "it ended with ValueError (bad batch)" in ended.stderr
-    (folder,) = _kept(launches)
+    (folder,) = _kept(warm_launches)
     assert f"more: disttrain-flight {folder}\n" in ended.stderr
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [dump.rank for dump in analyze(folder).dumps] == [0, 1]
     shutil.rmtree(folder)
 
 
-def test_of_a_job_that_ends_well_nothing_is_left(launches: Launches) -> None:
-    ended = launches.run("--nproc-per-node", "2", launches.script(RAISING))
+def test_of_a_job_that_ends_well_nothing_is_left(warm_launches: Launches) -> None:
+    ended = warm_launches.run("--nproc-per-node", "2", warm_launches.script(RAISING))
     assert (ended.exit_code, ended.stderr) == (0, "")
-    assert _kept(launches) == []
+    assert _kept(warm_launches) == []
 
 
-def test_dumps_that_were_asked_for_are_kept(launches: Launches) -> None:
-    process = launches.start("--nproc-per-node", "2", launches.script(RAISING), "stay")
-    launches.ready(process, 2)
+def test_dumps_that_were_asked_for_are_kept(warm_launches: Launches) -> None:
+    process = warm_launches.start("--nproc-per-node", "2", warm_launches.script(RAISING), "stay")
+    warm_launches.ready(process, 2)
     process.send_signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + 30
-    while len(list(launches.folder.glob("disttrain-*/flight/*.flight"))) < 2:
+    while len(list(warm_launches.folder.glob("disttrain-*/flight/*.flight"))) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)  # a process that dumps tells nobody
     process.send_signal(signal.SIGTERM)
-    ended = launches.end(process)
+    ended = warm_launches.end(process)
     assert ended.exit_code == 128 + signal.SIGTERM
-    (folder,) = _kept(launches)
+    (folder,) = _kept(warm_launches)
     assert (
         f"flight recorder: there are dumps from while the job ran.\n    more: disttrain-flight {folder}" in ended.stderr
     )

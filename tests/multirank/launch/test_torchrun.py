@@ -27,10 +27,12 @@ def torchrun(folder: Path, *flags: str, script: str) -> subprocess.CompletedProc
     )
 
 
-def test_ranks_meet_in_a_store_with_a_token_of_its_own(tmp_path: Path) -> None:
+def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_again(tmp_path: Path) -> None:
     ended = torchrun(
         tmp_path,
         "--standalone",
+        "--max-restarts",
+        "1",
         script="""
             import os
             import torch
@@ -39,10 +41,13 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own(tmp_path: Path) -> None:
             from disttrain.store import TCPStore
 
             assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             for _ in range(2):
                 disttrain.init_process_group(timeout=60)
                 total = torch.tensor([disttrain.get_rank() + 1.0])
                 disttrain.all_reduce(total)
+                if attempt == "0" and disttrain.get_rank() == 1:
+                    os._exit(3)
                 opened = disttrain.current_world()._owned_store
                 try:
                     TCPStore(opened.host, opened.port, timeout=5, wait_for_workers=False).get("anything")
@@ -50,30 +55,7 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own(tmp_path: Path) -> None:
                     locked = True
                 disttrain.barrier()
                 disttrain.destroy_process_group()
-            print(f"{total.item()} {locked}\\n", end="", flush=True)
+            print(f"attempt {attempt} {total.item()} {locked}\\n", end="", flush=True)
         """,
     )
-    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["3.0 True"] * 2), ended.stderr
-
-
-def test_workers_that_torchrun_starts_again_meet_again(tmp_path: Path) -> None:
-    ended = torchrun(
-        tmp_path,
-        "--standalone",
-        "--max-restarts",
-        "1",
-        script="""
-            import os
-            import disttrain
-
-            disttrain.init_process_group(timeout=60)
-            disttrain.barrier()
-            attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            if attempt == "0" and disttrain.get_rank() == 1:
-                os._exit(3)
-            disttrain.barrier()
-            print(f"attempt {attempt}\\n", end="", flush=True)
-            disttrain.destroy_process_group()
-        """,
-    )
-    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["attempt 1"] * 2), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["attempt 1 3.0 True"] * 2), ended.stderr

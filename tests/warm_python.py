@@ -1,0 +1,238 @@
+"""Scripts in processes of their own without the seconds that torch takes to load: forked from a Python that has it.
+
+That Python has one thread and has computed nothing. A script begins with its own arguments, variables, folder and
+streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit. Whoever knows the address may
+ask for one.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import runpy
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+_REQUEST_BYTES = 1 << 20
+_NUM_STREAMS = 3
+
+
+class Script:
+    """One that runs: what of subprocess.Popen is needed here. `streams`: our ends of its pipes, where there are any."""
+
+    def __init__(self, python: WarmPython, pid: int, streams: Sequence[IO[str]] = ()) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = streams or (None, None, None)
+        self._python = python
+        self._process = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._returncode(0.0)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, or minus the signal that ended it. Raises: subprocess.TimeoutExpired."""
+        returncode = self._returncode(timeout_s)
+        if returncode is None:
+            raise subprocess.TimeoutExpired(f"script {self.pid}", timeout_s)
+        return returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, number)
+
+    def close(self) -> None:
+        """Kill it, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+        self.wait(timeout_s=10.0)
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+    def _returncode(self, timeout_s: float) -> int | None:
+        if self.returncode is None and select.select([self._process], [], [], timeout_s)[0]:
+            self.returncode = os.waitstatus_to_exitcode(self._python.ask({"wait": self.pid}))
+            os.close(self._process)
+        return self.returncode
+
+
+class WarmPython:
+    """The Python that listens at `address`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(f"\0{address}")
+
+    def start(self, script: Path, *arguments: str, environ: Mapping[str, str]) -> Script:
+        """Run it with pipes as streams, and with these variables alone."""
+        pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
+        theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
+        try:
+            pid = self.fork((str(script), *arguments), environ, theirs)
+        finally:
+            for stream in theirs:
+                os.close(stream)
+        ours = (os.fdopen(pipes[0][1], "w"), os.fdopen(pipes[1][0]), os.fdopen(pipes[2][0]))
+        return Script(self, pid, ours)
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        streams: Sequence[int],
+        *,
+        leads_session: bool = False,
+    ) -> int:
+        """The pid of what `python *arguments` would run: a script or, behind -m, a module; perhaps with -u before."""
+        request = {"arguments": arguments, "environ": dict(environ), "folder": os.getcwd(), "leads": leads_session}
+        return self.ask(request, streams)
+
+    def find(self, variables: Mapping[str, str]) -> int:
+        """The pid of the script that was started last with such variables."""
+        return self.ask({"find": dict(variables)})
+
+    def ask(self, request: Mapping[str, object], streams: Sequence[int] = ()) -> int:
+        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
+        return int(self._socket.recv(_REQUEST_BYTES))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def warm_python() -> Iterator[WarmPython]:
+    """One for as long as this is open; then it and all its scripts end."""
+    address = f"disttrain-tests-{secrets.token_hex(8)}"
+    ours, theirs = socket.socketpair()
+    with ours, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno())],
+            stdin=listener,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]),
+            },
+        )
+        theirs.close()
+        python = WarmPython(address)
+        yield python
+        python.close()
+    process.wait()
+
+
+class _Server:
+    """Forks a script for each request, until its owner has gone."""
+
+    def __init__(self, owner: socket.socket, listener: socket.socket) -> None:
+        self._owner, self._listener = owner, listener
+        self._asking: list[socket.socket] = []
+        self._scripts: dict[int, dict[str, str]] = {}
+        """Their variables, by pid; those of the last ones last."""
+
+    def serve(self) -> dict[str, Any]:
+        """Returns in each script's process alone, with what was asked."""
+        while True:
+            ready = select.select([self._owner, self._listener, *self._asking], [], [])[0]
+            for one in ready:
+                if one is self._owner:
+                    self._end()
+                elif one is self._listener:
+                    self._asking.append(one.accept()[0])
+                elif (request := self._answer(one)) is not None:
+                    return request
+
+    def _answer(self, asking: socket.socket) -> dict[str, Any] | None:
+        data, streams, _, _ = socket.recv_fds(asking, _REQUEST_BYTES, _NUM_STREAMS)
+        if not data:
+            self._asking.remove(asking)
+            asking.close()
+            return None
+        request: dict[str, Any] = json.loads(data)
+        if "wait" in request:
+            answer = os.waitpid(request["wait"], 0)[1]
+            del self._scripts[request["wait"]]
+        elif "find" in request:
+            wanted = request["find"].items()
+            answer = [pid for pid, environ in self._scripts.items() if wanted <= environ.items()][-1]
+        else:
+            answer = os.fork()
+            if answer == 0:
+                for one in (self._owner, self._listener, *self._asking):
+                    one.close()
+                return {**request, "streams": streams}
+            self._scripts[answer] = request["environ"]
+        for stream in streams:
+            os.close(stream)
+        with suppress(BrokenPipeError):
+            asking.sendall(str(answer).encode())
+        return None
+
+    def _end(self) -> None:
+        for pid in self._scripts:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        sys.exit()
+
+
+def _load() -> None:
+    """What scripts would load. Not at the top: who asks needs none of it."""
+    import torch
+
+    import disttrain.checkpoint
+    import disttrain.dtensor
+    import disttrain.fsdp2
+    import disttrain.process_group
+    import disttrain.tp  # noqa: F401
+
+    torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # What is loaded stays: a script's collections, and those at its end, would copy all of it.
+
+
+def _run(request: dict[str, Any]) -> None:
+    """As `python *arguments` does."""
+    if request["leads"]:
+        os.setsid()
+    for number, stream in enumerate(request["streams"]):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    tempfile.tempdir = None  # TMPDIR is the script's own
+    arguments = request["arguments"]
+    if arguments[0] == "-u":
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
+        arguments = arguments[1:]
+    if arguments[0] == "-m":
+        sys.path[0], sys.argv = os.getcwd(), arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0], sys.argv = str(Path(arguments[0]).parent), arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _load()
+    _run(_Server(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))).serve())
