@@ -17,10 +17,10 @@ def without_warning(pattern: str, call: Callable[[], None]) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", pattern)
-        _Translated.apply(call)
+        _Translated.apply(call)  # type: ignore[no-untyped-call]
 
 
 class _Translated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Callable[[], None]) -> None:  # type: ignore[override]
+    def forward(ctx: Any, call: Callable[[], None]) -> None:
         call()
