@@ -53,8 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/checkpoint"), help="folder of the saves")
     out = parser.parse_args().out
-    if out.exists():
-        sys.exit(f"checkpoint: --out {out} is there already. Remove it, or name another folder.")
+    if any(out.glob("step-*")):
+        sys.exit(f"checkpoint: --out {out} has saves in it. Remove them, or name another folder.")
     disttrain.init_process_group()
     size, device = disttrain.get_world_size(), disttrain.current_world().device
     num_tp = 2 if size % 2 == 0 else 1
