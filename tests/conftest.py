@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import getpass
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Every core has several tests and ranks: with a second thread each, they burn their time waiting for one another. It is
 # read when torch is loaded, and inherited.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Of Inductor it is tested what it makes of our operators. Without vectors its C++ compiles in two thirds of the time,
+# and it need not try out, in six seconds, what the processor and the compiler can do.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
@@ -74,14 +80,22 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What jobs leave that fail on purpose goes with pytest's own folders."""
-    earlier, earlier_folder = os.environ.get("TMPDIR"), tempfile.tempdir
-    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
-    yield
-    tempfile.tempdir = earlier_folder
-    os.environ.pop("TMPDIR")
-    if earlier is not None:
-        os.environ["TMPDIR"] = earlier
+    """What jobs leave that fail on purpose goes with pytest's own folders, and so does what Inductor compiles.
+
+    All workers of a run have one cache, and lock what they make in it. An earlier run's would hold graphs of operators
+    that have changed since.
+    """
+    own, base = tmp_path_factory.mktemp("t"), tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
+    cache.mkdir(exist_ok=True)
+    with suppress(KeyError, OSError):  # a user without a name
+        # Compiled headers lie below the folder for temporary files, wherever the cache does.
+        (own / f"torchinductor_{getpass.getuser()}").symlink_to(cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        patch.setenv("TMPDIR", str(own))
+        patch.setattr(tempfile, "tempdir", str(own))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,18 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Feeding(nn.Module):
+    """A residual path: half of a decoder's block, for what is dear."""
+
+    def __init__(self, dim: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.mlp = GatedMLP(dim, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.mlp_norm(x))
+
+
 class Attention(nn.Module):
     """With fewer heads for keys and values than for queries, if wanted."""
 
@@ -74,10 +86,17 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head; the first and the last may share their matrix."""
 
-    def __init__(self, vocab: int = 16, dim: int = 8, num_blocks: int = 2, tied: bool = False) -> None:
+    def __init__(
+        self,
+        vocab: int = 16,
+        dim: int = 8,
+        num_blocks: int = 2,
+        tied: bool = False,
+        block: Callable[[int], nn.Module] = Block,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
@@ -106,6 +125,11 @@ def block_plan(head_dim: int, *, sequence: bool, prefix: str = "") -> dict[str, 
             plan[f"{name}_norm"] = SequenceParallel()
             plan[name] = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return {prefix + name: style for name, style in plan.items()}
+
+
+def feeding_plan(*, sequence: bool, prefix: str = "") -> dict[str, ParallelStyle]:
+    """How a Feeding is cut."""
+    return {name: style for name, style in block_plan(2, sequence=sequence, prefix=prefix).items() if "mlp" in name}
 
 
 def decoder_plan(head_dim: int, *, sequence: bool) -> dict[str, ParallelStyle]:

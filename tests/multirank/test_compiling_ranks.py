@@ -17,23 +17,27 @@ from disttrain.dtensor import DTensor
 from disttrain.errors import CompileError
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.tp_cases import Decoder, decoder_plan
+from tests.tp_cases import Decoder, Feeding, decoder_plan
 
 
 def compiled(model: Decoder) -> None:
     compile_blocks(model, backend="aot_eager")
 
 
+def mesh() -> disttrain.DeviceMesh:
+    return disttrain.init_device_mesh("cpu", (2, disttrain.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+
+
 def sharded(model: Decoder) -> None:
-    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    data_ranks = mesh()["dp"]
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=data_ranks)
+    fully_shard(model, mesh=data_ranks)
 
 
 def cut(model: Decoder) -> None:
-    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    tp.parallelize_module(model, mesh, decoder_plan(2, sequence=True))
+    plan = {name: style for name, style in decoder_plan(2, sequence=True).items() if ".attention" not in name}
+    tp.parallelize_module(model, mesh()["tp"], plan)
 
 
 def wrapped(model: Decoder) -> None:
@@ -42,39 +46,45 @@ def wrapped(model: Decoder) -> None:
 
 
 STEPS = {step.__name__: step for step in (compiled, sharded, cut, wrapped)}
-# What is sharded can neither be cut nor wrapped afterwards.
-ORDERS = [
-    " ".join([*parts[:place], "compiled", *parts[place:]])
-    for parts in (["sharded"], ["cut"], ["cut", "sharded"], ["wrapped", "sharded"])
-    for place in range(len(parts) + 1)
-]
 
 
-def check(model: Decoder, reference: Decoder, num_parts: int) -> None:
-    """Gradients of two steps; each of `num_parts` takes rows of its own, and their gradients are averaged."""
+def orders(*steps: str) -> list[str]:
+    """Compiling comes before, between or after; what is sharded can neither be cut nor wrapped afterwards."""
+    return [" ".join([*steps[:place], "compiled", *steps[place:]]) for place in range(len(steps) + 1)]
+
+
+def check(order: str, reference: Decoder) -> None:
+    """Gradients of two steps; each half takes rows of its own, and their gradients are averaged."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = copy.deepcopy(reference)
+    for name in order.split():
+        STEPS[name](model)
     rows = torch.arange(4 * 8).reshape(4, 8) % 16
-    own = rows.chunk(num_parts)[disttrain.get_rank() // 2 % num_parts]
+    own = rows.chunk(2)[mesh()["dp"].get_local_rank()]
     for _ in range(2):
         model(own).sin().mean().backward()
         reference(rows).sin().mean().backward()
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         grad = parameter.grad
         torch.testing.assert_close(grad.full_tensor() if isinstance(grad, DTensor) else grad, expected.grad)
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
 @pytest.mark.timeout(110)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", orders("cut", "sharded"))
 @on_ranks(4, timeout_s=100)
-def test_any_order(order: str) -> None:
-    torch._dynamo.reset()
-    counters.clear()
+def test_cut_and_sharded_in_any_order(order: str) -> None:
     torch.manual_seed(0)
-    reference = Decoder(num_blocks=3).double()
-    model = copy.deepcopy(reference)
-    for name in order.split():
-        STEPS[name](model)
-    check(model, reference, num_parts=2 if "sharded" in order else 1)
-    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+    check(order, Decoder(num_blocks=3, block=Feeding).double())
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("order", orders("wrapped", "sharded"))
+@on_ranks(2, timeout_s=100)
+def test_wrapped_and_sharded_in_any_order(order: str) -> None:
+    torch.manual_seed(0)
+    check(order, Decoder(num_blocks=3).double())
 
 
 @on_ranks(2)

@@ -69,10 +69,22 @@ def assert_near(found: torch.Tensor, wished: torch.Tensor, tolerance: float) -> 
     assert (found - wished).norm() <= tolerance * wished.norm()
 
 
+RECIPES = pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+
+
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_sharded_model_trains_as_a_whole_one(recipe: str, is_compiled: bool) -> None:
+@RECIPES
+def test_a_sharded_model_trains_as_a_whole_one(recipe: str) -> None:
+    check_sharded(recipe, is_compiled=False)
+
+
+@on_ranks(2)
+@RECIPES
+def test_a_compiled_sharded_model_trains_as_a_whole_one(recipe: str) -> None:
+    check_sharded(recipe, is_compiled=True)
+
+
+def check_sharded(recipe: str, *, is_compiled: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     whole = quietly(Model(), recipe)
@@ -164,9 +176,23 @@ PLAN = {"blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(), "b
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_cut_layers_and_cut_ones_sharded(recipe: str, is_compiled: bool) -> None:
+@RECIPES
+def test_cut_layers_and_cut_ones_sharded(recipe: str) -> None:
+    check_cut(recipe, is_compiled=False)
+
+
+@on_ranks(2)
+@RECIPES
+def test_compiled_cut_layers(recipe: str) -> None:
+    check_cut(recipe, is_compiled=True)
+
+
+@on_ranks(4)
+def test_compiled_cut_layers_sharded() -> None:
+    check_cut("tensorwise", is_compiled=True)
+
+
+def check_cut(recipe: str, *, is_compiled: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     whole = Model(width=64)

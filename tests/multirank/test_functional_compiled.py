@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 
 import disttrain
@@ -43,14 +42,13 @@ def chained(tensor: torch.Tensor) -> Outputs:
 
 
 @on_ranks(2, timeout_s=110)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_values_are_those_of_the_program_as_written(backend: str) -> None:
+def test_values_are_those_of_the_program_as_written() -> None:
     rank = disttrain.get_rank()
     for function in (overwritten, aliased, chained):
         torch._dynamo.reset()
         # Outside of graphs the input belongs to the collective until the result is waited for.
         recorded = torch.compile(function, backend="eager", fullgraph=True)
-        compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+        compiled = torch.compile(function, fullgraph=True, dynamic=True)
         for num_rows in (4, 6):
             given = torch.arange(3.0 * num_rows).view(num_rows, 3) + rank
             expected, found = ([F.wait_tensor(each) for each in run(given.clone())] for run in (recorded, compiled))
@@ -72,7 +70,7 @@ class Recorder:
         assert error is None
 
 
-def calls(function: Callable[[torch.Tensor], torch.Tensor], rank: int, backend: str) -> list[str]:
+def calls(function: Callable[[torch.Tensor], torch.Tensor], rank: int) -> list[str]:
     """What a rank calls, in order, and lets nothing lie about."""
     torch._dynamo.reset()
     recorder = Recorder()
@@ -80,15 +78,14 @@ def calls(function: Callable[[torch.Tensor], torch.Tensor], rank: int, backend: 
     with entered_world(world):
         world.add_observer(recorder)
         # This pass of Inductor's forgets the order of effects; graphs that differ among ranks must do without it.
-        options = {"reorder_for_peak_memory": False} if backend == "inductor" else None
-        torch.compile(function, backend=backend, fullgraph=True, options=options)(torch.ones(4, 4))
+        options = {"reorder_for_peak_memory": False}
+        torch.compile(function, fullgraph=True, options=options)(torch.ones(4, 4))
         assert not world._pending
     return recorder.names
 
 
 @on_ranks(1, timeout_s=110)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_ranks_with_different_graphs_call_the_same_in_the_same_order(backend: str) -> None:
+def test_ranks_with_different_graphs_call_the_same_in_the_same_order() -> None:
     def of_rank(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def step(tensor: torch.Tensor) -> torch.Tensor:
             total = F.all_reduce(tensor @ tensor.sin() if rank else tensor, "sum")
@@ -100,4 +97,4 @@ def test_ranks_with_different_graphs_call_the_same_in_the_same_order(backend: st
         return step
 
     expected = ["all_reduce", "all_gather_into_tensor", "broadcast"]
-    assert [calls(of_rank(rank), rank, backend) for rank in range(2)] == [expected] * 2
+    assert [calls(of_rank(rank), rank) for rank in range(2)] == [expected] * 2

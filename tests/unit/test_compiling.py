@@ -97,7 +97,7 @@ def test_a_graph_for_each_kind_and_not_for_each_number() -> None:
     flags = [False, True] * 10
     model, x = Stack(flags), torch.ones(3, 4, requires_grad=True)
     expected = model(x)
-    found = compile_blocks(model, backend="aot_eager")
+    found = compile_blocks(model, backend="eager")
     assert [len(kind.paths) for kind in found.kinds] == [10, 10]
     torch.testing.assert_close(model(x), expected)
     assert num_graphs() == 2
@@ -111,7 +111,7 @@ def test_a_graph_for_each_kind_and_not_for_each_number() -> None:
 def test_more_kinds_than_dynamo_keeps_graphs_for_one_function() -> None:
     sizes = range(1, 2 * torch._dynamo.config.recompile_limit)
     model = nn.ModuleList(nn.ModuleList(Block(size) for _ in range(2)) for size in sizes)
-    found = compile_blocks(model, backend="aot_eager")
+    found = compile_blocks(model, backend="eager")
     assert len(found.kinds) == len(sizes)
     for pair, size in zip(model, sizes, strict=True):
         for block in pair:
@@ -306,7 +306,7 @@ def test_a_block_s_own_forward_is_what_is_compiled(kind: str) -> None:
     model = with_own_forwards(kind)
     x = torch.ones(2, 4, requires_grad=True)
     wished = model(x)
-    found = compile_blocks(model, backend="aot_eager")
+    found = compile_blocks(model, backend="eager")
     torch.testing.assert_close(model(x), wished)
     assert len(found.kinds) == (3 if kind == "function" else 1)
     if kind.startswith("method"):
@@ -317,5 +317,5 @@ def test_one_block_with_a_forward_of_its_own_is_of_another_kind() -> None:
     model = nn.Sequential(*(Block(4) for _ in range(3)))
     model[1].forward = MethodType(twice, model[1])
     wished = model(torch.ones(2, 4))
-    assert [kind.paths for kind in compile_blocks(model, backend="aot_eager").kinds] == [("0", "2"), ("1",)]
+    assert [kind.paths for kind in compile_blocks(model, backend="eager").kinds] == [("0", "2"), ("1",)]
     torch.testing.assert_close(model(torch.ones(2, 4)), wished)
