@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from disttrain.testing import RankPool
 from tests.llama_cases import SMALL, losses, trained, write_text
 
-RUN = (*SMALL, "--steps", "4", "--eval-every", "4", "--sample", "2")
+RUN = (*SMALL, "--steps", "3", "--eval-every", "3", "--sample", "2")
 MESHES = {
     "dp=4": ("--microbatches", "2", "--reduce-each"),
     "tp=4": ("--recompute",),
@@ -27,7 +28,6 @@ MESHES = {
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
-    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "intermediate_size": 64,
@@ -36,6 +36,8 @@ MODEL = {
     "rms_norm_eps": 1e-5,
 }
 """With a vocabulary that no mesh divides, and fewer heads of keys and values than tp has ranks."""
+NUM_STAGES = {"pp=4": 4, "dp=2,tp=2,pp=2": 4, "pp=2,replicate=2,dp=2": 4}
+"""Each has a layer; where there are fewer there are two layers."""
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +45,42 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("llama") / "text")
 
 
-@pytest.fixture(scope="module")
-def run_flags(text: Path) -> list[str]:
-    model = text.parent / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
-    return [*RUN, "--model", str(model), "--save-every", "0", "--data", str(text)]
+Run = Callable[..., dict[str, list[float]]]
 
 
 @pytest.fixture(scope="module")
-def alone(rank_pool: RankPool, text: Path, run_flags: list[str]) -> dict[str, list[float]]:
-    """The losses of one process."""
-    out = text.parent / "alone"
-    rank_pool.run(1, trained, {"arguments": [*run_flags, "--out", str(out)]})
-    found = losses(out)
-    assert found["held_out_loss"][-1] < found["held_out_loss"][0] - 0.3
+def run(rank_pool: RankPool, text: Path) -> Run:
+    """Runs the example, and gives its losses."""
+
+    def losses_of(num_layers: int, num_ranks: int, out: Path, *flags: str) -> dict[str, list[float]]:
+        model = text.parent / f"model-{num_layers}"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": num_layers}))
+        paths = ("--model", str(model), "--data", str(text), "--out", str(out))
+        rank_pool.run(num_ranks, trained, {"arguments": [*RUN, *paths, "--save-every", "0", *flags]}, timeout_s=100)
+        return losses(out)
+
+    return losses_of
+
+
+@pytest.fixture(scope="module")
+def alone(run: Run, text: Path) -> dict[int, dict[str, list[float]]]:
+    """The losses of one process, by the number of layers."""
+    found = {num_layers: run(num_layers, 1, text.parent / f"alone-{num_layers}") for num_layers in (2, 4)}
+    for losses_of_one in found.values():
+        assert losses_of_one["held_out_loss"][-1] < losses_of_one["held_out_loss"][0] - 0.3
     return found
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_meshes_follow_a_single_process(
-    rank_pool: RankPool, run_flags: list[str], tmp_path: Path, alone: dict[str, list[float]], mesh: str
+    run: Run, tmp_path: Path, alone: dict[int, dict[str, list[float]]], mesh: str
 ) -> None:
-    flags = [*run_flags, "--out", str(tmp_path), "--mesh", mesh, *MESHES[mesh]]
     num_ranks = math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
-    rank_pool.run(num_ranks, trained, {"arguments": flags}, timeout_s=100)
-    found = losses(tmp_path)
-    assert len(found["loss"]) == 4
-    for name, expected in alone.items():
+    num_layers = NUM_STAGES.get(mesh, 2)
+    found = run(num_layers, num_ranks, tmp_path, "--mesh", mesh, *MESHES[mesh])
+    assert len(found["loss"]) == 3
+    for name, expected in alone[num_layers].items():
         assert found[name] == pytest.approx(expected, rel=1e-12, abs=0)
 
 
@@ -78,7 +88,7 @@ def test_all_meshes_follow_a_single_process(
 def saved(rank_pool: RankPool, text: Path) -> Path:
     """A whole run on one mesh, with a save half-way, and its weights in Hugging Face's form."""
     out = text.parent / "saved"
-    flags = [*SMALL, "--steps", "6", "--save-every", "3", "--eval-every", "6", "--sample", "0", "--data", str(text)]
+    flags = [*SMALL, "--steps", "4", "--save-every", "2", "--eval-every", "4", "--sample", "0", "--data", str(text)]
     flags += ["--mesh", "dp=2,tp=2", "--out", str(out), "--export", str(text.parent / "exported")]
     rank_pool.run(4, trained, {"arguments": flags}, timeout_s=100)
     return out
@@ -97,14 +107,14 @@ def test_a_save_goes_on_on_any_mesh_as_if_nothing_had_happened(
 ) -> None:
     out = tmp_path / "resumed"
     shutil.copytree(saved, out)
-    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
     arguments = ["--resume", "--out", str(out), "--sample", "0", *flags]
     rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=100)
     undisturbed, resumed = losses(saved), losses(out)
-    assert len(resumed["loss"]) == 6
+    assert len(resumed["loss"]) == 4
     for name, expected in undisturbed.items():
         assert resumed[name] == pytest.approx(expected, rel=tolerance, abs=0)
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_weights_that_were_exported_are_those_that_were_trained(

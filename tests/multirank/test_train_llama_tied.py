@@ -18,7 +18,7 @@ from disttrain.testing.pytest_plugin import on_ranks
 from tests.llama_cases import SIZES, losses, trained, write_text
 
 RUN = ("--model", f"{SIZES},is_tied=true", "--seq", "16", "--batch", "16", "--lr", "0.01", "--seed", "1")
-RUN += ("--dtype", "fp64", "--steps", "6", "--eval-every", "6", "--sample", "0")
+RUN += ("--dtype", "fp64", "--steps", "4", "--eval-every", "4", "--sample", "0")
 MESHES = {
     "pp=2": (),
     "pp=4": ("--recompute",),
@@ -43,7 +43,7 @@ def run(rank_pool: RankPool, mesh: str, out: Path, *flags: str) -> dict[str, lis
 def alone(rank_pool: RankPool, text: Path) -> Path:
     """One process, with a save half-way."""
     out = text.parent / "alone"
-    found = run(rank_pool, "dp=1", out, *RUN, "--data", str(text), "--save-every", "3")
+    found = run(rank_pool, "dp=1", out, *RUN, "--data", str(text), "--save-every", "2")
     assert found["held_out_loss"][-1] < found["held_out_loss"][0] - 0.3
     return out
 
@@ -52,7 +52,7 @@ def alone(rank_pool: RankPool, text: Path) -> Path:
 def piped(rank_pool: RankPool, text: Path) -> Path:
     """A pipeline, with a save half-way."""
     out = text.parent / "piped"
-    run(rank_pool, "pp=2", out, *RUN, "--data", str(text), "--save-every", "3")
+    run(rank_pool, "pp=2", out, *RUN, "--data", str(text), "--save-every", "2")
     return out
 
 
@@ -61,7 +61,7 @@ def test_pipelines_follow_a_single_process(
     rank_pool: RankPool, text: Path, alone: Path, tmp_path: Path, mesh: str
 ) -> None:
     found = run(rank_pool, mesh, tmp_path, *RUN, *MESHES[mesh], "--data", str(text), "--save-every", "0")
-    assert len(found["loss"]) == 6
+    assert len(found["loss"]) == 4
     for name, expected in losses(alone).items():
         assert found[name] == pytest.approx(expected, rel=1e-12, abs=0)
 
@@ -72,9 +72,9 @@ def test_a_save_goes_on_with_and_without_a_pipeline(
 ) -> None:
     out = tmp_path / "resumed"
     shutil.copytree(request.getfixturevalue(saved), out)
-    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
     found = run(rank_pool, mesh, out, "--resume", "--sample", "0")
-    assert len(found["loss"]) == 6
+    assert len(found["loss"]) == 4
     for name, expected in losses(alone).items():
         assert found[name] == pytest.approx(expected, rel=1e-12, abs=0)
 
