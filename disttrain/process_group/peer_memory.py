@@ -1,15 +1,15 @@
 """Exchanges between GPUs of one host by their copy engines, which leave all cores to what is computed meanwhile.
 
 NCCL's kernels need cores of the GPU, and a matrix product takes them all: launched together, one waits for the other.
-Each rank has a piece of memory that the others can address. Two halves of it take turns, so that one barrier on the
-stream per exchange is enough: whoever has come to the next one has finished with the last.
+Each rank has a piece of memory that the others can address, and write to. Two halves of it take turns, so that barriers
+on the stream after the writing are enough: whoever has come to the next one has finished with the last.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,33 +55,46 @@ class PeerMemory:
         self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * half_bytes, self._device)
         self._half_bytes = half_bytes
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> list[Wait]:
-        """Begin to copy the other ranks' contiguous tensors like `own` to `parts` (group_size, *own.shape), whose own
-        place is left alone and whose others may lie apart along the first dim.
+    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copy all ranks' contiguous tensors like `own` to `parts` (group_size, *own.shape), which may lie apart along
+        the first dim.
 
-        The [step]-th result waits for the part of the rank so many places after this one.
+        Yields each rank with its part, once the current stream is ordered after it: this rank's first, the nearest
+        before it next. These stay until the loop is over; `parts` is filled then, and `own` may change.
         """
-        group, size = self._group, self._group.group_size
-        waits: list[Wait] = [lambda: None]
+        group, rank, size = self._group, self._group.group_rank, self._group.group_size
+        device, shape = self._device, (size, *own.shape)
+        offset = self._begin(size * own.nbytes)
+        memory, copies = self._shared, self._copies
+        came = memory.of(rank, shape, own.dtype, offset)
+        sent: list[torch.cuda.Event] = []
 
         def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
-            offset = self._begin(input.nbytes)
-            memory, rank = self._shared, group.group_rank
-            memory.of(rank, input.shape, input.dtype, offset).copy_(input)
-            memory.barrier(group.timeout_s)
-            self._copies.wait_stream(torch.cuda.current_stream(self._device))
+            copies.wait_stream(torch.cuda.current_stream(device))
             # Also if what is computed meanwhile fails, and nobody waits.
-            output.record_stream(self._copies)
-            with torch.cuda.stream(self._copies):
+            input.record_stream(copies)
+            output.record_stream(copies)
+            with torch.cuda.stream(copies):
                 for step in range(1, size):
-                    source = (rank + step) % size
-                    copy_blocks(output[source], memory.of(source, input.shape, input.dtype, offset))
-                    self._ended = _recorded(self._copies)
-                    waits.append(self._ended.wait)
-            return _OnStream(waits[-1])
+                    memory.of((rank + step) % size, shape, input.dtype, offset)[rank].copy_(input, non_blocking=True)
+                    sent.append(_recorded(copies))
+                copy_blocks(output[rank], input)
+            return _OnStream(sent[-1].wait)
 
         issue(group, "all_gather_into_tensor", run, (parts, own), (own,), (parts,), True)
-        return waits
+        yield rank, own
+        for step, event in enumerate(sent, 1):
+            source, stream = (rank - step) % size, torch.cuda.current_stream(device)
+            stream.wait_event(event)
+            memory.barrier(group.timeout_s)
+            has_come = _recorded(stream)
+            yield source, came[source]
+            # On the GPU's cores, as copies within its memory are: behind a product, it takes those that this leaves.
+            copies.wait_event(has_come)
+            with torch.cuda.stream(copies):
+                copy_blocks(parts[source], came[source])
+        torch.cuda.current_stream(device).wait_stream(copies)
+        self.end()
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> PeerSum:
         """Begin a sum of all ranks' terms of this shape, one for each rank."""
@@ -126,11 +139,6 @@ class PeerSum:
         self._terms = memory.of(group.group_rank, (group.group_size, *shape), dtype, offset)
         self._sent: list[torch.Tensor] = []
 
-    @property
-    def own(self) -> torch.Tensor:
-        """Where this rank's term of its own sum has to be written."""
-        return self._terms[self._group.group_rank]
-
     def send(self, target: int, term: torch.Tensor) -> None:
         """Begin to copy `term`, which may lie apart along its first dim, to group rank `target`, once the current
         stream has come here."""
@@ -142,18 +150,15 @@ class PeerSum:
         term.record_stream(self._copies)
         self._sent.append(term)
 
-    def finish(self) -> torch.Tensor:
-        """This rank's sum, on the current stream."""
+    def finish(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's sum, on the current stream. `own` is its own term, which may lie apart along its first dim."""
         group, stream = self._group, torch.cuda.current_stream(self._terms.device)
         total = self._terms.new_empty(self._shape)
 
         def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
             stream.wait_stream(self._copies)
             self._memory.barrier(group.timeout_s)
-            if group.group_size == 2:
-                torch.add(input[0], input[1], out=output)
-            else:
-                torch.sum(input, 0, out=output)
+            add_up(input, group.group_rank, own, output)
             return _OnStream(_recorded(stream).wait)
 
         issue(group, "reduce_scatter_tensor", run, (total, self._terms), (self._terms,), (total,), False)
@@ -170,6 +175,20 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     for own, other in zip(target, source, strict=True):
         own.copy_(other, non_blocking=True)
+
+
+def add_up(terms: torch.Tensor, rank: int, own: torch.Tensor, total: torch.Tensor) -> None:
+    """total = the sum of `terms` (ranks, *own.shape), of which the one at `rank` is `own`, and not there yet."""
+    if len(terms) > 2 or len(own) > _MOST_PIECES:
+        copy_blocks(terms[rank], own)
+        torch.sum(terms, 0, out=total)
+        return
+    if own.is_contiguous():
+        torch.add(own, terms[1 - rank], out=total)
+        return
+    # Each block is contiguous: the addition takes several elements at once.
+    for block, other, result in zip(own, terms[1 - rank], total, strict=True):
+        torch.add(block, other, out=result)
 
 
 class _OnStream:

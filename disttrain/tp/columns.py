@@ -17,7 +17,14 @@ from disttrain.dtensor import DTensor, Partial, Replicate, Spec
 from disttrain.tp._torch import as_own
 from disttrain.tp.axis import Axis
 from disttrain.tp.gathering import Cutting, gather_and_multiply, start_scatter
-from disttrain.tp.linears import Matrix, local_of, parameter_grads, refuse_second_derivative, without_autocast
+from disttrain.tp.linears import (
+    Matrix,
+    input_grad,
+    local_of,
+    parameter_grads,
+    refuse_second_derivative,
+    without_autocast,
+)
 from disttrain.tp.params import Cut
 from disttrain.tp.transfers import Finish, start_all_reduce
 from disttrain.weight_grads import current_keeper, now_or_later
@@ -126,18 +133,12 @@ def _start_input_grad(
     parameters: Sequence[Any],
 ) -> Finish:
     """Sum up what the layers give for the input, and begin to send it."""
-    total = None
-    for layer, grad, weight in zip(plan.layers, grads, parameters[::2], strict=True):
-        if grad is None:
-            continue
-        used = layer.weight.used(weight)
-        if total is None:
-            total = layer.matrix.times_transposed(grad, used)
-        else:
-            layer.matrix.add_times_transposed(total, grad, used)
-    if total is None:
-        total = whole.new_zeros(whole.shape)
-    total = total.view(whole.shape)
+    given = [
+        (layer.matrix, grad, layer.weight.used(weight))
+        for layer, grad, weight in zip(plan.layers, grads, parameters[::2], strict=True)
+        if grad is not None
+    ]
+    total = input_grad(*zip(*given, strict=True)).view(whole.shape) if given else whole.new_zeros(whole.shape)
     axis, spec = plan.axis, plan.spec
     if whole_grad is not None:
         _add_term(total, whole_grad, axis)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from disttrain.process_group import P2POp, ProcessGroup, Work, batch_isend_irecv, irecv, isend
-from disttrain.process_group.peer_memory import Wait, peer_memory_of
+from disttrain.process_group.peer_memory import add_up, copy_blocks, peer_memory_of
 
 PAYS_FROM_BYTES = 4 << 20
 """A smaller message takes a GPU less time than the launches that sending it by itself needs."""
@@ -17,26 +17,23 @@ PAYS_FROM_BYTES = 4 << 20
 class TermSum(Protocol):
     """A sum of all ranks' terms for each rank, while it is made."""
 
-    @property
-    def own(self) -> torch.Tensor:
-        """Where this rank's term of its own sum has to be written."""
-        ...
-
     def send(self, target: int, term: torch.Tensor) -> None:
         """Begin to send a term of the sum of group rank `target`. To each once, nearest after this rank first."""
         ...
 
-    def finish(self) -> torch.Tensor:
-        """This rank's sum."""
+    def finish(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's sum, with its `own` term, which may lie apart along its first dim."""
         ...
 
 
 class Exchange(Protocol):
     """A way to exchange. All calls are collective."""
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Sequence[Wait]:
-        """Begin to fill `parts` (ranks, *own.shape) with the other ranks' contiguous tensors like `own`; the own place
-        is left alone. The [step]-th result waits for the part of the rank so many places after this one."""
+    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Fill `parts` (ranks, *own.shape) with all ranks' contiguous tensors like `own`.
+
+        Yields each rank with its part, when that may be used: this rank's first. All is there when the loop is over.
+        """
         ...
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> TermSum:
@@ -64,15 +61,19 @@ class Messages:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Sequence[Wait]:
+    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         rank, size = self._group.group_rank, self._group.group_size
-        waits: list[Wait] = [lambda: None]
+        under_way = []
         for step in range(1, size):
             source, target = (rank + step) % size, (rank - step) % size
             came = torch.empty_like(own)
-            works = _swap(self._group, own, target, came, source, step)
-            waits.append(_waiting_for(works, (parts[source], came)))
-        return waits
+            under_way.append((source, came, _swap(self._group, own, target, came, source, step)))
+        yield rank, own
+        for source, came, works in under_way:
+            _wait_for(works)
+            yield source, came
+            parts[source].copy_(came)
+        copy_blocks(parts[rank], own)
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> TermSum:
         return _MessageSum(self._group, self._device, shape, dtype)
@@ -84,19 +85,17 @@ class _MessageSum:
         self._terms = torch.empty((group.group_size, *shape), dtype=dtype, device=device)
         self._works: list[Work] = []
 
-    @property
-    def own(self) -> torch.Tensor:
-        return self._terms[self._group.group_rank]
-
     def send(self, target: int, term: torch.Tensor) -> None:
         rank, size = self._group.group_rank, self._group.group_size
         step = (target - rank) % size
         source = (rank - step) % size
         self._works += _swap(self._group, term.contiguous(), target, self._terms[source], source, step)
 
-    def finish(self) -> torch.Tensor:
-        _waiting_for(self._works)()
-        return self._terms.sum(0)
+    def finish(self, own: torch.Tensor) -> torch.Tensor:
+        _wait_for(self._works)
+        total = torch.empty_like(self._terms[0])
+        add_up(self._terms, self._group.group_rank, own, total)
+        return total
 
 
 def _swap(
@@ -110,11 +109,6 @@ def _swap(
     )
 
 
-def _waiting_for(works: Sequence[Work], copied: tuple[torch.Tensor, torch.Tensor] | None = None) -> Wait:
-    def wait() -> None:
-        for work in works:
-            work.wait()
-        if copied is not None:
-            copied[0].copy_(copied[1])
-
-    return wait
+def _wait_for(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()

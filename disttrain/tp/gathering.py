@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from disttrain.process_group import ProcessGroup
-from disttrain.process_group.peer_memory import copy_blocks
 from disttrain.tp.exchange import Exchange
 from disttrain.tp.linears import Matrix
 from disttrain.tp.transfers import Finish, gather, reduce_scatter, start_reduce_scatter
@@ -48,16 +47,11 @@ def gather_and_multiply(
     whole = part.new_empty((*part.shape[:dim], part.shape[dim] * group.group_size, *part.shape[dim + 1 :]))
     parts = whole.view(lead, group.group_size, rows, depth).movedim(1, 0)
     own = part.view(lead, rows, depth)
-    arrivals = how.exchange.gather(own, parts)
     widths = [weight.shape[matrix.out_dim] for matrix, weight in zip(matrices, weights, strict=True)]
     results = [part.new_empty((lead, group.group_size, rows, width)) for width in widths]
-    for step, wait in enumerate(arrivals):
-        source = (group.group_rank + step) % group.group_size
-        wait()
-        here = own if step == 0 else parts[source]
+    for source, here in how.exchange.gather(own, parts):
         for matrix, weight, bias, result in zip(matrices, weights, biases, results, strict=True):
             multiply_into(result[:, source], here, matrix, weight, bias)
-    copy_blocks(parts[group.group_rank], own)
     return whole, [result.view(*whole.shape[:-1], width) for result, width in zip(results, widths, strict=True)]
 
 
@@ -76,8 +70,10 @@ def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matri
         product = part.new_empty((lead, rows, width))
         multiply_into(product, x[:, target], matrix, weight, None)
         terms.send(target, product)
-    multiply_into(terms.own, x[:, group.group_rank], matrix, weight, None)
-    return terms.finish().view(*part.shape[:dim], part.shape[dim] // group.group_size, *part.shape[dim + 1 : -1], width)
+    product = part.new_empty((lead, rows, width))
+    multiply_into(product, x[:, group.group_rank], matrix, weight, None)
+    shape = (*part.shape[:dim], part.shape[dim] // group.group_size, *part.shape[dim + 1 : -1], width)
+    return terms.finish(product).view(shape)
 
 
 def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
@@ -92,8 +88,7 @@ def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
     for step in range(1, group.group_size):
         target = (group.group_rank + step) % group.group_size
         terms.send(target, pieces[target])
-    copy_blocks(terms.own, pieces[group.group_rank])
-    return lambda: terms.finish().view(shape)
+    return lambda: terms.finish(pieces[group.group_rank]).view(shape)
 
 
 def multiply_into(

@@ -17,7 +17,7 @@ from disttrain.process_group.current import current_world
 from disttrain.process_group.functional.order import run
 from disttrain.tp.exchange import exchange_for
 from disttrain.tp.gathering import Cutting, gather_and_multiply, multiply_and_scatter, start_scatter
-from disttrain.tp.linears import Matrix, refuse_second_derivative
+from disttrain.tp.linears import Matrix, input_grad, refuse_second_derivative
 
 WISHES = {None: -1, False: 0, True: 1}
 """How an operator is told whether parts are to be exchanged under the multiplications."""
@@ -159,10 +159,7 @@ def _multiply_back(
     """The gradient of the part, and of each matrix; `whole_grad` is what others than these found for the whole."""
     how = _cutting(whole, whole.nbytes // _group_size(group_name), dim, group_name, wish)
     matrices = [Matrix(out_dim) for out_dim in out_dims]
-    total = matrices[0].times_transposed(grads[0], weights[0])
-    for matrix, grad, weight in zip(matrices[1:], grads[1:], weights[1:], strict=True):
-        matrix.add_times_transposed(total, grad, weight)
-    total = total.view(whole.shape)
+    total = input_grad(matrices, grads, weights).view(whole.shape)
     if whole_grad is not None:
         total += whole_grad
     finish = start_scatter(total, how)

@@ -65,6 +65,25 @@ class Float8Matrix(Matrix):
         return float8_product(x, weight, bias, self.recipe)
 
 
+def input_grad(
+    matrices: Sequence[Matrix], grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The gradient (rows, in) of what several layers were given, from those of their results, (rows, out) each.
+
+    Each further product reads and writes the sum. Where all of their outputs together are no more than the inputs, it
+    takes less to put them side by side, as keys and values that are shared by many queries are, and to multiply once.
+    """
+    first, *others = matrices
+    num_outputs = sum(grad.shape[1] for grad in grads)
+    are_alike = all(matrix.out_dim == first.out_dim for matrix in others)
+    if others and are_alike and num_outputs <= weights[0].shape[first.in_dim]:
+        return first.times_transposed(torch.cat([*grads], 1), torch.cat([*weights], first.out_dim))
+    total = first.times_transposed(grads[0], weights[0])
+    for matrix, grad, weight in zip(others, grads[1:], weights[1:], strict=True):
+        matrix.add_times_transposed(total, grad, weight)
+    return total
+
+
 def parameter_grads(
     matrix: Matrix, cuts: tuple[Cut, Cut], wanted: Sequence[Any], rows: torch.Tensor, grad: Any
 ) -> Sequence[torch.Tensor | None]:
