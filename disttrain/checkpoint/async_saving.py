@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
-from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
@@ -33,6 +32,7 @@ from disttrain.checkpoint.submission import Slot, Submission, as_ours
 from disttrain.checkpoint.tree import Tree, take_apart
 from disttrain.checkpoint.writer import image_of, in_file_order
 from disttrain.errors import CheckpointError
+from disttrain.garbage import uncollected
 from disttrain.process_group import World
 from disttrain.store.handover import store_to_plain
 

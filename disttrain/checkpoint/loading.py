@@ -11,12 +11,12 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.filling import Loaded, fill
 from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules, compare, judge, report_of, with_names
-from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import Manifest, read_manifest
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.storage import Readable, Storage, locate
 from disttrain.checkpoint.tree import Tree, take_apart
 from disttrain.errors import CheckpointError
+from disttrain.garbage import uncollected
 from disttrain.process_group import ProcessGroup
 
 

@@ -16,13 +16,13 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
-from disttrain.checkpoint.garbage import uncollected
 from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import Storage, locate
 from disttrain.checkpoint.tree import Tree, local_parts, take_apart
 from disttrain.checkpoint.writer import Item, value_item, write_items
+from disttrain.garbage import uncollected
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.packing import pack
 

@@ -29,6 +29,7 @@ from disttrain.flight_recorder.dump_words import rank_name
 from disttrain.flight_recorder.header import ring_header
 from disttrain.flight_recorder.ring import Ring
 from disttrain.flight_recorder.symbols import PACKAGE, Symbols
+from disttrain.garbage import uncollected
 
 if TYPE_CHECKING:
     from disttrain.errors import DisttrainError
@@ -251,9 +252,10 @@ class FlightRecorder:
         # Here: what reads rings takes longer to load than all of a world's start.
         from disttrain.flight_recorder.snapshot import take_snapshot
 
-        content = self.content()
-        marked_ns = {} if self._marks is None else self._marks.read()
-        return take_snapshot(self.world, content, marked_ns, reason, error, device_is_busy=device_is_busy)
+        with uncollected():
+            content = self.content()
+            marked_ns = {} if self._marks is None else self._marks.read()
+            return take_snapshot(self.world, content, marked_ns, reason, error, device_is_busy=device_is_busy)
 
     def dump(
         self,
@@ -272,11 +274,12 @@ class FlightRecorder:
         """
         from disttrain.flight_recorder.dump import dump_name, write_dump  # as above
 
-        dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
-        file = Path(path)
-        if file.is_dir():
-            file /= dump_name(dump)
-        write_dump(file, dump)
+        with uncollected():
+            dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
+            file = Path(path)
+            if file.is_dir():
+                file /= dump_name(dump)
+            write_dump(file, dump)
         return file
 
     def _use(self, ring: Ring) -> None:

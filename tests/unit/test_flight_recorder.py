@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import traceback
 import weakref
 from pathlib import Path
 
@@ -45,6 +47,28 @@ def test_a_call_as_it_is_recorded() -> None:
     assert gather.completed_s is not None
     assert dump.started_s <= gather.enqueued_s <= gather.completed_s <= broadcast.enqueued_s <= dump.dumped_s
     assert [(group.group_name, group.last_sequence) for group in dump.groups] == [("world", 2)]
+
+
+def test_no_garbage_is_collected_by_who_dumps(tmp_path: Path) -> None:
+    """It may be a GPU's memory, and somebody may hold the allocator's lock for as long as the hang lasts."""
+    recorder = FlightRecorder()
+    while_dumping: list[bool] = []
+
+    def collecting(phase: str, _: object) -> None:
+        while_dumping.append(any(frame.f_code.co_name == "take_snapshot" for frame, _ in traceback.walk_stack(None)))
+
+    threshold = gc.get_threshold()
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        gc.callbacks.append(collecting)
+        gc.set_threshold(1)
+        try:
+            recorder.dump(tmp_path)
+        finally:
+            gc.set_threshold(*threshold)
+            gc.callbacks.remove(collecting)
+    assert while_dumping
+    assert not any(while_dumping)
 
 
 def test_the_ring_keeps_the_last_and_knows_how_far_each_group_came() -> None:
