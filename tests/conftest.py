@@ -6,6 +6,7 @@ import gc
 import getpass
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # disttrain anew, and pytest all tests: a tenth of the suite's time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell without job control has what it puts behind ignore Ctrl-C, and all that is started there inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every core has several tests and ranks: with a second thread each, they burn their time waiting for one another. It is
 # read when torch is loaded, and inherited.
