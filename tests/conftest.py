@@ -30,9 +30,11 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell without job control has what it puts behind ignore Ctrl-C, and all that is started there inherits it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell without job control puts behind, or nohup starts, ignores these signals, and so does all that is started
+# from there. What has a handler is not inherited.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Every core has several tests and ranks: with a second thread each, they burn their time waiting for one another. It is
 # read when torch is loaded, and inherited.

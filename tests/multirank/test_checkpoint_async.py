@@ -233,11 +233,11 @@ TRAINER = """
 import sys, torch
 from disttrain.checkpoint import Checkpointer
 from tests.multirank.gated_storage import GatedStorage
-checkpointer = Checkpointer(sys.argv[1], storage=GatedStorage(sys.argv[2]))
+storage = GatedStorage(sys.argv[2])
+checkpointer = Checkpointer(sys.argv[1], storage=storage)
 pending = checkpointer.async_save(5, {"w": torch.full((1000,), 5.0)})
 pending.staged.result()
-while checkpointer.writer_pid is None:
-    pass
+storage.wait_until_reached()
 print(checkpointer.writer_pid, flush=True)
 sys.stdin.read()
 """

@@ -143,12 +143,12 @@ def test_who_comes_after_the_start_disturbs_nobody(launches: Launches, port: int
 
 def test_the_absent_are_named_while_waiting_and_at_the_end(launches: Launches, port: int) -> None:
     script = launches.script(WAITING)
-    nodes = [start(launches, port, rank, "--join-timeout", "3.7", script, num_nodes=4) for rank in (0, 2)]
+    nodes = [start(launches, port, rank, "--join-timeout", "5.7", script, num_nodes=4) for rank in (0, 2)]
     first, second = [launches.end(node) for node in nodes]
     assert (first.exit_code, second.exit_code) == (2, 2)
     assert "disttrain-launch: waiting for nodes 1, 3 of 4 (3 s so far)" in first.stderr.splitlines()
     assert second.stderr.startswith("disttrain-launch: waiting for node")
-    refusal = "disttrain-launch: nodes 1, 3 did not come within 3.7 s; nodes 0, 2 did."
+    refusal = "disttrain-launch: nodes 1, 3 did not come within 5.7 s; nodes 0, 2 did."
     assert first.stderr.splitlines()[-1] == second.stderr.splitlines()[-1]
     assert first.stderr.splitlines()[-1].startswith(refusal)
 
