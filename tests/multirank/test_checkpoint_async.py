@@ -233,11 +233,11 @@ TRAINER = """
 import sys, torch
 from disttrain.checkpoint import Checkpointer
 from tests.multirank.gated_storage import GatedStorage
-storage = GatedStorage(sys.argv[2])
-checkpointer = Checkpointer(sys.argv[1], storage=storage)
+checkpointer = Checkpointer(sys.argv[1], storage=GatedStorage(sys.argv[2]))
 pending = checkpointer.async_save(5, {"w": torch.full((1000,), 5.0)})
 pending.staged.result()
-storage.wait_until_reached()
+while checkpointer.writer_pid is None:
+    pass
 print(checkpointer.writer_pid, flush=True)
 sys.stdin.read()
 """
@@ -251,6 +251,7 @@ def test_a_writer_finishes_what_its_dead_trainer_gave_it(tmp_path: Path, signal_
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
             assert trainer.stdout is not None
             writer = os.pidfd_open(int(trainer.stdout.readline()))
+            storage.wait_until_reached()
             trainer.send_signal(signal_number)
             trainer.wait(LIMIT_S)
     wait_for_end(writer)
