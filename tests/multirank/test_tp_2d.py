@@ -64,7 +64,7 @@ def assert_trains_alike(
     reference: nn.Module,
     mesh: DeviceMesh,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = ADAM,
-    num_steps: int = 3,
+    num_steps: int = 2,
 ) -> None:
     optimizers = [make_optimizer(one.parameters()) for one in (model, reference)]
     for step in range(num_steps):
@@ -116,10 +116,8 @@ def on_mesh(shape: tuple[int, ...], body: Callable[[DeviceMesh], None]) -> None:
     ("shape", "sequence", "tied"),
     [
         ((2, 2), False, False),
-        ((2, 2), True, True),
-        ((2, 2, 2), False, True),
-        ((2, 2, 2), True, False),
-        ((1, 4), True, True),
+        ((2, 2, 2), True, True),
+        ((1, 4), True, False),
         ((4, 1), False, True),
     ],
     ids=str,
@@ -158,8 +156,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("around_shards", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("around_shards", "sequence"), [(False, True), (True, False), (True, True)])
 def test_activation_checkpointing(around_shards: bool, sequence: bool) -> None:
     alone = make()
 

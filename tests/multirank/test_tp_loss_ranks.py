@@ -37,7 +37,7 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 
 @on_ranks(2, timeout_s=110)
 @pytest.mark.parametrize(
-    ("name", "backend"), [("plain", "aot_eager"), ("all terms", "inductor"), ("probabilities", "inductor")]
+    ("name", "backend"), [("plain", "aot_eager"), ("all terms", "inductor"), ("probabilities", "aot_eager")]
 )
 def test_compiled_steps_from_hidden_states_to_gradients(name: str, backend: str) -> None:
     torch._dynamo.reset()
@@ -73,9 +73,10 @@ def test_compiled_steps_of_dtensors() -> None:
         with loss_parallel():
             return F.cross_entropy(logits * 2, target)
 
+    # What Inductor makes of the loss is tested above.
     for function in (step, in_context):
         results = []
-        for run in (function, torch.compile(function, fullgraph=True)):
+        for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
             logits = distribute_tensor(normal(5, 7).float(), mesh, [Shard(1)]).detach().requires_grad_()
             with CommDebugMode() as comms:
                 loss = run(logits)
