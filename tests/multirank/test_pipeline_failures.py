@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +22,9 @@ from disttrain.pipelining import PipelineSchedule, PipelineStage, get_schedule_c
 from disttrain.store import TCPStore
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.pipeline_ranks import mean_square, mlp, rows
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 SECONDS = 20
 """Much more than it takes, and much less than the timeout."""
@@ -293,29 +295,24 @@ except DisttrainError as error:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_is_killed(when: str, tmp_path: Path) -> None:
+def test_a_rank_is_killed(when: str, tmp_path: Path, warm_python: WarmPython) -> None:
     """In the middle of its second step: the others raise within seconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ranks = []
     try:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), when, str(rank), store.host, str(store.port)],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                    "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank in range(3)
-        ]
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
+        for rank in range(3):
+            arguments = (when, str(rank), store.host, str(store.port))
+            ranks.append(warm_python.start(script, *arguments, environ=environ))
+        codes = [rank.wait(timeout_s=100) for rank in ranks]
+        outputs = [rank.stdout.read() for rank in ranks if rank.stdout is not None]
     finally:
+        for rank in ranks:
+            rank.close()
         store.close()
-    assert [rank.returncode for rank in ranks] == [0, -signal.SIGKILL, 0], outputs
+    assert codes == [0, -signal.SIGKILL, 0], outputs
     for output in (outputs[0], outputs[2]):
         seconds, _, text = output.partition(" ")
         assert float(seconds) < SECONDS

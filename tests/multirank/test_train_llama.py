@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
-RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "1")
+RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "6")
 LIMIT_S = 100.0
 
 

@@ -16,7 +16,7 @@ from tests.dtensor_rules.judge import NUMS_RANKS
 from tests.dtensor_rules.summary import Summary, judged
 
 SAMPLED = (
-    "addmm",
+    "addmv",
     "amax",
     "cat",
     "cumsum",
@@ -66,4 +66,4 @@ def test_a_wrong_rule_is_noticed_by_both(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_no_rule_offers_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signatures, "find_rule", lambda call: Rule(lambda call: [all_replicated(call)]))
-    assert judge("exp", Counter(), num_tried=4).missed["aten.exp.default"] > 0
+    assert judge("exp", Counter(), num_tried=2).missed["aten.exp.default"] > 0

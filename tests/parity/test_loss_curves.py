@@ -16,7 +16,7 @@ from llama.tokens import read_tokens
 from disttrain.testing import RankPool
 from tests.llama_cases import SIZES, losses, trained, write_text
 
-NUM_STEPS, BATCH_SIZE, LENGTH, SEED, HIGHEST_RATE = 20, 8, 32, 3, 0.003
+NUM_STEPS, BATCH_SIZE, LENGTH, SEED, HIGHEST_RATE = 12, 8, 32, 3, 0.01
 TOLERANCE = 1e-5
 
 

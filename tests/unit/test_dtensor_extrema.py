@@ -17,17 +17,18 @@ TIED = torch.tensor([[1.0, 2, 2], [2, 2, 1], [2, 0, 2], [1, 1, 1], [2, 2, 2]], d
 ONE_ROW = TIED[:1]
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    *(partial(torch.amax, dim=dim) for dim in (0, 1, (0, 1))),
-    torch.max,
+    *(partial(torch.amax, dim=dim) for dim in (0, (0, 1))),
     lambda x: torch.maximum(x, x.flip(0)),
-    lambda x: torch.aminmax(x, dim=0),
-    lambda x: torch.linalg.vector_norm(x, float("inf")),
 ]
 
 OTHERS: list[Callable[..., Any]] = [
     *(partial(torch.amin, dim=dim) for dim in (0, 1, (0, 1))),
+    partial(torch.amax, dim=1),
     partial(torch.amax, dim=0, keepdim=True),
+    torch.max,
     torch.min,
+    lambda x: torch.aminmax(x, dim=0),
+    lambda x: torch.linalg.vector_norm(x, float("inf")),
 ]
 """A second axis does to them what it does to the first ones."""
 

@@ -87,6 +87,7 @@ def test_two_ways_meet_along_one_axis(reduce_ops: tuple[str, str], num_ranks: in
 
 
 def test_values_survive_from_any_mixture_to_any_other() -> None:
+    """A third of all ways, in which any three of the four placements meet."""
     kinds = [Replicate(), Shard(0), *map(Partial, ("sum", "avg", "max", "product"))]
 
     def body() -> None:
@@ -98,6 +99,8 @@ def test_values_survive_from_any_mixture_to_any_other() -> None:
             tensor = tensor.redistribute(placements=source)
             whole = tensor.full_tensor()
             for target in itertools.product(kinds, repeat=2):
+                if sum(map(kinds.index, (*source, *target))) % 3:
+                    continue
                 compare(f"{source} to {target}", tensor.redistribute(placements=target), whole)
 
     run_threads(4, body)

@@ -41,17 +41,18 @@ OTHER = """
 """
 
 
-def test_the_verdict_is_printed_and_the_dumps_are_kept(launches: Launches) -> None:
-    process = launches.start("--nproc-per-node", "3", "--log-dir", "logs", launches.script(FAILING))
-    assert launches.ready(process, 1) == ["[rank 2] ready\n"]
-    (launches.folder / "now").touch()
-    ended = launches.end(process)
+def test_the_verdict_is_printed_and_the_dumps_are_kept(warm_launches: Launches) -> None:
+    script = warm_launches.folder / warm_launches.script(FAILING)
+    process = warm_launches.start("--nproc-per-node", "3", "--log-dir", "logs", str(script))
+    assert warm_launches.ready(process, 1) == ["[rank 2] ready\n"]
+    (warm_launches.folder / "now").touch()
+    ended = warm_launches.end(process)
     assert ended.exit_code == 128 + signal.SIGKILL
-    folder = launches.folder / "logs" / "flight"
+    folder = warm_launches.folder / "logs" / "flight"
     analysis = analyze(folder)
     assert [(dump.rank, dump.reason) for dump in analysis.dumps] == [(0, "SIGUSR2"), (1, "ring"), (2, "SIGUSR2")]
     assert "disttrain-launch: flight recorder: Rank 2 did not come to all_reduce #2 of group " in ended.stderr
-    assert f"it is in Python at {launches.folder / 'script.py'}:{_line_of('here')} in <module>" in ended.stderr
+    assert f"it is in Python at {script}:{_line_of('here')} in <module>" in ended.stderr
     assert f"more: disttrain-flight {folder}" in ended.stderr
 
 
