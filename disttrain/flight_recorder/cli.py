@@ -6,7 +6,6 @@ Torch-free; what only some calls need is loaded by these.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import Analysis, analyze
 from disttrain.flight_recorder.report import as_json, as_text
 from disttrain.flight_recorder.verdict import Kind
+from disttrain.garbage import uncollected
 
 USAGE = 2
 
@@ -29,11 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return watch(arguments[1:])
     options = _parser().parse_args(arguments)
-    gc.disable()  # Millions of records make no cycles; looking for some would take a third of the time.
     try:
-        analysis = analyze(Path(options.path))
-        write(as_json(analysis) if options.json else as_text(analysis))
-        _draw(analysis, options)
+        # Millions of records make no cycles; looking for some would take a third of the time.
+        with uncollected():
+            analysis = analyze(Path(options.path))
+            write(as_json(analysis) if options.json else as_text(analysis))
+            _draw(analysis, options)
     except FlightDumpError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return USAGE

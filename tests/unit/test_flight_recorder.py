@@ -60,13 +60,16 @@ def test_no_garbage_is_collected_by_who_dumps(tmp_path: Path) -> None:
     threshold = gc.get_threshold()
     with entered_world(_fake_world()) as world:
         recorder.attach(world)
+        assert gc.isenabled()
         gc.callbacks.append(collecting)
         gc.set_threshold(1)
         try:
             recorder.dump(tmp_path)
+            gc.collect()
         finally:
             gc.set_threshold(*threshold)
             gc.callbacks.remove(collecting)
+    assert gc.isenabled()
     assert while_dumping
     assert not any(while_dumping)
 
