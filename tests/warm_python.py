@@ -137,6 +137,7 @@ def warm_python() -> Iterator[WarmPython]:
         python = WarmPython(address)
         yield python
         python.close()
+        ours.shutdown(socket.SHUT_RDWR)  # a fork of this process may live on with its end of it
     process.wait()
 
 

@@ -1,19 +1,23 @@
 """The norms as Triton kernels; what they compute, and of which arguments, is what `norms_twin.py` does.
 
-A program takes whole rows, several at once where they are short, so that each element is read once. The gradients of
-the parameters are sums over all rows: persistent programs each sum over theirs, and what they leave is summed at the
-end.
+A program takes whole rows, several at once where they are short. The gradients of the parameters are sums over all
+rows: persistent programs each sum over theirs, and what they leave is summed at the end.
 
-The sizes are those of a sweep on an H200 over rows of 4096 and 8192 elements in bf16, 134 MB a tensor, RMSNorm and
-LayerNorm. Forward: 4 warps take 0.067 to 0.069 ms, a copy 0.065; telling the cache that rows are read once and
-parameters often costs 3 to 7 % more, 16 warps up to half, and persistent programs gain nothing. Backward: 0.100 to
-0.104 ms, a copy 0.097; with two tiles under way instead of three it takes half as long again, with twice as many
-smaller programs up to 7 % more. The sum at the end takes 2 to 3 us.
+RMSNorm reads its rows twice, the second time from the cache: so nothing of them is kept in registers (32 a thread in
+place of 86), and more programs have their reads under way. LayerNorm needs the mean before the squares, and keeps its
+row: it gains nothing by that (to read three times, or to sum in one pass by Welford's rule, takes 2 to 40 % longer).
+
+The sizes are those of sweeps on an H200 in bf16, 134 MB a tensor. Forward, a copy takes 64 to 65 us (126 to 128 with a
+residual): RMSNorm 64 to 65 in rows of 512 to 16384 elements (keeping rows: 65 to 68), and 125 to 128 with a residual
+(131 to 135); LayerNorm 65 to 67 in rows of 512 to 12288. Rows that are read in parts are no faster where they can be
+had whole, and with a residual slower. Backward: 0.100 to 0.104 ms, a copy 0.097; with two tiles under way instead of
+three it takes half as long again, with twice as many smaller programs up to 7 % more. The sum at the end takes 2 to 3
+us.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -21,8 +25,12 @@ import triton.language as tl
 
 from disttrain.kernels.choice import num_programs, shared_bytes
 
-_TILE_ELEMENTS: Final = 4096
+_RMS_ELEMENTS: Final = 4096
+_LAYER_ELEMENTS: Final = 2048
 """Of the rows that a program has at once, at least."""
+
+_LARGEST_RMS_BLOCK: Final = 8192
+"""Of a row, what RMSNorm without a residual reads at once."""
 
 _BACKWARD_ELEMENTS: Final = 8192
 """The same in backward."""
@@ -35,7 +43,57 @@ _SCRATCH_BYTES: Final = 16 << 10
 
 
 @triton.jit
-def _norm_forward(
+def _read(x, residual, places, is_there, HAS_RESIDUAL: tl.constexpr, CACHED: tl.constexpr):
+    """x, or its sum with the residual as it is rounded, in fp32."""
+    values = tl.load(x + places, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + places, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
+        values = values.to(x.dtype.element_ty).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _rms_forward(
+    x,
+    residual,
+    weight,
+    y,
+    total,
+    statistics,
+    num_rows,
+    row_size: tl.constexpr,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    # Only where the program begins may be far; within its rows 32 bits will do.
+    begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
+    places = tl.arange(0, ROWS)[:, None] * row_size + tl.arange(0, BLOCK)[None, :]
+    squares = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(0, row_size, BLOCK):
+        is_there = is_row[:, None] & (first + tl.arange(0, BLOCK) < row_size)[None, :]
+        values = _read(x, residual, begin + first + places, is_there, HAS_RESIDUAL, "evict_last")
+        if HAS_RESIDUAL:
+            tl.store(total + begin + first + places, values.to(total.dtype.element_ty), mask=is_there)
+        squares += values * values
+    scale = tl.rsqrt(tl.sum(squares, 1) / row_size + eps)
+    tl.store(statistics + rows, scale, mask=is_row)
+    for first in tl.range(0, row_size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        is_there = is_row[:, None] & (columns < row_size)[None, :]
+        values = _read(x, residual, begin + first + places, is_there, HAS_RESIDUAL, "evict_first") * scale[:, None]
+        if HAS_WEIGHT:
+            factors = tl.load(weight + columns, mask=columns < row_size, other=0.0, eviction_policy="evict_last")
+            values *= factors.to(tl.float32)[None, :]
+        tl.store(y + begin + first + places, values.to(y.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _layer_forward(
     x,
     residual,
     weight,
@@ -46,7 +104,6 @@ def _norm_forward(
     num_rows,
     row_size: tl.constexpr,
     eps,
-    IS_CENTERED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -54,33 +111,26 @@ def _norm_forward(
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
     columns = tl.arange(0, BLOCK)
     is_column = columns < row_size
-    is_there = (rows < num_rows)[:, None] & is_column[None, :]
-    # Only where the program begins may be far; within its rows 32 bits will do.
+    is_there = is_row[:, None] & is_column[None, :]
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
-    places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
-    values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
+    places = begin + tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
+    values = _read(x, residual, places, is_there, HAS_RESIDUAL, "")
     if HAS_RESIDUAL:
-        values += tl.load(residual + begin + places, mask=is_there, other=0.0).to(tl.float32)
-        rounded = values.to(total.dtype.element_ty)
-        tl.store(total + begin + places, rounded, mask=is_there)
-        values = rounded.to(tl.float32)
-    if IS_CENTERED:
-        mean = tl.sum(values, 1) / row_size
-        values = tl.where(is_there, values - mean[:, None], 0.0)
-        tl.store(statistics + rows * 2, mean, mask=rows < num_rows)
+        tl.store(total + places, values.to(total.dtype.element_ty), mask=is_there)
+    mean = tl.sum(values, 1) / row_size
+    values = tl.where(is_there, values - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(values * values, 1) / row_size + eps)
-    if IS_CENTERED:
-        tl.store(statistics + rows * 2 + 1, scale, mask=rows < num_rows)
-    else:
-        tl.store(statistics + rows, scale, mask=rows < num_rows)
+    tl.store(statistics + rows * 2, mean, mask=is_row)
+    tl.store(statistics + rows * 2 + 1, scale, mask=is_row)
     values *= scale[:, None]
     if HAS_WEIGHT:
         values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + begin + places, values.to(y.dtype.element_ty), mask=is_there)
+    tl.store(y + places, values.to(y.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -170,27 +220,17 @@ def forward(
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     statistics = torch.empty((num_rows, 2 if is_centered else 1), dtype=torch.float32, device=x.device)
-    block, rows, num_warps = _tile(row_size)
+    has_residual = residual is not None
+    block, rows, num_warps = _layer_tile(row_size) if is_centered else _rms_tile(row_size, has_residual)
+    sizes: dict[str, Any] = {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
+    terms = (x, x if residual is None else residual, x if weight is None else weight)
+    results = (y, total, statistics, num_rows, row_size, eps, has_residual, weight is not None)
+    grid = (triton.cdiv(num_rows, rows),)
     with torch.cuda.device_of(x):
-        _norm_forward[(triton.cdiv(num_rows, rows),)](
-            x,
-            x if residual is None else residual,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            y,
-            total,
-            statistics,
-            num_rows,
-            row_size,
-            eps,
-            IS_CENTERED=is_centered,
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
+        if is_centered:
+            _layer_forward[grid](*terms, x if bias is None else bias, *results, bias is not None, **sizes)
+        else:
+            _rms_forward[grid](*terms, *results, **sizes)
     return y, total, statistics
 
 
@@ -243,11 +283,21 @@ def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-def _tile(row_size: int) -> tuple[int, int, int]:
+def _rms_tile(row_size: int, has_residual: bool) -> tuple[int, int, int]:
+    """Elements that a row's part is padded to, rows at once, and warps."""
+    block = int(triton.next_power_of_2(row_size))
+    if not has_residual:
+        block = min(block, _LARGEST_RMS_BLOCK)
+    rows = max(1, _RMS_ELEMENTS // block)
+    per_warp = 256 if has_residual else 512
+    return block, rows, min(32 if has_residual else 16, max(1, block * rows // per_warp))
+
+
+def _layer_tile(row_size: int) -> tuple[int, int, int]:
     """Elements of a padded row, rows at once, and warps."""
     block = int(triton.next_power_of_2(row_size))
-    rows = max(1, _TILE_ELEMENTS // block)
-    return block, rows, min(16, max(4, block * rows // 2048))
+    rows = max(1, _LAYER_ELEMENTS // block)
+    return block, rows, min(16, max(2, block * rows // 2048))
 
 
 def _backward_tile(row_size: int, element_size: int, memory_bytes: int) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from disttrain.errors import BackendError
 from disttrain.kernels import (
     SGD,
     AdamW,
+    choice,
     geglu,
     layer_norm,
     linear_cross_entropy,
@@ -251,6 +252,7 @@ def test_what_kernels_do_not_take_is_refused_or_said_once(monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"norm: its kernels don't take torch.float64. Set DISTTRAIN_KERNELS=auto"):
         rms_norm(x)
     monkeypatch.setenv("DISTTRAIN_KERNELS", "auto")
+    choice._warn.cache_clear()  # another test may have been told
     with pytest.warns(UserWarning, match="It is computed by torch's operators"):
         rms_norm(x)
     rms_norm(x)
@@ -264,3 +266,20 @@ def test_copies() -> None:
     back = [torch.empty_like(source) for source in sources]
     copy_all(back, targets, torch.tensor(3.0, device="cuda"))
     assert all(torch.equal(found, (wished * 3).bfloat16()) for found, wished in zip(back, targets, strict=True))
+
+
+def test_copies_in_a_graph_find_their_tensors_at_each_replay() -> None:
+    sources = [drawn(*shape, seed=seed).cuda().bfloat16() for seed, shape in enumerate([(3, 5), (70001,)])]
+    targets = [torch.empty_like(source, dtype=torch.float32) for source in sources]
+    copy_all(targets, sources)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_all(targets, sources)
+    for _ in range(300):
+        # Others, whose tables take what memory there is.
+        copy_all([torch.empty(64, device="cuda")], [torch.ones(64, device="cuda", dtype=torch.bfloat16)])
+    for _ in range(2):
+        for target in targets:
+            target.zero_()
+        graph.replay()
+        assert all(torch.equal(found, wished.float()) for found, wished in zip(targets, sources, strict=True))

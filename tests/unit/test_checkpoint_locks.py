@@ -41,8 +41,8 @@ def test_a_fork_that_outlives_its_parent_keeps_nothing(tmp_path: Path) -> None:
     if owner == 0:
         os.close(ending)
         with lock(path):
-            if os.fork():
-                os.write(is_ready, b"1")
+            if os.fork() == 0:
+                os.write(is_ready, b"1")  # the fork runs: it has let go of what it was born with
             os.read(end, 1)
         os._exit(0)
     os.read(ready, 1)
