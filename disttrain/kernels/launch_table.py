@@ -30,29 +30,10 @@ def at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """The rows on the device, which nobody waits for."""
-    table = _pinned(rows, device)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
     if torch.cuda.is_current_stream_capturing():
         _OF_GRAPHS.append(table)
     return table.to(device, non_blocking=True)
-
-
-def kept_table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    """As `table_of`, for rows that come again and again: they are on the device already.
-
-    Each stream has its own: what it does next to the table is in its order.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return table_of(rows, device)
-    return _kept(tuple(rows), device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@lru_cache(maxsize=256)
-def _kept(rows: tuple[tuple[int, ...], ...], device: torch.device, _stream: int) -> torch.Tensor:
-    return _pinned(rows, device).to(device, non_blocking=True)
-
-
-def _pinned(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[int]]) -> bool:
