@@ -38,7 +38,7 @@ def _copy(
     size = tl.load(sizes + tensor)
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
-    places = tl.load(blocks + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    places = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = places < size
     values = tl.load(at(table + tensor * 2, SOURCE, IS_ALIGNED) + places, mask=is_there)
     if HAS_SCALE:

@@ -108,7 +108,7 @@ def _update(
     size = tl.load(sizes + tensor)
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
-    block = tl.load(blocks + tl.program_id(0))
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
     places = block * BLOCK + tl.arange(0, BLOCK)
     is_there = places < size
     row = table + tensor * 7
