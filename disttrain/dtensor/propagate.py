@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Final
 
 from disttrain.dtensor._torch import hint_of
-from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.layout import Layout
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.shard_sizes import num_blocks, piece_size
@@ -15,16 +17,23 @@ from disttrain.dtensor.shard_sizes import num_blocks, piece_size
 
 def propagate(call: OpCall, rule: Rule) -> Propagation:
     """The cheapest choice of one signature per axis."""
-    mesh = next(spec.mesh for spec in call.operands if spec is not None)
+    specs = [spec for spec in call.operands if spec is not None]
+    mesh = specs[0].mesh
     signatures = rule.signatures(call)
+    if len(specs) < len(call.operands):
+        signatures = [signature for signature in signatures if not _adds_up_plain(call, signature)]
+    may_mix = len(mesh.shape) > 1 and any(spec.layout.has_partial for spec in specs)
+    # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
+    num_bytes = [0 if spec is None else max(1, math.prod(spec.shape)) * spec.dtype.itemsize for spec in call.operands]
     # What the axes so far leave of each operand.
     left = [None if spec is None else list(spec.shape) for spec in call.operands]
     chosen: list[Signature] = []
     for axis, axis_size in enumerate(mesh.shape):
+        present = [None if spec is None else spec.placements[axis] for spec in call.operands]
         possible = [
-            (_cost(call, signature, axis, axis_size), signature)
+            (_cost(call, signature, present, num_bytes, axis_size), signature)
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
-            if not _mixes(call, signature, axis) and not _adds_up_plain(call, signature)
+            if not (may_mix and _mixes(call, signature, axis))
         ]
         best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)
@@ -115,42 +124,44 @@ def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
     )
 
 
-def _cost(call: OpCall, signature: Signature, axis: int, axis_size: int) -> int:
+def _cost(
+    call: OpCall,
+    signature: Signature,
+    present: Sequence[Placement | None],
+    num_bytes: Sequence[int],
+    axis_size: int,
+) -> int:
     """What this rank would send and receive, and a little for copies, so that ties go to moving nothing.
 
     In bytes, times a factor that makes it a whole number; the same for all signatures.
     """
-    cost = sum(
-        _redistribution_cost(spec, spec.placements[axis], wanted, axis_size)
-        for spec, wanted in zip(call.operands, signature.operands, strict=True)
-        if spec is not None
-    )
-    if call.facts.is_inplace and not call.facts.changes_shape and (written := call.operands[0]) is not None:
+    cost = 0
+    for old, new, size in zip(present, signature.operands, num_bytes, strict=True):
+        if old is not None and old != new:
+            cost += size * _change(type(old), type(new), axis_size)
+    if call.facts.is_inplace and not call.facts.changes_shape and present and (written := present[0]) is not None:
         # The result has to go back to where it is written.
-        cost += _redistribution_cost(written, signature.results[0], written.placements[axis], axis_size)
+        made = signature.results[0]
+        if made != written:
+            cost += num_bytes[0] * _change(type(made), type(written), axis_size)
     return cost
 
 
-def _redistribution_cost(spec: Spec, placement: Placement, wanted: Placement, axis_size: int) -> int:
-    if placement == wanted:
-        return 0
-    # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
-    num_bytes = max(1, math.prod(spec.shape)) * spec.dtype.itemsize
+@cache
+def _change(old: type[Placement], new: type[Placement], axis_size: int) -> int:
+    """What one placement costs to make of another, by byte of the whole tensor."""
     # A copied byte counts a sixteenth of one that moves.
-    half_copied = num_bytes * axis_size
-    copied = 2 * half_copied
-    moved_piece = 32 * num_bytes * (axis_size - 1)
+    copied = 2 * axis_size
+    moved_piece = 32 * (axis_size - 1)
     moved = moved_piece * axis_size
-    match placement, wanted:
-        case Replicate(), _:
-            return copied
-        case ((Shard() | StridedShard()), Partial()):
-            return moved + copied
-        case ((Shard() | StridedShard()), (Shard() | StridedShard())):
-            return moved_piece + 2 * copied
-        case ((Shard() | StridedShard()), _):
-            return moved + half_copied
-        case Partial(), (Shard() | StridedShard()):
-            return moved + copied
-        case _:
-            return 2 * moved + copied
+    is_cut, is_cut_after = issubclass(old, _CUTS), issubclass(new, _CUTS)
+    if issubclass(old, Replicate):
+        return copied
+    if is_cut and is_cut_after:
+        return moved_piece + 2 * copied
+    if is_cut:
+        return moved + (copied if issubclass(new, Partial) else axis_size)
+    return (moved if is_cut_after else 2 * moved) + copied
+
+
+_CUTS: Final = (Shard, StridedShard)

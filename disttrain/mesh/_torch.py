@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch._library import opaque_object
-from torch._opaque_base import OpaqueBase
+from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 
-class GraphConstant(OpaqueBase):
+class _GraphConstantMeta(OpaqueBaseMeta):
+    """torch's `isinstance` sees through stand-ins, which constants never have, and takes twenty times as long."""
+
+    __instancecheck__ = type.__instancecheck__
+
+
+class GraphConstant(OpaqueBase, metaclass=_GraphConstantMeta):
     """Base of classes whose objects graphs hold.
 
     torch 2.11 asks for the metaclass, by which `isinstance` is right in what Dynamo reads; 2.13 does without.

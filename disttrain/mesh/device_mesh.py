@@ -111,7 +111,8 @@ class DeviceMesh(GraphConstant):
         if self._coordinate is not None:
             axes = range(len(layout.shape))
             self._groups = tuple(self._group_of(layout, [axis]) for axis in axes)
-        self._hash = hash((device_type, layout))
+        # Ranks that are threads of one process have meshes alike, each in its own world.
+        self._hash = hash((id(world), device_type, layout))
 
     @property
     def mesh(self) -> Tensor:
@@ -210,7 +211,7 @@ class DeviceMesh(GraphConstant):
         if self is other:
             return True
         return (
-            isinstance(other, DeviceMesh)
+            type(other) is DeviceMesh  # torch's `isinstance` for what a graph holds is slow
             and self._hash == other._hash
             and self.world is other.world
             and self.device_type == other.device_type
