@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import disttrain
@@ -12,6 +13,8 @@ from disttrain.process_group import Call, World, entered_world
 from disttrain.process_group import functional as F
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
+
+pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
 
 Outputs = tuple[torch.Tensor, ...]
 

@@ -34,6 +34,8 @@ from tests.tp_cases import (
     scattered,
 )
 
+pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
+
 
 @pytest.mark.parametrize(
     ("is_whole", "backend", "sequence", "overlap"),
