@@ -101,7 +101,8 @@ def check_sharded(recipe: str, *, is_compiled: bool) -> None:
     num_ranks, rank = disttrain.get_world_size(), disttrain.get_rank()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, whole)]
     for step in range(3):
-        x = torch.randn(4 * num_ranks, 4, DIM, generator=torch.Generator().manual_seed(step))
+        # With a gradient of its own, so that all blocks are called alike and one graph serves them.
+        x = torch.randn(4 * num_ranks, 4, DIM, generator=torch.Generator().manual_seed(step)).requires_grad_()
         # Each rank's inputs and gradients have scales of their own, so the mean of all is the measure.
         model(x.chunk(num_ranks)[rank]).square().mean().backward()
         for part in x.chunk(num_ranks):
@@ -206,7 +207,7 @@ def check_cut(recipe: str, *, is_compiled: bool) -> None:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
     never = patch.object(Float8Weight, "values", side_effect=AssertionError("multiplied in its values"))
     with never, patch.object(float8_twin, "multiply", wraps=float8_twin.multiply) as multiply:
         found = model(x.chunk(num_ranks // 2)[rank // 2])
