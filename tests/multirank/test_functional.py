@@ -15,6 +15,8 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group import functional as F
 from disttrain.testing.pytest_plugin import on_ranks
 
+pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
+
 Tensors = list[torch.Tensor]
 SPLITS = [[1, 3, 0], [2, 1, 4], [0, 2, 1]]  # SPLITS[source][target] rows
 
@@ -83,23 +85,16 @@ def check_together(cases: Sequence[Case], inputs: Tensors, backend: str | None) 
     torch.testing.assert_close(mine.grad, torch.zeros_like(mine) if expected_grad is None else expected_grad)
 
 
-BACKENDS = pytest.mark.parametrize("backend", [None, "aot_eager"])
-
-
-@on_ranks(2, 3)
-@BACKENDS
-def test_all_reduce(backend: str | None) -> None:
+def all_reduces() -> tuple[list[Case], Tensors]:
     size = disttrain.get_world_size()
 
     def case(op: str) -> Case:
         return lambda tensor: F.all_reduce(tensor, op, None), lambda tensors: [reduced(tensors, op)] * size
 
-    check([case(op) for op in ("sum", "avg", "product", "min", "max")], all_inputs(size, 3, 4), backend)
+    return [case(op) for op in ("sum", "avg", "product", "min", "max")], all_inputs(size, 3, 4)
 
 
-@on_ranks(2, 3)
-@BACKENDS
-def test_reduce_scatter_tensor(backend: str | None) -> None:
+def reduce_scatters(pairs: Sequence[tuple[str, int]]) -> tuple[list[Case], Tensors]:
     size = disttrain.get_world_size()
 
     def case(op: str, dim: int) -> Case:
@@ -108,26 +103,19 @@ def test_reduce_scatter_tensor(backend: str | None) -> None:
             lambda tensors: list(reduced(tensors, op).chunk(size, dim)),
         )
 
-    ops, dims = ("sum", "avg", "product", "max"), (0, 1, -1)
-    # A graph holds either as a constant: each of them once will do, for compiling takes its time.
-    pairs = itertools.product(ops, dims) if backend is None else zip(ops, itertools.cycle(dims), strict=False)
-    check([case(op, dim) for op, dim in pairs], all_inputs(size, 6, 6), backend)
+    return [case(op, dim) for op, dim in pairs], all_inputs(size, 6, 6)
 
 
-@on_ranks(2, 3)
-@BACKENDS
-def test_all_gather_tensor(backend: str | None) -> None:
+def all_gathers() -> tuple[list[Case], Tensors]:
     size = disttrain.get_world_size()
 
     def case(dim: int) -> Case:
         return lambda tensor: F.all_gather_tensor(tensor, dim), lambda tensors: [torch.cat(tensors, dim)] * size
 
-    check([case(dim) for dim in (0, 1, -1)], all_inputs(size, 2, 3), backend)
+    return [case(dim) for dim in (0, 1, -1)], all_inputs(size, 2, 3)
 
 
-@on_ranks(2, 3)
-@BACKENDS
-def test_broadcast_and_permute_tensor(backend: str | None) -> None:
+def to_others() -> tuple[list[Case], Tensors]:
     size = disttrain.get_world_size()
     targets = [(rank + 1) % size for rank in range(size)]
     cases: list[Case] = [
@@ -136,24 +124,15 @@ def test_broadcast_and_permute_tensor(backend: str | None) -> None:
             lambda tensor: F.permute_tensor(tensor, targets),
             lambda tensors: [tensors[targets.index(rank)] for rank in range(size)],
         ),
+        (
+            lambda tensor: F.all_to_all_single(tensor, None, None),
+            lambda tensors: [torch.cat([tensor.chunk(size)[rank] for tensor in tensors]) for rank in range(size)],
+        ),
     ]
-    check(cases, all_inputs(size, 5, 2), backend)
+    return cases, all_inputs(size, 2 * size, 2)
 
 
-@on_ranks(2, 3)
-@BACKENDS
-def test_all_to_all_single_evenly(backend: str | None) -> None:
-    size = disttrain.get_world_size()
-    case: Case = (
-        lambda tensor: F.all_to_all_single(tensor, None, None),
-        lambda tensors: [torch.cat([tensor.chunk(size)[rank] for tensor in tensors]) for rank in range(size)],
-    )
-    check([case], all_inputs(size, 2 * size, 2), backend)
-
-
-@on_ranks(3)
-@BACKENDS
-def test_all_to_all_single_unevenly(backend: str | None) -> None:
+def uneven_all_to_all() -> tuple[list[Case], Tensors]:
     rank = disttrain.get_rank()
     sent, received = SPLITS[rank], [splits[rank] for splits in SPLITS]
 
@@ -162,7 +141,35 @@ def test_all_to_all_single_unevenly(backend: str | None) -> None:
         return [torch.cat([part[target] for part in parts]) for target in range(3)]
 
     inputs = [all_inputs(1, sum(splits), 2)[0] + source for source, splits in enumerate(SPLITS)]
-    check([(lambda tensor: F.all_to_all_single(tensor, received, sent), alone)], inputs, backend)
+    return [(lambda tensor: F.all_to_all_single(tensor, received, sent), alone)], inputs
+
+
+OPS, DIMS = ("sum", "avg", "product", "max"), (0, 1, -1)
+
+
+@on_ranks(2, 3)
+def test_values_and_gradients() -> None:
+    check(*all_reduces())
+    check(*reduce_scatters(list(itertools.product(OPS, DIMS))))
+    check(*all_gathers())
+    check(*to_others())
+    if disttrain.get_world_size() == 3:
+        check(*uneven_all_to_all())
+
+
+@on_ranks(2)
+def test_compiled_reductions_and_gathers() -> None:
+    check(*all_reduces(), "aot_eager")
+    # A graph holds op and dim as constants: each of them once will do, for compiling takes its time.
+    check(*reduce_scatters(list(zip(OPS, itertools.cycle(DIMS), strict=False))), "aot_eager")
+    check(*all_gathers(), "aot_eager")
+
+
+@on_ranks(3)
+def test_compiled_transfers() -> None:
+    """Of two ranks each could be taken for the other's source as well as for its target."""
+    check(*to_others(), "aot_eager")
+    check(*uneven_all_to_all(), "aot_eager")
 
 
 @on_ranks(2)
@@ -258,7 +265,7 @@ def test_compiled_by_inductor() -> None:
         torch.testing.assert_close(value, results[0][0])
         torch.testing.assert_close(grad, results[0][1])
     waiting = F.all_reduce(torch.ones(3), "sum")
-    assert torch.compile(lambda tensor: tensor * 3, fullgraph=True)(waiting).tolist() == [6.0] * 3
+    assert torch.compile(lambda tensor: tensor * 3, backend="aot_eager", fullgraph=True)(waiting).tolist() == [6.0] * 3
 
 
 def mistakes(rank: int) -> Sequence[tuple[type[Exception], str, Callable[[], Any]]]:

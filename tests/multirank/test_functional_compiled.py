@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
+import pytest
 import torch
 
 import disttrain
@@ -12,6 +14,8 @@ from disttrain.process_group import Call, World, entered_world
 from disttrain.process_group import functional as F
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
+
+pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -47,7 +51,7 @@ def test_values_are_those_of_the_program_as_written() -> None:
     for function in (overwritten, aliased, chained):
         torch._dynamo.reset()
         # Outside of graphs the input belongs to the collective until the result is waited for.
-        recorded = torch.compile(function, backend="eager", fullgraph=True)
+        recorded = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
         compiled = torch.compile(function, fullgraph=True, dynamic=True)
         for num_rows in (4, 6):
             given = torch.arange(3.0 * num_rows).view(num_rows, 3) + rank
@@ -84,15 +88,21 @@ def calls(function: Callable[[torch.Tensor], torch.Tensor], rank: int) -> list[s
     return recorder.names
 
 
+def small(tensor: torch.Tensor) -> torch.Tensor:
+    """Few numbers of many. A product of matrices: for that nothing is generated and compiled."""
+    return tensor.reshape(2, -1) @ tensor.reshape(-1, 2)
+
+
 @on_ranks(1, timeout_s=110)
 def test_ranks_with_different_graphs_call_the_same_in_the_same_order() -> None:
     def of_rank(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def step(tensor: torch.Tensor) -> torch.Tensor:
-            total = F.all_reduce(tensor @ tensor.sin() if rank else tensor, "sum")
+            total = F.all_reduce(tensor @ tensor if rank else tensor, "sum")
             gathered = F.all_gather_tensor(tensor, 0)
             sent = F.broadcast(tensor, 0)
             # A result that one rank has no use for, and others that are used in another order.
-            return gathered.sum() - total.sum() if rank else sent.sum() + gathered.sum() * total.sum()
+            few = [small(each) for each in ((gathered, total) if rank else (sent, gathered, total))]
+            return reduce(torch.matmul, few)
 
         return step
 
