@@ -18,7 +18,6 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from disttrain.testing import RankPool
     from tests.authority import Authority
     from tests.warm_python import WarmPython
 
@@ -112,16 +111,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     from tests.authority import Authority  # here, since few tests need it and it loads a library of cryptography
 
     return Authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture(scope="session")
-def rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """The plugin's, whose workers have from the beginning what any test of this run says by `preload` that it needs."""
-    from disttrain.testing import RankPool  # here, since it loads torch, which reads what is set above
-
-    marks = [mark for item in request.session.items for mark in item.iter_markers("preload")]
-    with RankPool(preload=sorted({module for mark in marks for module in mark.args})) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="session")

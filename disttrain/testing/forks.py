@@ -36,18 +36,16 @@ class Request(IntEnum):
 
 
 class RankParent:
-    """Starts the process that workers are forked from, which imports the modules `preload` and torch.
+    """Starts the process that workers are forked from. It ends, with all of them, when this is closed."""
 
-    It ends, with all workers, when this is closed."""
-
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ANSWER_S)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "disttrain.testing.rank_parent", *preload],
+            [sys.executable, "-m", "disttrain.testing.rank_parent"],
             stdin=theirs.fileno(),
             stderr=self.log,
             env={
@@ -108,14 +106,13 @@ class RankParent:
 class RankParents:
     """Those of a pool and of the pools beside it; each is started when it is first needed."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._preload = tuple(preload)
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._parents: list[RankParent] = []
 
     def first(self, num_parents: int) -> list[RankParent]:
         with self._lock:
-            self._parents += [RankParent(self._preload) for _ in range(len(self._parents), num_parents)]
+            self._parents += [RankParent() for _ in range(len(self._parents), num_parents)]
             return self._parents[:num_parents]
 
     def said(self) -> str:

@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,17 +65,15 @@ class RankPool:
 
     Args: beside  a pool whose interpreters the workers are forked from, so that torch is not loaded again. It has to be
           closed after this one.
-          preload  names of modules that those interpreters load, so that not each worker does: what takes seconds, has
-          no thread, and is no worse for being loaded before the worker knows its rank. Not together with `beside`.
     """
 
-    def __init__(self, *, beside: RankPool | None = None, preload: Sequence[str] = ()) -> None:
+    def __init__(self, *, beside: RankPool | None = None) -> None:
         self._beside = beside
         self._ranks: list[_Rank] = []
         self._answers: queue.Queue[tuple[int, Any]] = queue.Queue()
         self._jobs = itertools.count()
         self._store: TCPStore | None = None
-        self._parents: RankParents = RankParents(preload) if beside is None else beside._parents
+        self._parents: RankParents = RankParents() if beside is None else beside._parents
 
     def run(
         self,

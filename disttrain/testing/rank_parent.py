@@ -1,7 +1,5 @@
 """The process that a pool's workers are forked from: what they need is imported once, not once per rank.
 
-That is torch, and the modules that its command line names.
-
 It has one thread and has computed nothing, so that a fork of it is as good as a fresh interpreter. It is asked over a
 socket, its standard input (`forks.Request`). When the pool has gone, it ends with all workers.
 """
@@ -9,11 +7,9 @@ socket, its standard input (`forks.Request`). When the pool has gone, it ends wi
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import socket
-import sys
 import traceback
 
 import torch
@@ -25,8 +21,6 @@ from disttrain.testing.forks import FRAME, Request
 def main() -> None:
     pool = socket.socket(fileno=os.dup(0))
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo, for two seconds.
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # What is loaded stays to the end: collections in workers need neither look at it nor copy its memory.
     workers: set[int] = set()

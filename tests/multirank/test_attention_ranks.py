@@ -28,8 +28,6 @@ from tests.attention_cases import rule_called, tensors, wished
 from tests.kernel_cases import drawn
 from tests.sharding_cases import mesh_of
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 BATCH, LENGTH = 3, 20
 
 

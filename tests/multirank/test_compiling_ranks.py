@@ -19,8 +19,6 @@ from disttrain.fsdp2 import fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.tp_cases import Decoder, Feeding, decoder_plan
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 
 def compiled(model: Decoder) -> None:
     compile_blocks(model, backend="aot_eager")

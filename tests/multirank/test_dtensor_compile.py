@@ -20,8 +20,6 @@ from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.sharding_cases import mesh_of, normal
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 Function = Callable[..., Any]
 
 

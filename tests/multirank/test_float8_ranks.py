@@ -19,8 +19,6 @@ from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 DIM, WIDTH = 16, 48
 
 

@@ -15,8 +15,6 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group import functional as F
 from disttrain.testing.pytest_plugin import on_ranks
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 Tensors = list[torch.Tensor]
 SPLITS = [[1, 3, 0], [2, 1, 4], [0, 2, 1]]  # SPLITS[source][target] rows
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 
-import pytest
 import torch
 
 import disttrain
@@ -14,8 +13,6 @@ from disttrain.process_group import Call, World, entered_world
 from disttrain.process_group import functional as F
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
-
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
 
 Outputs = tuple[torch.Tensor, ...]
 

@@ -20,8 +20,6 @@ from disttrain.testing.pytest_plugin import on_ranks
 from tests.kernel_cases import drawn
 from tests.sharding_cases import mesh_of
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 NUM_CLASSES = 7
 TARGET = torch.tensor([0, 3, -100, 6, 2])
 HIDDEN, WEIGHT = drawn(5, 4).float(), drawn(NUM_CLASSES, 4, seed=1).float()

@@ -33,8 +33,6 @@ from tests.tp_cases import (
     scattered,
 )
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 
 class Attending(nn.Module):
     """The half of a decoder's block that has heads."""

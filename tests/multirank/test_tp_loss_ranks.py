@@ -17,8 +17,6 @@ from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
 from tests.sharding_cases import mesh_of, normal
 
-pytestmark = pytest.mark.preload("torch._inductor.compile_fx")
-
 TARGET = torch.tensor([0, 3, -100, 6, 2])
 WEIGHT = normal(7, seed=3).square().float()
 WANTED = normal(5, 7, seed=1).softmax(1).float()
