@@ -42,10 +42,11 @@ class Script:
     def poll(self) -> int | None:
         return self._returncode(0.0)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Its exit code, or minus the signal that ended it. Raises: subprocess.TimeoutExpired."""
         returncode = self._returncode(timeout_s)
         if returncode is None:
+            assert timeout_s is not None
             raise subprocess.TimeoutExpired(f"script {self.pid}", timeout_s)
         return returncode
 
@@ -54,16 +55,19 @@ class Script:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def close(self) -> None:
         """Kill it, if it still runs."""
-        self.send_signal(signal.SIGKILL)
+        self.kill()
         self.wait(timeout_s=10.0)
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 with suppress(BrokenPipeError):
                     stream.close()
 
-    def _returncode(self, timeout_s: float) -> int | None:
+    def _returncode(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._process], [], [], timeout_s)[0]:
             self.returncode = os.waitstatus_to_exitcode(self._python.ask({"wait": self.pid}))
             os.close(self._process)
@@ -115,8 +119,8 @@ class WarmPython:
 
 
 @contextmanager
-def warm_python() -> Iterator[WarmPython]:
-    """One for as long as this is open; then it and all its scripts end."""
+def warm_address() -> Iterator[str]:
+    """Where one listens for as long as this is open; then it and all its scripts end. It loads torch for the first."""
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
     with ours, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -134,9 +138,7 @@ def warm_python() -> Iterator[WarmPython]:
             },
         )
         theirs.close()
-        python = WarmPython(address)
-        yield python
-        python.close()
+        yield address
         ours.shutdown(socket.SHUT_RDWR)  # a fork of this process may live on with its end of it
     process.wait()
 
@@ -196,13 +198,16 @@ class _Server:
 
 
 def _load() -> None:
-    """What scripts would load. Not at the top: who asks needs none of it."""
+    """What scripts and the ranks of tests would load. Not at the top: who asks needs none of it."""
+    import pytest  # noqa: F401
     import torch
 
     import disttrain.checkpoint
     import disttrain.dtensor
     import disttrain.fsdp2
+    import disttrain.pipelining
     import disttrain.process_group
+    import disttrain.testing.rank_worker
     import disttrain.tp  # noqa: F401
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
@@ -213,6 +218,7 @@ def _load() -> None:
 
 def _run(request: dict[str, Any]) -> None:
     """As `python *arguments` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["leads"]:
         os.setsid()
     for number, stream in enumerate(request["streams"]):
@@ -234,6 +240,14 @@ def _run(request: dict[str, Any]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal all get it; this one ends with its owner
+    owner, listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))
+    if owner in select.select([owner, listener], [], [])[0]:
+        return
     _load()
-    _run(_Server(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))).serve())
+    _run(_Server(owner, listener).serve())
+
+
+if __name__ == "__main__":
+    main()
