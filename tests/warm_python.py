@@ -1,12 +1,14 @@
 """Scripts in processes of their own without the seconds that torch takes to load: forked from a Python that has it.
 
 That Python has one thread and has computed nothing. A script begins with its own arguments, variables, folder and
-streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit. Whoever knows the address may
-ask for one.
+streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit; but what had been loaded before
+it is left as it is. Whoever knows the address may ask for one.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import io
 import json
@@ -23,6 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 _REQUEST_BYTES = 1 << 20
@@ -82,17 +85,32 @@ class WarmPython:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(f"\0{address}")
 
-    def start(self, script: Path, *arguments: str, environ: Mapping[str, str]) -> Script:
-        """Run it with pipes as streams, and with these variables alone."""
+    def start(self, *arguments: str | Path, environ: Mapping[str, str]) -> Script:
+        """Run `python *arguments` with pipes as streams, and with these variables alone."""
         pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
         theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
         try:
-            pid = self.fork((str(script), *arguments), environ, theirs)
+            pid = self.fork([*map(str, arguments)], environ, theirs)
         finally:
             for stream in theirs:
                 os.close(stream)
         ours = (os.fdopen(pipes[0][1], "w"), os.fdopen(pipes[1][0]), os.fdopen(pipes[2][0]))
         return Script(self, pid, ours)
+
+    def run(
+        self, *arguments: str | Path, environ: Mapping[str, str], limit_s: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end, without an input."""
+        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
+            streams = [nothing.fileno(), out.fileno(), said.fileno()]
+            script = Script(self, self.fork([*map(str, arguments)], environ, streams))
+            try:
+                returncode = script.wait(limit_s)
+            finally:
+                script.close()
+            for stream in (out, said):
+                stream.seek(0)
+            return subprocess.CompletedProcess(arguments, returncode, out.read(), said.read())
 
     def fork(
         self,
@@ -212,8 +230,21 @@ def _load() -> None:
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
     assert threading.active_count() == 1
+    atexit.register(_keep, {name: module for name, module in sys.modules.items() if name != "__main__"})
     gc.collect()
     gc.freeze()  # What is loaded stays: a script's collections, and those at its end, would copy all of it.
+
+
+def _keep(loaded: dict[str, ModuleType]) -> None:
+    """At a script's end, and last: let it take down what it made, and not these, nor what C++ has registered for them.
+
+    That touches each page of a fork's memory, and so copies it: half a second for each script.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(loaded))
+    for name in loaded.keys() - {"builtins", "sys"}:
+        sys.modules.pop(name, None)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # before all that was there: it is called with the exit code
 
 
 def _run(request: dict[str, Any]) -> None:
@@ -246,6 +277,11 @@ def main() -> None:
     if owner in select.select([owner, listener], [], [])[0]:
         return
     _load()
+    serve(owner, listener)
+
+
+def serve(owner: socket.socket, listener: socket.socket) -> None:
+    """Fork what is asked for at `listener` until `owner` is closed; in a fork, run it."""
     _run(_Server(owner, listener).serve())
 
 
