@@ -240,11 +240,12 @@ def _keep(loaded: dict[str, ModuleType]) -> None:
 
     That touches each page of a fork's memory, and so copies it: half a second for each script.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(loaded))
-    for name in loaded.keys() - {"builtins", "sys"}:
-        sys.modules.pop(name, None)
-    libc = ctypes.CDLL(None)
+    libc = ctypes.PyDLL(None)  # which lets no other thread in
     libc.on_exit(libc._exit, None)  # before all that was there: it is called with the exit code
+    libc.Py_IncRef(ctypes.py_object(loaded))
+    own = {name: module for name, module in sys.modules.items() if name not in loaded or name in ("builtins", "sys")}
+    sys.modules.clear()  # in one go: another thread must not load again what it misses
+    sys.modules.update(own)
 
 
 def _run(request: dict[str, Any]) -> None:
