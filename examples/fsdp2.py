@@ -22,7 +22,7 @@ from disttrain.checkpoint import Checkpointer, get_state_dict
 from disttrain.fsdp2 import MixedPrecisionPolicy, estimate, fully_shard
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
-STEPS, MICROBATCHES, ROWS, LENGTH = 20, 2, 8, 16
+STEPS, MICROBATCHES, ROWS, LENGTH = 9, 2, 8, 16
 
 
 class Block(nn.Module):
@@ -95,8 +95,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         disttrain.all_reduce(total, disttrain.ReduceOp.AVG)
-        if step % 5 == 0 or step == STEPS - 1:
-            say(f"step {step:2}: loss {total.item():.4f}, norm of the gradients {norm.item():.3f}")
+        if step % 2 == 0:
+            say(f"step {step}: loss {total.item():.4f}, norm of the gradients {norm.item():.3f}")
     Checkpointer(flags.out).save(STEPS, get_state_dict(model, optimizer))
     disttrain.destroy_process_group()
 

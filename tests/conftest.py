@@ -10,20 +10,26 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
+from tests.warm_python import WarmPython, warm_address
+
 if TYPE_CHECKING:
+    from disttrain.testing import RankPool
     from tests.authority import Authority
-    from tests.warm_python import WarmPython
 
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+NUM_WARM_PYTHONS = 2
+"""Of different hash seeds."""
+WARM_ADDRESSES: pytest.StashKey[list[str]] = pytest.StashKey()
 
 # The suite starts a thousand interpreters. Where they may not write bytecode, as in many a container, each compiles
 # disttrain anew, and pytest all tests: a tenth of the suite's time.
@@ -52,6 +58,26 @@ hypothesis.settings.load_profile("disttrain")
 def pytest_xdist_auto_num_workers() -> int:
     """For `-n auto`: half as many again as there are cores, since tests wait for others a third of the time."""
     return len(os.sched_getaffinity(0)) * 3 // 2
+
+
+def listening(config: pytest.Config) -> list[str]:
+    """Where this run's warm Pythons do. They end with the run."""
+    if WARM_ADDRESSES not in config.stash:
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        config.stash[WARM_ADDRESSES] = [stack.enter_context(warm_address()) for _ in range(NUM_WARM_PYTHONS)]
+    return config.stash[WARM_ADDRESSES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist's: all its workers have the same, so that torch is loaded for none of them."""
+    node.workerinput["warm_addresses"] = listening(node.config)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (given := getattr(config, "workerinput", {}).get("warm_addresses")) is not None:
+        config.stash[WARM_ADDRESSES] = given
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -114,12 +140,25 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[WarmPython]:
-    """A Python with torch loaded, from which scripts are forked."""
-    from tests import warm_python  # here, since few tests need it
+def warm_addresses(pytestconfig: pytest.Config) -> list[str]:
+    return listening(pytestconfig)
 
-    with warm_python.warm_python() as python:
-        yield python
+
+@pytest.fixture(scope="session")
+def warm_python(warm_addresses: list[str]) -> Iterator[WarmPython]:
+    """A Python with torch loaded, from which scripts are forked."""
+    python = WarmPython(warm_addresses[0])
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(warm_addresses: list[str]) -> Iterator[RankPool]:
+    """The plugin's, with interpreters that need not load torch either."""
+    from tests.warm_pool import warm_pool  # here, since it loads torch
+
+    with warm_pool(warm_addresses) as pool:
+        yield pool
 
 
 @pytest.fixture

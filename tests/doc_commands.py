@@ -9,25 +9,28 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.launching import ROOT, environment
 
-OURS = {
-    "disttrain-flight": ("-c", "from disttrain.flight_recorder.cli import main; raise SystemExit(main())"),
-    "disttrain-launch": ("-m", "disttrain_launch"),
-}
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
+
+OURS = {"disttrain-flight": "disttrain.flight_recorder.cli", "disttrain-launch": "disttrain_launch"}
+"""And the module that each runs."""
 OTHERS = {"git", "kill", "mpirun", "openssl", "pip", "rm", "srun", ".", "cd", "kubectl", "sbatch", "scp", "ssh", "tail"}
 """Programs of others, whose flags are their own."""
 
 _BETWEEN = re.compile(r"[|&;<>]+")
 
 
-def problems(command: str) -> list[str]:
-    """What is wrong with a line of commands; empty: nothing that can be seen without running it."""
+def problems(command: str, python: WarmPython) -> list[str]:
+    """What is wrong with a line of commands; empty: nothing that can be seen without running it.
+
+    Args: python  what runs our programs, some of which load torch.
+    """
     words = shlex.shlex(command, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     each: list[list[str]] = [[]]
@@ -36,7 +39,7 @@ def problems(command: str) -> list[str]:
             each.append([])
         elif word != "...":
             each[-1].append(word)
-    return [problem for one in each for problem in _problems_of_one(_without_variables(one))]
+    return [problem for one in each for problem in _problems_of_one(_without_variables(one), python)]
 
 
 def _without_variables(words: list[str]) -> list[str]:
@@ -45,19 +48,19 @@ def _without_variables(words: list[str]) -> list[str]:
     return words
 
 
-def _problems_of_one(words: list[str]) -> list[str]:
+def _problems_of_one(words: list[str], python: WarmPython) -> list[str]:
     if not words:
         return []
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
     if program in ("mpirun", "srun"):
         ours = next((place for place, word in enumerate(words) if word in OURS), len(words))
-        return _problems_of_one(words[ours:])
+        return _problems_of_one(words[ours:], python)
     if program in OURS:
-        return _of_ours(OURS[program], arguments)
+        return _of_ours(OURS[program], arguments, python)
     if program.startswith("python") and arguments[:1] == ["-m"]:
         if not arguments[1].startswith(("disttrain", "tests")):
             return []
-        return _of_ours(("-m", arguments[1]), arguments[2:])
+        return _of_ours(arguments[1], arguments[2:], python)
     if program.startswith("python"):
         return _of_script(arguments) if arguments and arguments[0].endswith(".py") else []
     if program == "make":
@@ -66,22 +69,21 @@ def _problems_of_one(words: list[str]) -> list[str]:
     return [] if program in OTHERS or (ROOT / program).is_file() else [f"{program}: no such program is known"]
 
 
-def _of_ours(start: tuple[str, ...], arguments: list[str]) -> list[str]:
-    name = start[1] if start[0] == "-m" else "disttrain-flight"
+def _of_ours(module: str, arguments: list[str], python: WarmPython) -> list[str]:
     script = next(
         (place for place, word in enumerate(arguments) if word.endswith(".py") or word == "-m"), len(arguments)
     )
     leading = tuple(itertools.takewhile(str.isalpha, arguments[:2]))  # perhaps a command of the program's
     flags = sorted({word.partition("=")[0] for word in arguments[:script] if re.match(r"--\w", word)})
-    known, unknown = "", [f"{name}: no such program"]
+    known, unknown = "", [f"{module}: no such program"]
     for count in range(len(leading), -1, -1):
-        known += _help((*start, *leading[:count]))
+        known += _help(python, module, *leading[:count])
         if known:
-            unknown = [f"{name}: no flag {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
+            unknown = [f"{module}: no flag {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
         if not unknown:
             break
     if arguments[script : script + 1] == ["-m"]:
-        return [*unknown, *_of_ours(("-m", arguments[script + 1]), arguments[script + 2 :])]
+        return [*unknown, *_of_ours(arguments[script + 1], arguments[script + 2 :], python)]
     return [*unknown, *_of_script(arguments[script:])]
 
 
@@ -97,15 +99,9 @@ def _of_script(words: list[str]) -> list[str]:
 
 
 @cache
-def _help(command: tuple[str, ...]) -> str:
+def _help(python: WarmPython, *command: str) -> str:
     """What the program says to --help; empty where it is no such command."""
-    done = subprocess.run(
-        [sys.executable, *command, "--help"],
-        env={**environment(), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python.run("-m", *command, "--help", environ={**environment(), "COLUMNS": "200"})
     return done.stdout if done.returncode == os.EX_OK else ""
 
 

@@ -26,9 +26,14 @@ def environment(*, has_gpus: bool = False) -> dict[str, str]:
 
 def launcher(python: WarmPython | None = None) -> list[str]:
     """The launcher's command; `python` is what its workers are forked from."""
-    if python is None:
+    return launcher_at(None if python is None else python.address)
+
+
+def launcher_at(address: str | None) -> list[str]:
+    """The same, by the address of a warm Python."""
+    if address is None:
         return [sys.executable, "-m", "disttrain_launch"]
-    return [sys.executable, str(ROOT / "tests" / "warm_launch.py"), python.address]
+    return [sys.executable, str(ROOT / "tests" / "warm_launch.py"), address]
 
 
 def command(num_ranks: int, *argv: str | Path, python: WarmPython | None = None) -> list[str]:

@@ -131,7 +131,7 @@ class Host:
     name: str
     number: int
     _holder: subprocess.Popen[bytes]
-    _pid: int
+    pid: int
     """Of its first process, as we see it."""
 
     @property
@@ -145,7 +145,7 @@ class Host:
     def start(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
         """A process of this host; it ends with it, as all others."""
         return subprocess.Popen(
-            ["nsenter", "--target", str(self._pid), "--all", f"--wd={folder}", *command],
+            ["nsenter", "--target", str(self.pid), "--all", f"--wd={folder}", *command],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -156,7 +156,7 @@ class Host:
     def kill(self) -> None:
         """Its processes end: the kernel kills them with the first one. To who is cut off, it says no farewell."""
         self._holder.kill()
-        os.kill(self._pid, 9)
+        os.kill(self.pid, 9)
         self._holder.communicate()
 
 

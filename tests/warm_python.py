@@ -1,12 +1,14 @@
 """Scripts in processes of their own without the seconds that torch takes to load: forked from a Python that has it.
 
 That Python has one thread and has computed nothing. A script begins with its own arguments, variables, folder and
-streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit. Whoever knows the address may
-ask for one.
+streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit; but what had been loaded before
+it is left as it is. Whoever knows the address may ask for one.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import io
 import json
@@ -23,6 +25,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 _REQUEST_BYTES = 1 << 20
@@ -42,10 +45,11 @@ class Script:
     def poll(self) -> int | None:
         return self._returncode(0.0)
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Its exit code, or minus the signal that ended it. Raises: subprocess.TimeoutExpired."""
         returncode = self._returncode(timeout_s)
         if returncode is None:
+            assert timeout_s is not None
             raise subprocess.TimeoutExpired(f"script {self.pid}", timeout_s)
         return returncode
 
@@ -54,16 +58,19 @@ class Script:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
     def close(self) -> None:
         """Kill it, if it still runs."""
-        self.send_signal(signal.SIGKILL)
+        self.kill()
         self.wait(timeout_s=10.0)
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 with suppress(BrokenPipeError):
                     stream.close()
 
-    def _returncode(self, timeout_s: float) -> int | None:
+    def _returncode(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._process], [], [], timeout_s)[0]:
             self.returncode = os.waitstatus_to_exitcode(self._python.ask({"wait": self.pid}))
             os.close(self._process)
@@ -78,17 +85,32 @@ class WarmPython:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(f"\0{address}")
 
-    def start(self, script: Path, *arguments: str, environ: Mapping[str, str]) -> Script:
-        """Run it with pipes as streams, and with these variables alone."""
+    def start(self, *arguments: str | Path, environ: Mapping[str, str]) -> Script:
+        """Run `python *arguments` with pipes as streams, and with these variables alone."""
         pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
         theirs = (pipes[0][0], pipes[1][1], pipes[2][1])
         try:
-            pid = self.fork((str(script), *arguments), environ, theirs)
+            pid = self.fork([*map(str, arguments)], environ, theirs)
         finally:
             for stream in theirs:
                 os.close(stream)
         ours = (os.fdopen(pipes[0][1], "w"), os.fdopen(pipes[1][0]), os.fdopen(pipes[2][0]))
         return Script(self, pid, ours)
+
+    def run(
+        self, *arguments: str | Path, environ: Mapping[str, str], limit_s: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end, without an input."""
+        with open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
+            streams = [nothing.fileno(), out.fileno(), said.fileno()]
+            script = Script(self, self.fork([*map(str, arguments)], environ, streams))
+            try:
+                returncode = script.wait(limit_s)
+            finally:
+                script.close()
+            for stream in (out, said):
+                stream.seek(0)
+            return subprocess.CompletedProcess(arguments, returncode, out.read(), said.read())
 
     def fork(
         self,
@@ -115,8 +137,8 @@ class WarmPython:
 
 
 @contextmanager
-def warm_python() -> Iterator[WarmPython]:
-    """One for as long as this is open; then it and all its scripts end."""
+def warm_address() -> Iterator[str]:
+    """Where one listens for as long as this is open; then it and all its scripts end. It loads torch for the first."""
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
     with ours, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -134,9 +156,7 @@ def warm_python() -> Iterator[WarmPython]:
             },
         )
         theirs.close()
-        python = WarmPython(address)
-        yield python
-        python.close()
+        yield address
         ours.shutdown(socket.SHUT_RDWR)  # a fork of this process may live on with its end of it
     process.wait()
 
@@ -196,23 +216,41 @@ class _Server:
 
 
 def _load() -> None:
-    """What scripts would load. Not at the top: who asks needs none of it."""
+    """What scripts and the ranks of tests would load. Not at the top: who asks needs none of it."""
+    import pytest  # noqa: F401
     import torch
 
     import disttrain.checkpoint
     import disttrain.dtensor
     import disttrain.fsdp2
+    import disttrain.pipelining
     import disttrain.process_group
+    import disttrain.testing.rank_worker
     import disttrain.tp  # noqa: F401
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
     assert threading.active_count() == 1
+    atexit.register(_keep, {name: module for name, module in sys.modules.items() if name != "__main__"})
     gc.collect()
     gc.freeze()  # What is loaded stays: a script's collections, and those at its end, would copy all of it.
 
 
+def _keep(loaded: dict[str, ModuleType]) -> None:
+    """At a script's end, and last: let it take down what it made, and not these, nor what C++ has registered for them.
+
+    That touches each page of a fork's memory, and so copies it: half a second for each script.
+    """
+    libc = ctypes.PyDLL(None)  # which lets no other thread in
+    libc.on_exit(libc._exit, None)  # before all that was there: it is called with the exit code
+    libc.Py_IncRef(ctypes.py_object(loaded))
+    own = {name: module for name, module in sys.modules.items() if name not in loaded or name in ("builtins", "sys")}
+    sys.modules.clear()  # in one go: another thread must not load again what it misses
+    sys.modules.update(own)
+
+
 def _run(request: dict[str, Any]) -> None:
     """As `python *arguments` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["leads"]:
         os.setsid()
     for number, stream in enumerate(request["streams"]):
@@ -234,6 +272,19 @@ def _run(request: dict[str, Any]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal all get it; this one ends with its owner
+    owner, listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))
+    if owner in select.select([owner, listener], [], [])[0]:
+        return
     _load()
-    _run(_Server(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))).serve())
+    serve(owner, listener)
+
+
+def serve(owner: socket.socket, listener: socket.socket) -> None:
+    """Fork what is asked for at `listener` until `owner` is closed; in a fork, run it."""
+    _run(_Server(owner, listener).serve())
+
+
+if __name__ == "__main__":
+    main()

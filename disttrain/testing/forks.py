@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from enum import IntEnum
 from typing import IO, Final
@@ -44,17 +44,14 @@ class RankParent:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(_ANSWER_S)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "disttrain.testing.rank_parent"],
-            stdin=theirs.fileno(),
-            stderr=self.log,
-            env={
-                **environment(),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-        )
-        theirs.close()
+        path = os.pathsep.join(path for path in sys.path if path)
+        with theirs:
+            self._process = self._start(theirs, {**environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+
+    def _start(self, requests: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Its process, which has our socket's other end as standard input."""
+        command = [sys.executable, "-m", "disttrain.testing.rank_parent"]
+        return subprocess.Popen(command, stdin=requests.fileno(), stderr=self.log, env=variables)
 
     def fork(self) -> Worker:
         """A new worker. Raises ConnectionError when the parent has gone, or does not answer."""
@@ -104,15 +101,16 @@ class RankParent:
 
 
 class RankParents:
-    """Those of a pool and of the pools beside it; each is started when it is first needed."""
+    """Those of a pool and of the pools beside it; `start` starts each when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[], RankParent] = RankParent) -> None:
+        self._start = start
         self._lock = threading.Lock()
         self._parents: list[RankParent] = []
 
     def first(self, num_parents: int) -> list[RankParent]:
         with self._lock:
-            self._parents += [RankParent() for _ in range(len(self._parents), num_parents)]
+            self._parents += [self._start() for _ in range(len(self._parents), num_parents)]
             return self._parents[:num_parents]
 
     def said(self) -> str:

@@ -7,7 +7,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch.distributed import tensor
 
 import disttrain
 from disttrain import dtensor
@@ -54,6 +53,8 @@ def _ours(name: str) -> Any:
 
 
 def test_placements_are_made_and_asked_alike() -> None:
+    from torch.distributed import tensor  # here, since it takes half a second, and all collect this file
+
     for theirs, ours in (
         (tensor.Shard(dim=1), dtensor.Shard(dim=1)),
         (tensor.Replicate(), dtensor.Replicate()),

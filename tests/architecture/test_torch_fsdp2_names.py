@@ -6,13 +6,13 @@ import dataclasses
 import inspect
 from typing import Any
 
-from torch.distributed import fsdp
-
 from disttrain import fsdp2
 from tests.differences_page import missing_arguments, names_explained, parameters, same_default
 
 
 def test_each_name_and_argument_is_here_or_explained() -> None:
+    from torch.distributed import fsdp  # here, since it takes half a second, and all collect this file
+
     missing = {name for name in fsdp.__all__ if not hasattr(fsdp2, name)}
     both = [name for name in fsdp.__all__ if hasattr(fsdp2, name)]
     for name in both:

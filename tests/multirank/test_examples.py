@@ -93,16 +93,10 @@ def test_tp_mlp(run: Run) -> None:
     assert all(float(difference) < 1e-6 for difference in re.findall(r"differ by (\S+) at most", output))
 
 
-@pytest.fixture(scope="module")
-def tp_alone(rank_pool: RankPool) -> str:
-    return Run(rank_pool)(1, "tp")
-
-
-@pytest.mark.parametrize(("num_ranks", "num_tokens"), [(2, 512), (4, 256)])
-def test_tp(run: Run, tp_alone: str, num_ranks: int, num_tokens: int) -> None:
-    output = run(num_ranks, "tp")
+def test_tp(run: Run) -> None:
+    output, num_tokens = run(4, "tp"), 256
     losses, losses_alone = (
-        [float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)] for text in (output, tp_alone)
+        [float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)] for text in (output, run(1, "tp"))
     )
     assert len(losses) == 20
     assert losses[-1] < 0.7 * losses[0]
@@ -131,7 +125,7 @@ def test_fsdp2(run: Run, tmp_path: Path, num_ranks: int, mesh: str, operations: 
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 20
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000020"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step-00000009"]
 
 
 SCHEDULES = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"]
@@ -145,23 +139,17 @@ def numbers_in(output: str) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def pipeline_alone(rank_pool: RankPool) -> str:
-    return Run(rank_pool)(1, "pipeline", "--schedule", *SCHEDULES)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_pipeline(run: Run, pipeline_alone: str, num_ranks: int) -> None:
-    expected = numbers_in(pipeline_alone)["1F1B"]  # of one stage, which is the model
+def test_pipeline(run: Run) -> None:
+    expected = numbers_in(run(1, "pipeline", "--schedule", "1F1B"))["1F1B"]  # of one stage, which is the model
     assert len(expected) == 8
     assert expected[-1][0] < 0.7 * expected[0][0]
-    output = pipeline_alone if num_ranks == 1 else run(num_ranks, "pipeline", "--schedule", *SCHEDULES)
+    output = run(4, "pipeline", "--schedule", *SCHEDULES)
     found = numbers_in(output)
     assert sorted(found) == SCHEDULES
     for name, numbers in found.items():
         for own, wanted in zip(zip(*numbers, strict=True), zip(*expected, strict=True), strict=True):
             assert own == pytest.approx(wanted, rel=1e-4)
-        assert len(re.findall(rf"\b{name} · {num_ranks} ranks? x ", output)) == 1  # the picture
+        assert len(re.findall(rf"\b{name} · 4 ranks x ", output)) == 1  # the picture
 
 
 def test_checkpoint(run: Run, tmp_path: Path) -> None:

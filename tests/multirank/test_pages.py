@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +12,9 @@ from tests import doc_pages
 from tests.doc_commands import missing_files, problems
 from tests.doc_pages import PAGES, ROOT, Block, blocks, commands_with_output, compiled, setup_of
 from tests.launching import environment
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
@@ -32,14 +34,14 @@ def test_code_is_python(block: Block) -> None:
     compiled(block)
 
 
-def test_commands_are_known() -> None:
+def test_commands_are_known(warm_python: WarmPython) -> None:
     """Programs, scripts and flags that pages show."""
     found = {
         _named(block): wrong
         for block in BLOCKS
         if block.language in ("sh", "console")
         for command, _ in commands_with_output(block)
-        if (wrong := problems(command))
+        if (wrong := problems(command, warm_python))
     }
     assert found == {}
 
@@ -48,12 +50,15 @@ def test_files_that_pages_name_are_there() -> None:
     assert {page: gone for page in PAGES if (gone := missing_files(ROOT / page))} == {}
 
 
-def test_tests_that_the_page_of_testing_shows(tmp_path: Path) -> None:
+def test_tests_that_the_page_of_testing_shows(
+    tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for block in blocks("docs/testing.md"):
         if block.title.endswith(".py"):
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
     # A configuration of its own: else pytest goes by the first one that it finds above.
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    monkeypatch.chdir(tmp_path)
+    argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
+    done = warm_python.run(*argv, environ=environment())
     assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -16,6 +16,7 @@ import disttrain
 from disttrain.testing import RankPool, forks, pool
 from disttrain.testing.forks import RankParent
 from disttrain.testing.pool import RankError
+from tests.warm_pool import warm_pool
 
 
 def answer(value: int) -> int:
@@ -95,8 +96,10 @@ def kill_parent(ranks: RankPool) -> None:
     parent._process.wait()
 
 
-def test_a_parent_that_died_says_why_and_is_replaced_and_a_worker_that_hangs_ends_without_one() -> None:
-    with RankPool() as ranks:
+def test_a_parent_that_died_says_why_and_is_replaced_and_a_worker_that_hangs_ends_without_one(
+    warm_addresses: list[str],
+) -> None:
+    with warm_pool(warm_addresses) as ranks:
         assert ranks.run(1, answer, {"value": 1}) == [1]
         kill_parent(ranks)
         kill_worker(ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 import signal
 import subprocess
 import time
@@ -44,7 +45,7 @@ def start(python: WarmPython, folder: Path, *argv: str | Path) -> subprocess.Pop
 
 def kill_rank(python: WarmPython, rank: int, save: Path) -> None:
     """End one worker as the kernel does when memory runs out, once the save is there that is written beside it."""
-    worker = psutil.Process(python.find({"RANK": str(rank)}))
+    worker = psutil.Process(python.find({"RANK": str(rank), "TMPDIR": os.environ["TMPDIR"]}))
     worker.suspend()  # else the run may end before that
     until_s = time.monotonic() + LIMIT_S / 2
     while not save.exists() and time.monotonic() < until_s:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.warm_python import WarmPython
 
 PAGE = "docs/tutorial.md"
-PROGRAMS = {"python": [sys.executable], **{name: [sys.executable, *start] for name, start in OURS.items()}}
+PROGRAMS = {"python": [sys.executable], **{name: [sys.executable, "-m", module] for name, module in OURS.items()}}
 
 
 def _installed(command: str, python: WarmPython) -> str:

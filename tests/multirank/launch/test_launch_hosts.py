@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launching import EXAMPLES
+from disttrain.testing import RankPool
+from tests import llama_cases
+from tests.launching import EXAMPLES, launcher_at
 from tests.network_hosts import OWN_FOLDER, Hosts, Weather, network_hosts
+from tests.warm_host import warm_host
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
+    from tests.warm_python import WarmPython
 
 NAMES = ("host-a", "host-b", "host-c")
 NUM_WORKERS = 2
@@ -50,15 +53,17 @@ def launch(
     nodes: str = "2:3",
     beats: int = 24,
     num_workers: int = NUM_WORKERS,
+    python: WarmPython | None = None,
 ) -> subprocess.Popen[str]:
-    """The launcher of this host, which is started where it does not run."""
+    """The launcher of this host, which is started where it does not run; `python`: what workers are forked from."""
     if not (launches.folder / "token").exists():
         launches.run("--new-token", "token")
     host = hosts.running(name) or hosts.start(name)
     conf = f"last_call_timeout=1,keep_alive_interval=0.25,keep_alive_max_attempt={beats}"
     meeting = ("--nnodes", nodes, "--node-rank", str(NAMES.index(name)), "--rdzv-endpoint", f"{NAMES[0]}:29500")
     flags = ("--token-file", "token", "--rdzv-conf", conf, "--nproc-per-node", str(num_workers))
-    command = [sys.executable, "-m", "disttrain_launch", *meeting, *flags, *argv]
+    address = None if python is None else warm_host(python, host.pid)
+    command = [*launcher_at(address), *meeting, *flags, *argv]
     process = host.start(command, {**launches.environ(), "TMPDIR": OWN_FOLDER}, launches.folder)
     launches.started.append(process)
     return process
@@ -149,11 +154,7 @@ def test_when_the_host_of_the_store_is_gone_its_standby_goes_on(launches: Launch
 
 def losses(folder: Path) -> list[float]:
     """By step."""
-    table = folder / "loss.csv"
-    if not table.exists():
-        return []
-    with table.open(newline="", encoding="utf-8") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]
+    return llama_cases.losses(folder)["loss"] if (folder / "loss.csv").exists() else []
 
 
 def wait_for_step(folder: Path, num_steps: int) -> None:
@@ -164,13 +165,16 @@ def wait_for_step(folder: Path, num_steps: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(launches: Launches, hosts: Hosts) -> None:
+def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(
+    launches: Launches, hosts: Hosts, warm_python: WarmPython, rank_pool: RankPool
+) -> None:
     num_steps = 24
     flags = ["--model", "tiny", "--seq", "32", "--batch", "12", "--seed", "1", "--data", str(EXAMPLES)]
-    flags += ["--steps", str(num_steps), "--save-every", "4", "--eval-every", "40"]
+    flags += ["--steps", str(num_steps), "--save-every", "4", "--eval-every", "40", "--sample", "0"]
     script = str(EXAMPLES / "train_llama.py")
     out = launches.folder / "disturbed"
-    nodes = [launch(launches, hosts, name, script, *flags, "--out", out.name, num_workers=1) for name in NAMES]
+    run = partial(launch, launches, hosts, num_workers=1, python=warm_python)
+    nodes = [run(name, script, *flags, "--out", out.name) for name in NAMES]
     wait_for_step(out, 6)
     host = hosts.running("host-c")
     assert host is not None
@@ -179,17 +183,13 @@ def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(launc
     wait_for_step(out, 6)
     # So slow that not all steps are done before the third host is back.
     hosts.switch.weather = Weather(delay_s=0.01)
-    back = launch(launches, hosts, "host-c", script, *flags, "--out", out.name, num_workers=1)
+    back = run("host-c", script, *flags, "--out", out.name)
     heard(nodes[0], "round 2 begins: 3 nodes, 3 workers")
     hosts.switch.weather = Weather()
-    wait_for_step(out, num_steps)
-    assert [node.poll() for node in (nodes[0], nodes[1], back)] == [None] * 3
-    for name in NAMES:
-        # What comes after the last step, a sample of text, takes its time.
-        hosts.kill(name)
-    alone = launches.start("--nproc-per-node", "1", script, *flags, "--out", "whole", OMP_NUM_THREADS="1")
-    wait_for_step(launches.folder / "whole", num_steps)
-    alone.terminate()
+    ended = [launches.end(node, LIMIT_S) for node in (nodes[0], nodes[1], back)]
+    assert [node.exit_code for node in ended] == [0, 0, 0], ended
+    alone = [*flags, "--out", str(launches.folder / "whole")]
+    rank_pool.run(1, llama_cases.trained, {"arguments": alone}, timeout_s=LIMIT_S)
     assert len(losses(out)) == num_steps
     # Other numbers of ranks add in another order.
     assert losses(out) == pytest.approx(losses(launches.folder / "whole"), rel=1e-4)

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[3]
-LIMIT_S = 100.0
+import pytest
 
+from tests.launching import environment
 
-def torchrun(folder: Path, *flags: str, script: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(dedent(script))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DISTTRAIN_")}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *flags, "script.py"],
-        cwd=folder,
-        env={**kept, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_again(tmp_path: Path) -> None:
-    ended = torchrun(
-        tmp_path,
-        "--standalone",
-        "--max-restarts",
-        "1",
-        script="""
+def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_again(
+    tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = """
             import os
             import torch
             import disttrain
@@ -56,6 +43,7 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_ag
                 disttrain.barrier()
                 disttrain.destroy_process_group()
             print(f"attempt {attempt} {total.item()} {locked}\\n", end="", flush=True)
-        """,
-    )
+        """
+    Path("script.py").write_text(dedent(script))
+    ended = warm_python.run(*TORCHRUN, "--max-restarts", "1", "script.py", environ=environment())
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["attempt 1 3.0 True"] * 2), ended.stderr

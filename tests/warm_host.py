@@ -1,0 +1,50 @@
+"""A warm Python (`warm_python`) in a host of a test's own (`network_hosts`), forked from one outside.
+
+    python -m tests.warm_host PID ADDRESS
+
+It joins the host's namespaces, and listens there: an abstract address is known within one network alone. It ends with
+the host. Source: setns(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+
+from tests.warm_python import WarmPython, serve
+
+_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+"""Of mounts, names, shared memory, processes and networks (linux/sched.h)."""
+
+
+def warm_host(python: WarmPython, pid: int) -> str:
+    """The address of a new one in the host whose process this is."""
+    address = f"{python.address}-{pid}"
+    script = python.start("-m", "tests.warm_host", str(pid), address, environ=os.environ)
+    assert script.stdout is not None
+    assert script.stderr is not None
+    said = script.stdout.readline()
+    assert said == "listens\n", script.stderr.read()
+    script.close()
+    return address
+
+
+def main() -> None:
+    pid, address = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(os.pidfd_open(int(pid)), _NAMESPACES):
+        raise OSError(ctypes.get_errno(), "setns")
+    if os.fork():
+        os._exit(os.EX_OK)  # whoever joins a namespace of processes is not in it; its children are
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{address}")
+    listener.listen()
+    owner, _held = socket.socketpair()  # nobody asks it to end
+    print("listens", flush=True)
+    serve(owner, listener)
+
+
+if __name__ == "__main__":
+    main()
