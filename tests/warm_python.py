@@ -217,8 +217,12 @@ class _Server:
 
 def _load() -> None:
     """What scripts and the ranks of tests would load. Not at the top: who asks needs none of it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
     import pytest  # noqa: F401
     import torch
+    import torch._inductor.compile_fx  # what a process's first graph would load
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     import disttrain.checkpoint
     import disttrain.dtensor
