@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from disttrain.durations import Duration
-from disttrain.errors import SettingError, StoreAddressError, StoreTimeoutError
+from disttrain.errors import SettingError, StoreAddressError, StoreConnectionError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.auth import read_token
 from disttrain.store.certificates import Certificates
@@ -91,6 +92,7 @@ class TCPStore(StoreMethods):
 
     def clone(self) -> Self:
         """The same store over a connection of its own, to be closed on its own."""
+        self._read_news()
         other = copy.copy(self)
         other._server = None
         other._channel = other._connected()
@@ -98,13 +100,14 @@ class TCPStore(StoreMethods):
 
     def address(self) -> list[Any]:
         """Host, port, standby, timeout, token and certificates: what another process needs for a store like this."""
+        self._read_news()
         certificates = None if self._certificates is None else list(self._certificates)
         (host, port), standby = self.addresses
         return [host, port, standby and list(standby), self._timeout_s, self._token, certificates]
 
     @property
     def addresses(self) -> tuple[Address, Address | None]:
-        """Where the server is by now, and its standby."""
+        """Where the server is by now, and its standby, as far as the last answer tells."""
         dialer = self._dialer
         return ((self.host, self.port), self._standby) if dialer is None else (dialer.address, dialer.standby)
 
@@ -126,6 +129,12 @@ class TCPStore(StoreMethods):
         if dialer is not None and self._channel is not None and address == dialer.standby:
             dialer.address, dialer.standby = address, dialer.address
             self._channel.break_link()
+
+    def _read_news(self) -> None:
+        """Learn where the server is by now: news that came since the last answer has not been read, nor that the server
+        is gone. Who has lost the connection, or comes from a fork, goes by what is known."""
+        with suppress(StoreConnectionError):
+            self.num_keys()
 
     def _connected(self) -> Channel:
         self._dialer = self.new_dialer()

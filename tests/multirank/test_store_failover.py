@@ -50,12 +50,13 @@ class Pair:
     def connect(self) -> TCPStore:
         return TCPStore(HOST, self.leader.port, timeout=SOON_S, token=TOKEN, certificates=self._certificates)
 
-    def wait_until_ready(self, standby: ServerProcess | None = None) -> None:
-        """Until clients are told of the standby."""
+    def wait_until_ready(self, standby: ServerProcess | None = None, *, store: TCPStore | None = None) -> None:
+        """Until clients, of which `store` or the pair's own asks all the time, are told of the standby."""
+        asking = store or self.store
         until_s = time.monotonic() + SOON_S
-        while self.store.addresses[1] != (HOST, (standby or self.standby).port):
-            assert time.monotonic() < until_s, self.store.addresses
-            self.store.add("asked", 1)
+        while asking.addresses[1] != (HOST, (standby or self.standby).port):
+            assert time.monotonic() < until_s, asking.addresses
+            asking.add("asked", 1)
             time.sleep(0.01)
 
     def kill(self) -> None:
@@ -168,6 +169,18 @@ def test_who_waits_goes_on_waiting_at_the_standby(pair: Pair) -> None:
         assert popped.result(SOON_S) == b"2"
     for store in waiting:
         store.close()
+
+
+def test_who_asked_nothing_since_the_standby_came_finds_it(one_pair: Pair) -> None:
+    silent = one_pair.store  # connected when there was no standby
+    with contextlib.closing(one_pair.connect()) as other:
+        one_pair.wait_until_ready(store=other)
+        one_pair.kill()
+        assert silent.addresses == ((HOST, one_pair.leader.port), None)
+        with contextlib.closing(silent.clone()) as clone:
+            clone.set("key", b"value")
+        assert silent.address()[:2] == [HOST, one_pair.standby.port]
+        assert other.get("key") == b"value"
 
 
 def test_a_large_state_is_all_there(one_pair: Pair) -> None:
