@@ -3,7 +3,8 @@
 The page cache costs a copy of all bytes, and makes them wait for the disk at the end; direct writes keep the disk busy
 from the first piece on. A write that makes a file longer locks out all others to it (ext4, XFS), so room is reserved
 before. Pieces that are not aligned in memory, or not in one place there, are copied first, by the thread that writes.
-Sources: open(2), on O_DIRECT; fallocate(2). A file system that has none of it is written to through its cache.
+A file's last piece is written through the cache if it is small, and all where the file system has nothing else.
+Sources: open(2), on O_DIRECT; fallocate(2).
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from disttrain.checkpoint.local_file import PAGE_BYTES, aligned_memory
+from disttrain.checkpoint.local_file import DIRECT_BYTES, PAGE_BYTES, aligned_memory
 
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 8
@@ -113,15 +112,18 @@ class _Writer:
             future.result()
 
     def _write(self, offset: int, piece: Sequence[memoryview]) -> None:
-        data = piece[0]
-        if len(piece) > 1 or (self._direct is not None and np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES):
-            data = self._together(piece)
+        is_small = sum(map(len, piece)) < DIRECT_BYTES
+        direct = None if is_small else self._direct
+        if len(piece) == 1 and (direct is None or not _is_apart(piece[0])):
+            data = piece[0]
+        else:
+            data = memoryview(b"".join(piece)) if is_small else self._together(piece)
         done = 0
         while done < len(data) and not self._is_given_up.is_set():  # a write may be short
             left, place = data[done:], offset + done
             aligned = len(left) // PAGE_BYTES * PAGE_BYTES if done % PAGE_BYTES == 0 else 0
-            if self._direct is not None and aligned and not self._refuses:
-                done += self._write_past_cache(self._direct, left[:aligned], place)
+            if direct is not None and aligned and not self._refuses:
+                done += self._write_past_cache(direct, left[:aligned], place)
             else:
                 done += os.pwrite(self._cached, left, place)
 
@@ -138,6 +140,8 @@ class _Writer:
 
     def _together(self, piece: Sequence[memoryview]) -> memoryview:
         """The piece in memory of this thread's own, which begins with a page."""
+        import numpy as np  # here, since a process that writes what is small starts in half the time without it
+
         if not hasattr(self._buffers, "memory"):
             self._buffers.memory = np.frombuffer(aligned_memory(_PIECE_BYTES), np.uint8)
         memory, at = self._buffers.memory, 0
@@ -146,6 +150,13 @@ class _Writer:
             np.copyto(memory[at : at + len(part)], np.frombuffer(part, np.uint8))
             at += len(part)
         return memoryview(memory)[:at]
+
+
+def _is_apart(data: memoryview) -> bool:
+    """Whether it begins within a page."""
+    import numpy as np  # here, as above
+
+    return bool(np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES)
 
 
 def _free_bytes(descriptor: int) -> int:

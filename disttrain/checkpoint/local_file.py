@@ -17,7 +17,7 @@ from pathlib import Path
 
 PAGE_BYTES = 4096
 _LARGE_PAGE_BYTES = 2 << 20
-_DIRECT_BYTES = 1 << 19
+DIRECT_BYTES = 1 << 19
 """Smaller requests go through the cache, where other ranks of the node may find them again."""
 
 
@@ -29,7 +29,7 @@ class LocalFile:
         self._direct: int | None = None
         self._refuses = False
         self.num_bytes = os.fstat(self._cached).st_size
-        if self.num_bytes >= _DIRECT_BYTES:
+        if self.num_bytes >= DIRECT_BYTES:
             try:
                 self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             except (OSError, AttributeError):  # no direct I/O here
@@ -42,7 +42,7 @@ class LocalFile:
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         size = len(buffer)
-        if self._direct is None or self._refuses or size < _DIRECT_BYTES or (address_of(buffer) - offset) % PAGE_BYTES:
+        if self._direct is None or self._refuses or size < DIRECT_BYTES or (address_of(buffer) - offset) % PAGE_BYTES:
             return self._read(self._cached, offset, buffer)
         head = -offset % PAGE_BYTES
         tail = head + (size - head) // PAGE_BYTES * PAGE_BYTES

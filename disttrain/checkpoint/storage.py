@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from disttrain.checkpoint import direct
 from disttrain.checkpoint.local_file import LocalFile
 from disttrain.checkpoint.locks import is_locked, lock, remove_unheld
 from disttrain.errors import CheckpointError
@@ -97,9 +98,6 @@ class LocalStorage:
         path.mkdir()
 
     def write_file(self, path: Path, parts: Iterable[memoryview]) -> None:
-        # It needs numpy, which commands that only read should not wait for.
-        from disttrain.checkpoint import direct
-
         direct.write_file(path, parts)
 
     @contextmanager

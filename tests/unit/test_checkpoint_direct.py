@@ -22,9 +22,16 @@ SOURCE.write(os.urandom(1 << 18))
 cuts = st.tuples(st.integers(0, 5 * direct.PAGE_BYTES), st.sampled_from([0, 1, 4095, 4096, 4097, 8192, 30_000, 70_000]))
 
 
+@pytest.fixture(autouse=True)
+def no_piece_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "DIRECT_BYTES", 1)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(cuts, max_size=8), st.booleans())
-def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies_alike: bool) -> None:
+@given(st.lists(cuts, max_size=8), st.booleans(), st.sampled_from([1, 3 * direct.PAGE_BYTES]))
+def test_parts_of_any_size_anywhere_in_memory(
+    parts: list[tuple[int, int]], lies_alike: bool, direct_bytes: int
+) -> None:
     """`lies_alike`: each part lies in memory as in the file, modulo pages; it is then written from there."""
     views, offset = [], 0
     for start, size in parts:
@@ -33,6 +40,7 @@ def test_parts_of_any_size_anywhere_in_memory(parts: list[tuple[int, int]], lies
         offset += size
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "_PIECE_BYTES", PIECE_BYTES)
+        patch.setattr(direct, "DIRECT_BYTES", direct_bytes)
         path = Path(folder) / "file"
         direct.write_file(path, views)
         assert path.read_bytes() == b"".join(bytes(view) for view in views)
