@@ -220,8 +220,6 @@ def _load() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
     import pytest  # noqa: F401
     import torch
-    import torch._inductor.compile_fx  # what a process's first graph would load
-
     import disttrain.checkpoint
     import disttrain.dtensor
     import disttrain.fsdp2
@@ -230,6 +228,8 @@ def _load() -> None:
     import disttrain.testing.rank_worker
     import disttrain.tp  # noqa: F401
 
+    if not torch.backends.cuda.is_built():  # it asks for GPUs as it is loaded, and then no fork can use them
+        import torch._inductor.compile_fx  # what a process's first graph would load
     with suppress(ImportError):  # not on each machine with GPUs
         import transformers.models.gpt2.modeling_gpt2
         import transformers.models.llama.modeling_llama  # noqa: F401
