@@ -220,6 +220,7 @@ def _load() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
     import pytest  # noqa: F401
     import torch
+
     import disttrain.checkpoint
     import disttrain.dtensor
     import disttrain.fsdp2
