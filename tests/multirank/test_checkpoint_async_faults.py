@@ -19,18 +19,20 @@ from disttrain.testing import RankPool
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 
 LIMIT_S = 60.0
+SHAPE = (8, 40_001)
+"""Of what is sharded: each rank's part is large enough to be written past the page cache, but for its end."""
 
 
 def state_of(step: int) -> dict[str, Any]:
     """Everything is `step`; sharded, replicated, plain and per rank."""
     mesh = init_device_mesh("cpu", (get_world_size(),))
-    weight = distribute_tensor(torch.full((8, 1200), float(step)), mesh, [Shard(0)], src_data_rank=None)
+    weight = distribute_tensor(torch.full(SHAPE, float(step)), mesh, [Shard(0)], src_data_rank=None)
     return {"w": weight, "plain": torch.full((5000,), step), "step": step, "own": PerRank(step)}
 
 
 def loaded_step(directory: Path) -> int:
     """The step in the latest save, after a look at every element of it; in one process."""
-    state = {"w": torch.zeros(8, 1200), "plain": torch.zeros(5000, dtype=torch.int64), "step": 0, "own": PerRank(0)}
+    state = {"w": torch.zeros(SHAPE), "plain": torch.zeros(5000, dtype=torch.int64), "step": 0, "own": PerRank(0)}
     step = Checkpointer(directory).load(state)
     assert state["w"].eq(step).all()
     assert state["plain"].eq(step).all()
