@@ -3,16 +3,17 @@
 A program takes whole rows, several at once where they are short. The gradients of the parameters are sums over all
 rows: persistent programs each sum over theirs, and what they leave is summed at the end.
 
-RMSNorm reads its rows twice, the second time from the cache: so nothing of them is kept in registers (32 a thread in
-place of 86), and more programs have their reads under way. LayerNorm needs the mean before the squares, and keeps its
-row: it gains nothing by that (to read three times, or to sum in one pass by Welford's rule, takes 2 to 40 % longer).
+RMSNorm reads its rows twice, the second time from the cache: so none of them is kept in registers (86 a thread where it
+is, 32 in Inductor's kernel, which reads again), and more programs have their reads under way. LayerNorm needs the mean
+before the squares, and keeps its row. To read it again takes 1 % less in rows of 4096 and 2 % more in rows of 8192; to
+sum by Welford's rule in one pass takes 6 to 11 % more in rows of up to 8192, 1 to 2 % less in 12288 and 16384, and 14 %
+less in 32768.
 
-The sizes are those of sweeps on an H200 in bf16, 134 MB a tensor. Forward, a copy takes 64 to 65 us (126 to 128 with a
-residual): RMSNorm 64 to 65 in rows of 512 to 16384 elements (keeping rows: 65 to 68), and 125 to 128 with a residual
-(131 to 135); LayerNorm 65 to 67 in rows of 512 to 12288. Rows that are read in parts are no faster where they can be
-had whole, and with a residual slower. Backward: 0.100 to 0.104 ms, a copy 0.097; with two tiles under way instead of
-three it takes half as long again, with twice as many smaller programs up to 7 % more. The sum at the end takes 2 to 3
-us.
+The sizes are those of sweeps on an H200 in bf16, 134 MB a tensor. Forward, a copy takes 64 to 67 us (126 to 128 with a
+residual): RMSNorm 64 to 65 in rows of 512 to 16384 elements and 67 in 32768 (keeping rows: 64 to 68, and 73), and 125 to
+130 with a residual (129 to 135); LayerNorm 65 to 67 in rows of 512 to 12288, 72 in 16384 (Inductor's 69) and 87 in
+32768 (104). Backward: 0.100 to 0.104 ms, a copy 0.097; with two tiles under way instead of three it takes half as long
+again, with twice as many smaller programs up to 7 % more. The sum at the end takes 2 to 3 us.
 """
 
 from __future__ import annotations
@@ -289,8 +290,10 @@ def _rms_tile(row_size: int, has_residual: bool) -> tuple[int, int, int]:
     if not has_residual:
         block = min(block, _LARGEST_RMS_BLOCK)
     rows = max(1, _RMS_ELEMENTS // block)
-    per_warp = 256 if has_residual else 512
-    return block, rows, min(32 if has_residual else 16, max(1, block * rows // per_warp))
+    # More warps keep pace with a second tensor, and with rows of which less is in the cache.
+    is_heavy = has_residual or row_size > 2 * _LARGEST_RMS_BLOCK
+    per_warp, most_warps = (256, 32) if is_heavy else (512, 16)
+    return block, rows, min(most_warps, max(1, block * rows // per_warp))
 
 
 def _layer_tile(row_size: int) -> tuple[int, int, int]:
