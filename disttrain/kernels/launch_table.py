@@ -15,9 +15,6 @@ DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 _ALIGNMENT: Final = 16
 """Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
 
-_OF_GRAPHS: Final[list[torch.Tensor]] = []
-"""The host's side of tables that recorded graphs copy each time they are replayed."""
-
 
 @triton.jit
 def at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
@@ -29,10 +26,11 @@ def at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """The rows on the device, which nobody waits for."""
+    """The rows on the device, which nobody waits for.
+
+    A CUDA graph that is being recorded copies them at each replay: torch keeps pinned memory taken meanwhile for it.
+    """
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    if torch.cuda.is_current_stream_capturing():
-        _OF_GRAPHS.append(table)
     return table.to(device, non_blocking=True)
 
 
