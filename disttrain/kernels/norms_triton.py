@@ -10,8 +10,8 @@ sum by Welford's rule in one pass takes 6 to 11 % more in rows of up to 8192, 1 
 less in 32768.
 
 The sizes are those of sweeps on an H200 in bf16, 134 MB a tensor. Forward, a copy takes 64 to 67 us (126 to 128 with a
-residual): RMSNorm 64 to 65 in rows of 512 to 16384 elements and 67 in 32768 (keeping rows: 64 to 68, and 73), and 125 to
-130 with a residual (129 to 135); LayerNorm 65 to 67 in rows of 512 to 12288, 72 in 16384 (Inductor's 69) and 87 in
+residual): RMSNorm 64 to 65 in rows of 512 to 16384 elements and 67 in 32768 (keeping rows: 64 to 68, and 73), and 125
+to 130 with a residual (129 to 135); LayerNorm 65 to 67 in rows of 512 to 12288, 72 in 16384 (Inductor's 69) and 87 in
 32768 (104). Backward: 0.100 to 0.104 ms, a copy 0.097; with two tiles under way instead of three it takes half as long
 again, with twice as many smaller programs up to 7 % more. The sum at the end takes 2 to 3 us.
 """
