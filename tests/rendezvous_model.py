@@ -127,6 +127,8 @@ class Cluster:
         self.given_up.add(lost)
         told = {agent: (player.node, player.word) for agent, player in self.players.items()}
         self.machine = Inherited(self.terms, self.players[heir].node, self.now_s, lost, told)
+        self.chronicle = Chronicle(JobState("job", 0.0, self.terms.max_restarts))
+        self.chronicle.know(self.players[agent].node for agent in [*self.machine.everyone, lost])
         self.reports += [Came(player.node) for player in self.players.values() if player.is_alive and not player.word]
         self.feed(TimePassed())
 

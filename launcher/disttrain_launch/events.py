@@ -57,6 +57,11 @@ class Chronicle:
         self._gone: set[str] = set()
         """Whoever left does not come back: what it had reported before may be repeated."""
 
+    def know(self, nodes: Iterable[Node]) -> None:
+        """These had come before this follows along."""
+        for node in nodes:
+            self._nodes[node.agent] = JobNode(node.agent, node.host, node.num_local_workers)
+
     def state(self, phase: Phase, awaited: str) -> JobState:
         """How the job stands, with what the rendezvous says of itself."""
         return replace(self._state, phase=phase.name.lower(), awaited=awaited, nodes=tuple(self._nodes.values()))
@@ -82,7 +87,7 @@ class Chronicle:
             return [self._record("node_refused", **about, reason=word.problem)]
         if isinstance(word, Done):
             return []  # It comes to a job that is over.
-        self._nodes[node.agent] = JobNode(node.agent, node.host, node.num_local_workers)
+        self.know([node])
         return [self._record("node_joined", **about)]
 
     def _goes(self, agent: str, word: Done | Refused) -> list[Record]:

@@ -30,14 +30,19 @@ class Inherited(Rendezvous):
         rounds += [word.round for _, word in told.values() if isinstance(word, Stop)]
         self._round = max(rounds, default=-1)
         self._restarts.num_restarts = max((run.num_restarts for run in runs), default=0)
-        for agent, (node, word) in told.items():
-            if agent != lost:
-                self._remember(node, word)
+        others = [about for agent, about in told.items() if agent != lost]
+        # Of two that want one number it is the leader's, or else his who takes part.
+        for node, word in sorted(
+            others, key=lambda about: (about[0].agent != leader.agent, isinstance(about[1], Wait))
+        ):
+            self._remember(node, word)
         last_word = told[lost][1] if lost in told else None
         if isinstance(last_word, Done):
             self._end(last_word)
-        elif self._num_busy:
+        else:
+            # It may live, behind a network that failed.
             self._tell(lost, Done(Lost("this node gave no sign of life, and another has taken its place as node 0.")))
+        if self._num_busy and self._last_word is None:
             self.phase = Phase.RUNNING
             self._change(f"{told[lost][0] if lost in told else 'node 0'} was lost, and {leader} has taken its place")
         self._first, self._commands = self._commands, []
@@ -51,6 +56,9 @@ class Inherited(Rendezvous):
         match word:
             case None:
                 return  # It says again that it has come.
+            case Wait() if node.node_rank in self._by_node_rank:
+                self._held.hold(node, self._now_s + 2 * self.terms.keep_alive_s)
+                return
             case Run() | Stop() | Wait():
                 self._admit(node)
             case _:

@@ -11,7 +11,6 @@ from disttrain_launch.event_log import EventLog
 from disttrain_launch.events import Chronicle, Record
 from disttrain_launch.inherited import Inherited
 from disttrain_launch.job import JobSpec
-from disttrain_launch.messages import Came
 from disttrain_launch.rendezvous import ROOM, Leader, Say
 from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.rounds import Node
@@ -35,8 +34,7 @@ def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -
         told = told_by(PrefixStore(ROOM, store))
         machine = Inherited(spec.terms, node, time.monotonic(), lost, told)
         chronicle = _chronicle(spec)
-        for known, _ in told.values():
-            chronicle.follow(Came(known), ())
+        chronicle.know(told[agent][0] for agent in [*machine.everyone, lost] if agent in told)
         try:
             events = EventLog(spec.logs.event_file)
         except LaunchError as error:

@@ -193,7 +193,7 @@ class Rendezvous:
     def _admit(self, node: Node) -> None:
         self._peers[node.agent] = Peer(node)
         if node.node_rank is not None:
-            self._by_node_rank[node.node_rank] = node.agent
+            self._by_node_rank.setdefault(node.node_rank, node.agent)
         if node.num_local_workers != self._leader.num_local_workers:
             self._commands.append(Warn(uneven(node, self._leader)))
 
@@ -273,9 +273,9 @@ class Rendezvous:
         self._members.discard(agent)
         self._gone.add(agent)
         self._tell(agent, word)
-        if node_rank is None:
+        if node_rank is None or self._by_node_rank[node_rank] != agent:
             return
-        self._by_node_rank.pop(node_rank)
+        del self._by_node_rank[node_rank]
         if (heir := self._held.heir(node_rank)) is not None:
             self._admit(heir)
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from disttrain_launch.messages import Came
+from disttrain_launch.messages import Came, Done
 from disttrain_launch.rounds import Phase, Terms
 from tests.rendezvous_model import Cluster, Player, node
 
@@ -182,3 +182,35 @@ def test_every_order_of_few_nodes_and_faults(terms: Terms, num_nodes: int, fault
         if not nexts and cluster.machine.phase is not Phase.OVER:
             cluster.settle()
     assert len(seen) > 50
+
+
+def round_of(*wishes: int | None) -> Cluster:
+    """A round runs with the nodes a0, a1 ... that want these numbers."""
+    cluster = Cluster(Terms(1, len(wishes) + 1, last_call_s=5.0))
+    for place, wish in enumerate(wishes, 1):
+        cluster.come(node(f"a{place}", wish, cluster.terms))
+    while cluster.reports:
+        cluster.deliver()
+    cluster.pass_time()
+    return cluster
+
+
+def test_a_successor_knows_who_waits_for_anothers_number() -> None:
+    cluster = round_of(None, 1)
+    cluster.come(node("a3", 1, cluster.terms))
+    cluster.deliver()
+    cluster.inherit("a1")
+    assert cluster.machine.everyone == ["a1", "a2", "a3"]
+    cluster.miss("a2")
+    cluster.miss("a3")
+    assert cluster.machine.everyone == ["a1"]
+    cluster.settle()
+
+
+def test_a_leader_that_was_the_only_one_with_workers_is_told_that_it_is_lost() -> None:
+    cluster = round_of()
+    cluster.come(node("a1", None, cluster.terms))
+    cluster.deliver()
+    cluster.inherit("a1")
+    assert isinstance(cluster.players["a0"].word, Done)
+    cluster.settle()
