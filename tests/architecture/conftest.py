@@ -31,17 +31,54 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse("\n".join(self.lines), filename=self.name)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of the tree's."""
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def full_names(self) -> list[tuple[str, str]]:
+        """`path:line` and full name of everything imported, and of every chain of attributes taken from it."""
+        names = [(self.at(imported), name) for imported, name in self.imports()]
+        aliases = self._aliases()
+        attributes = [node for node in self.nodes if isinstance(node, ast.Attribute)]
+        inner = {id(node.value) for node in attributes}
+        outer = [node for node in attributes if id(node) not in inner]
+        return names + [(self.at(node), name) for node in outer if (name := _dotted(node, aliases))]
+
     def at(self, node: ast.stmt | ast.expr) -> str:
         """`path:line`, as editors open it."""
         return f"{self.name}:{node.lineno}"
 
     def imports(self) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
         """Every imported thing by its full name: `from a.b import c` gives `a.b.c`."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+    def _aliases(self) -> dict[str, str]:
+        """The full name of what each imported name stands for."""
+        aliases = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.name if alias.asname else alias.name.partition(".")[0]
+                    aliases[alias.asname or name] = name
+            elif isinstance(node, ast.ImportFrom):
+                aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+        return aliases
+
+
+def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+    """`a.b.c` as a full name when `a` was imported, else an empty text."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value, aliases)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
 
 
 def _sources(*folders: str) -> list[Source]:

@@ -20,7 +20,7 @@ def test_an_import_in_a_function_says_why(library: list[Source]) -> None:
     found = [
         source.at(node)
         for source in library
-        for function in ast.walk(source.tree)
+        for function in source.nodes
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,40 +46,6 @@ LAUNCHER_KNOWS = {
 }
 
 
-def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
-    """`a.b.c` as a full name when `a` was imported, else an empty text."""
-    if isinstance(node, ast.Name):
-        return aliases.get(node.id, "")
-    if isinstance(node, ast.Attribute):
-        owner = _dotted(node.value, aliases)
-        return f"{owner}.{node.attr}" if owner else ""
-    return ""
-
-
-def _aliases(source: Source) -> dict[str, str]:
-    aliases = {}
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.name if alias.asname else alias.name.partition(".")[0]
-                aliases[alias.asname or name] = name
-        elif isinstance(node, ast.ImportFrom):
-            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return aliases
-
-
-def _full_names(source: Source) -> Iterator[tuple[str, str]]:
-    """`path:line` and full name of everything imported, and of every chain of attributes taken from it."""
-    for imported, name in source.imports():
-        yield source.at(imported), name
-    aliases = _aliases(source)
-    attributes = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
-    inner = {id(node.value) for node in attributes}
-    for node in attributes:
-        if id(node) not in inner and (name := _dotted(node, aliases)):
-            yield source.at(node), name
-
-
 def _is_under(name: str, roots: set[str]) -> bool:
     return any(name == root or name.startswith(f"{root}.") for root in roots)
 
@@ -94,7 +59,7 @@ def test_only_the_settings_read_the_environment(library: list[Source]) -> None:
         f"{place}: {name}"
         for source in library
         if source.name not in ENVIRONMENT_DOOR
-        for place, name in _full_names(source)
+        for place, name in source.full_names
         if _is_under(name, ENVIRONMENT)
     ]
     assert found == []
@@ -106,16 +71,14 @@ def test_two_files_know_the_private_names_of_torch(library: list[Source]) -> Non
         f"{place}: {name}"
         for source in library
         if source.name not in TORCH_DOORS
-        for place, name in _full_names(source)
+        for place, name in source.full_names
         if _is_under(name, {"torch"}) and not _is_under(name, {"torch.ops"}) and _is_private(name)
     ]
     assert found == []
 
 
 def test_nothing_pickles(library: list[Source]) -> None:
-    found = [
-        f"{place}: {name}" for source in library for place, name in _full_names(source) if _is_under(name, PICKLES)
-    ]
+    found = [f"{place}: {name}" for source in library for place, name in source.full_names if _is_under(name, PICKLES)]
     assert found == []
 
 
@@ -123,7 +86,7 @@ def test_nothing_evaluates_text_as_code(library: list[Source]) -> None:
     found = [
         f"{source.at(node)}: {node.func.id}"
         for source in library
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}
     ]
     assert found == []
@@ -134,7 +97,7 @@ def test_the_launcher_knows_only_what_does_without_torch(library: list[Source]) 
         f"{place}: {name}"
         for source in library
         if source.name.startswith("launcher/")
-        for place, name in _full_names(source)
+        for place, name in source.full_names
         if _is_under(name, {"disttrain"}) and name != "disttrain" and not _is_under(name, LAUNCHER_KNOWS)
     ]
     assert found == []
