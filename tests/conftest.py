@@ -90,6 +90,10 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays to the end. Collections of garbage, which many tests ask for, need not look at it."""
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        from tests.seeding import seed_no_gpus  # here, since it loads torch
+
+        seed_no_gpus()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -228,7 +228,9 @@ def _load() -> None:
     import disttrain.process_group
     import disttrain.testing.rank_worker
     import disttrain.tp  # noqa: F401
+    from tests.seeding import seed_no_gpus
 
+    seed_no_gpus()
     if not torch.backends.cuda.is_built():  # it asks for GPUs as it is loaded, and then no fork can use them
         import torch._inductor.compile_fx  # what a process's first graph would load
     with suppress(ImportError):  # not on each machine with GPUs
