@@ -237,6 +237,9 @@ def _load() -> None:
         import transformers.models.gpt2.modeling_gpt2
         import transformers.models.llama.modeling_llama  # noqa: F401
 
+    with suppress(ImportError, SystemExit):  # not where rich or matplotlib is missing
+        import train_llama  # noqa: F401
+
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
     assert threading.active_count() == 1
     atexit.register(_keep, {name: module for name, module in sys.modules.items() if name != "__main__"})
