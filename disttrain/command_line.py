@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from disttrain import __version__
+
 _UNKNOWN = "unrecognized arguments: "
 
 
@@ -19,6 +21,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2, without the usage text around what is wrong."""
         self.exit(2, f"{self.prog}: {explained(self, message)} See {self.prog} --help.\n")
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Let `--version` say which disttrain this is."""
+    parser.add_argument("--version", action="version", version=f"disttrain {__version__}", help="say it and exit")
 
 
 def explained(parser: argparse.ArgumentParser, message: str) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from disttrain.command_line import Parser
+from disttrain.command_line import Parser, add_version
 from disttrain.console import write
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis import Analysis, analyze
@@ -64,6 +64,7 @@ def _parser() -> Parser:
         f"exit codes, by the first verdict:\n{codes}\n    {USAGE}  wrong usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     parser.add_argument(
         "path", metavar="DIR", help="folder with the dumps (DISTTRAIN_FLIGHT_DIR of the job), or one dump"
     )

@@ -100,6 +100,7 @@ def make_parser() -> Parser:
     _add_ending(parser)
     for flag in _UNSUPPORTED:
         add_flag(parser, flag, action=_Unsupported, nargs="?", help=argparse.SUPPRESS)
+    command_line.add_version(parser)
     parser.add_argument("script", nargs="?", help="script, module (-m) or program (--no-python) to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="passed on as they are")
     return parser

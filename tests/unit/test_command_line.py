@@ -1,10 +1,15 @@
-"""A mistake in a command's line: one sentence, and the flag that was meant."""
+"""A mistake in a command's line: one sentence, and the flag that was meant. And which version a program is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
+import disttrain
 from disttrain.command_line import Parser
+from disttrain.flight_recorder.cli import main as analyze
+from disttrain_launch.cli import main as launch
 
 
 def parser() -> Parser:
@@ -33,3 +38,11 @@ def test_a_mistake_is_one_line(line: list[str], said: str, capsys: pytest.Captur
     assert told.err.startswith(said)
     assert told.err.count("\n") == 1
     assert told.out == ""
+
+
+@pytest.mark.parametrize("main", [launch, analyze])
+def test_programs_say_their_version(main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"disttrain {disttrain.__version__}\n"
