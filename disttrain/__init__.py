@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from disttrain.lazy_names import lazily
-
-__version__ = "0.1.0"
+from disttrain.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from disttrain.mesh import DeviceMesh as DeviceMesh

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from disttrain import __version__
+from disttrain.version import __version__
 
 _UNKNOWN = "unrecognized arguments: "
 

@@ -58,7 +58,8 @@ def public_names(package: str) -> dict[str, str]:
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed = ast.literal_eval(node.value) if isinstance(node.value, ast.List) else None
     homes.pop("lazily", None)
-    return {name: homes.get(name, f"{package}.{name}") for name in sorted(homes if listed is None else listed)}
+    names = sorted(homes if listed is None else listed)
+    return {name: homes.get(name, f"{package}.{name}") for name in names if not name.startswith("_")}
 
 
 def reference_page(package: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from disttrain import settings
 from disttrain.doctor.machine import examine, look
 from disttrain.errors import SettingError
+from disttrain.version import __version__
 
 Info = dict[str, dict[str, str]]
 """Headings, and under each of them names and values."""
@@ -48,8 +49,6 @@ def as_text(info: Info) -> str:
 
 def _packages() -> dict[str, str]:
     """disttrain and all that it may use: versions, or that it is not there."""
-    from disttrain import __version__  # the front door is above this package
-
     found = {"disttrain": __version__}
     try:
         wanted = metadata.requires("disttrain") or []

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from disttrain.console import size_text
 from disttrain.doctor.findings import Finding, State
+from disttrain.version import __version__
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  that is what it is called
 GIB = 1 << 30
@@ -188,8 +189,6 @@ _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def versions(torch_version: str) -> str:
-    from disttrain import __version__  # the front door is above this package
-
     return f"disttrain {__version__}, torch {torch_version}, Python {platform.python_version()}"
 
 
