@@ -27,9 +27,9 @@ pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-NUM_WARM_PYTHONS = 2
-"""Of different hash seeds."""
-WARM_ADDRESSES: pytest.StashKey[list[str]] = pytest.StashKey()
+NUM_WARM_PYTHONS = {"torch": 2, "writer": 1}
+"""By what they have loaded; those with torch have different hash seeds."""
+WARM_ADDRESSES: pytest.StashKey[dict[str, list[str]]] = pytest.StashKey()
 
 # The suite starts a thousand interpreters. Where they may not write bytecode, as in many a container, each compiles
 # disttrain anew, and pytest all tests: a tenth of the suite's time.
@@ -60,12 +60,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) * 3 // 2
 
 
-def listening(config: pytest.Config) -> list[str]:
-    """Where this run's warm Pythons do. They end with the run."""
+def listening(config: pytest.Config) -> dict[str, list[str]]:
+    """Where this run's warm Pythons do, by what they have loaded. They end with the run."""
     if WARM_ADDRESSES not in config.stash:
         stack = ExitStack()
         config.add_cleanup(stack.close)
-        config.stash[WARM_ADDRESSES] = [stack.enter_context(warm_address()) for _ in range(NUM_WARM_PYTHONS)]
+        config.stash[WARM_ADDRESSES] = {
+            kind: [stack.enter_context(warm_address(kind)) for _ in range(number)]
+            for kind, number in NUM_WARM_PYTHONS.items()
+        }
     return config.stash[WARM_ADDRESSES]
 
 
@@ -145,7 +148,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="session")
 def warm_addresses(pytestconfig: pytest.Config) -> list[str]:
-    return listening(pytestconfig)
+    """Of those with torch."""
+    return listening(pytestconfig)["torch"]
 
 
 @pytest.fixture(scope="session")
@@ -154,6 +158,12 @@ def warm_python(warm_addresses: list[str]) -> Iterator[WarmPython]:
     python = WarmPython(warm_addresses[0])
     yield python
     python.close()
+
+
+@pytest.fixture(scope="session")
+def writers(pytestconfig: pytest.Config) -> str:
+    """The address of a Python that writers of saves are forked from (`warm_writers`)."""
+    return listening(pytestconfig)["writer"][0]
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
-"""Scripts in processes of their own without the seconds that torch takes to load: forked from a Python that has it.
+"""Scripts in processes of their own without the time that modules take to load: forked from a Python that has them.
 
-That Python has one thread and has computed nothing. A script begins with its own arguments, variables, folder and
-streams, as `__main__`, and ends as any interpreter ends, with all that is done at exit; but what had been loaded before
-it is left as it is. Whoever knows the address may ask for one.
+That is torch and what goes with it, seconds, or what a writer of saves needs, a tenth of one. That Python has one
+thread and has computed nothing. A script begins with its own arguments, variables, folder and streams, as `__main__`,
+and ends as any interpreter ends, with all that is done at exit; but what had been loaded before it is left as it is.
+Whoever knows the address may ask for one.
 """
 
 from __future__ import annotations
@@ -124,6 +125,10 @@ class WarmPython:
         request = {"arguments": arguments, "environ": dict(environ), "folder": os.getcwd(), "leads": leads_session}
         return self.ask(request, streams)
 
+    def settle(self) -> None:
+        """Wait until all its scripts have ended. Whoever had started them has: nobody else asks meanwhile."""
+        self.ask({"settle": True})
+
     def find(self, variables: Mapping[str, str]) -> int:
         """The pid of the script that was started last with such variables."""
         return self.ask({"find": dict(variables)})
@@ -137,15 +142,18 @@ class WarmPython:
 
 
 @contextmanager
-def warm_address() -> Iterator[str]:
-    """Where one listens for as long as this is open; then it and all its scripts end. It loads torch for the first."""
+def warm_address(kind: str) -> Iterator[str]:
+    """Where one listens for as long as this is open; then it and all its scripts end. It loads for the first of them.
+
+    Args: kind  "torch" or "writer": what it has loaded.
+    """
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
     with ours, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"\0{address}")
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind],
             stdin=listener,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -183,7 +191,10 @@ class _Server:
                     return request
 
     def _answer(self, asking: socket.socket) -> dict[str, Any] | None:
-        data, streams, _, _ = socket.recv_fds(asking, _REQUEST_BYTES, _NUM_STREAMS)
+        try:
+            data, streams, _, _ = socket.recv_fds(asking, _REQUEST_BYTES, _NUM_STREAMS)
+        except ConnectionResetError:  # it was killed before it had its answer
+            data, streams = b"", []
         if not data:
             self._asking.remove(asking)
             asking.close()
@@ -192,6 +203,10 @@ class _Server:
         if "wait" in request:
             answer = os.waitpid(request["wait"], 0)[1]
             del self._scripts[request["wait"]]
+        elif "settle" in request:
+            for script in self._scripts:
+                os.waitid(os.P_PID, script, os.WEXITED | os.WNOWAIT)  # who has been killed may have asked to wait, too
+            answer = len(self._scripts)
         elif "find" in request:
             wanted = request["find"].items()
             answer = [pid for pid, environ in self._scripts.items() if wanted <= environ.items()][-1]
@@ -215,7 +230,7 @@ class _Server:
         sys.exit()
 
 
-def _load() -> None:
+def _load_torch() -> None:
     """What scripts and the ranks of tests would load. Not at the top: who asks needs none of it."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
     import pytest  # noqa: F401
@@ -241,6 +256,21 @@ def _load() -> None:
         import train_llama  # noqa: F401
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
+
+
+def _load_writer() -> None:
+    """What the writers of asynchronous saves would load (`warm_writers`). Not at the top, as above."""
+    import disttrain.checkpoint.writer_process
+    import tests.multirank.faulty_storage  # noqa: F401
+
+    del sys.modules[disttrain.checkpoint.writer_process.__name__]  # which is run
+
+
+_LOADS = {"torch": _load_torch, "writer": _load_writer}
+
+
+def _load(kind: str) -> None:
+    _LOADS[kind]()
     assert threading.active_count() == 1
     atexit.register(_keep, {name: module for name, module in sys.modules.items() if name != "__main__"})
     gc.collect()
@@ -289,7 +319,7 @@ def main() -> None:
     owner, listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))
     if owner in select.select([owner, listener], [], [])[0]:
         return
-    _load()
+    _load(sys.argv[2])
     serve(owner, listener)
 
 

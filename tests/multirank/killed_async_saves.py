@@ -1,12 +1,12 @@
 """Asynchronous saves by three ranks, of which a training process or a writer is killed with SIGKILL at a random time.
 
-Run as a program, in a process without threads, since it forks its ranks. After each killing, when all writers have
-ended, the directory must hold the old or the new state, whole. Prints, as JSON, how often it was which.
+Run as a program, in a process without threads, since it forks its ranks; writers come from the Python whose address it
+is given (`warm_writers`). After each killing, when all writers have ended, the directory must hold the old or the new
+state, whole. Prints, as JSON, how often it was which.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import torch
 
 from disttrain.checkpoint import Checkpointer
@@ -25,9 +25,12 @@ from disttrain.errors import CheckpointError
 from disttrain.process_group import World, entered_world
 from disttrain.store import PrefixStore, ServerProcess, TCPStore, spawn_server
 from tests.multirank.killed_saves import NUM_RANKS, loaded_step, state_of
+from tests.warm_python import WarmPython
+from tests.warm_writers import warm_writers
 
 NUM_TRIALS = 16
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphaned writers become our children
+FIRST_TRIAL = 3
+"""Before, nobody is killed: that tells how long a save takes here."""
 
 
 def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, told: int) -> int:
@@ -54,17 +57,9 @@ def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, told
         os._exit(code)
 
 
-def end_all(server: ServerProcess) -> list[int]:
-    """Wait for all children but the store's server; returns their exit codes."""
-    codes = []
-    while {child.pid for child in psutil.Process().children()} - {server.pid}:
-        pid, status = os.waitpid(-1, 0)
-        assert pid != server.pid
-        codes.append(os.waitstatus_to_exitcode(status))
-    return codes
-
-
-def save_and_kill(server: ServerProcess, directory: Path, step: int, whom: str, victim: int, after_s: float) -> bool:
+def save_and_kill(
+    server: ServerProcess, writers: str, directory: Path, step: int, whom: str, victim: int, after_s: float
+) -> bool:
     """Save `step`, and kill somebody. A launcher would end the other ranks after one of them. Returns: whether all
     went well nevertheless."""
     heard, told = os.pipe()
@@ -83,33 +78,40 @@ def save_and_kill(server: ServerProcess, directory: Path, step: int, whom: str, 
                     os.kill(int(pid), signal.SIGKILL)
                 except ProcessLookupError:
                     pass
-    return not any(end_all(server))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    with closing(WarmPython(writers)) as python:
+        python.settle()
+    return not any(codes)
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    directory, dice, writers = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3]
     torch.set_num_threads(1)
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     server = spawn_server("127.0.0.1", 0)
-    dice = random.Random(int(sys.argv[2]))
     outcomes: Counter[str] = Counter()
-    last = 1
-    assert save_and_kill(server, directory, last, "nobody", 0, 0.0)
-    for step in range(2, NUM_TRIALS + 2):
+    times_s = []
+    for step in range(1, FIRST_TRIAL):
+        started_s = time.monotonic()
+        assert save_and_kill(server, writers, directory, step, "nobody", 0, 0.0)
+        times_s.append(time.monotonic() - started_s)
+    last = FIRST_TRIAL - 1
+    for step in range(FIRST_TRIAL, FIRST_TRIAL + NUM_TRIALS):
         whom = dice.choice(["trainer", "writer"])
-        after_s = dice.uniform(0.0, 0.4)
-        lived = save_and_kill(server, directory, step, whom, dice.randrange(NUM_RANKS), after_s)
+        after_s = dice.uniform(0.0, min(times_s))
+        lived = save_and_kill(server, writers, directory, step, whom, dice.randrange(NUM_RANKS), after_s)
         found = loaded_step(directory)
         assert found == step if lived else found in {last, step}, (found, last, step)
         outcomes[f"{whom}: {'lived' if lived else 'new' if found == step else 'old'}"] += 1
         last = found
-    assert save_and_kill(server, directory, NUM_TRIALS + 2, "nobody", 0, 0.0)
+    final = FIRST_TRIAL + NUM_TRIALS
+    assert save_and_kill(server, writers, directory, final, "nobody", 0, 0.0)
     left = sorted(os.listdir(directory))
-    assert left == [f"step-{step:08d}" for step in (last, NUM_TRIALS + 2)], left
+    assert left == [f"step-{step:08d}" for step in (last, final)], left
     server.close()
     shutil.rmtree(directory)
     print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main()
+    with warm_writers(sys.argv[3]):
+        main()

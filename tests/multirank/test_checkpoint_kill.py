@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.warm_python import WarmPython, warm_address
+
 
 def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
     program = [sys.executable, str(Path(__file__).with_name("killed_saves.py")), str(tmp_path / "saves"), "7"]
@@ -19,11 +21,13 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
     assert outcomes["lived"] >= 2
 
 
-def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    program = [sys.executable, "-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
+def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(
+    warm_python: WarmPython, tmp_path: Path
+) -> None:
+    program = ["-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
     environment = {**os.environ, "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S": "3"}
-    run = subprocess.run(program, capture_output=True, text=True, timeout=110, check=False, cwd=root, env=environment)
+    with warm_address("writer") as writers:  # which nobody else asks
+        run = warm_python.run(*program, writers, environ=environment, limit_s=110.0)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
     assert sum(outcomes.values()) == 16

@@ -25,6 +25,7 @@ from disttrain.testing.pool import RankError
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 from tests.multirank.gated_storage import GatedStorage
 from tests.multirank.lockless_storage import TakenOver
+from tests.warm_writers import warm_writers
 
 LIMIT_S = 60.0
 
@@ -49,6 +50,11 @@ def save_steps(root: str, steps: list[int], num_ranks: list[int] | None = None) 
             pending = checkpointer.async_save(step, state_of(step))
             pending.result(LIMIT_S)
             assert pending.memory_problem == ""
+
+
+def save_by_warm_writers(root: str, writers: str, steps: list[int]) -> None:
+    with warm_writers(writers):
+        save_steps(root, steps)
 
 
 def load_newest(root: str, num_ranks: list[int] | None = None) -> list[Any]:
@@ -129,12 +135,13 @@ def test_a_flipped_bit_leads_to_the_other_copy_and_then_to_the_disk(
         assert len(said) in ([0] if file == "manifest.json" else range(1, num_damaged + 1))
 
 
-def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, writers: str, tmp_path: Path) -> None:
     """Whichever has the larger ID: the saves on the disk are taken away, as by somebody who goes back."""
+    arguments = {"root": str(tmp_path), "writers": writers}
     for _ in range(4):
-        rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 3]})
+        rank_pool.run(2, save_by_warm_writers, {**arguments, "steps": [1, 3]})
         shutil.rmtree(tmp_path / "disk")
-        rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [2]})
+        rank_pool.run(2, save_by_warm_writers, {**arguments, "steps": [2]})
         shutil.rmtree(tmp_path / "disk")
         assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
 
@@ -185,29 +192,31 @@ def test_a_node_without_room_costs_copies_and_no_save(rank_pool: RankPool, tmp_p
     assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[1, []]] * 2
 
 
-def fail_to_save(root: str, step: int, victim: int, fails_at: int, how: str) -> list[str]:
+def fail_to_save(root: str, writers: str, step: int, victim: int, fails_at: int, how: str) -> list[str]:
     storage = LocalStorage()
     if get_rank() == victim:
         storage = FaultyStorage(fails_at, how)
         storage.undo()  # it is the writer that shall suffer
     checkpointer = checkpointer_of(root, storage=storage)
-    try:
-        checkpointer.save(step, state_of(step))
-    except CheckpointError as error:
-        return [error.problem]
-    checkpointer.close()
+    with warm_writers(writers):
+        try:
+            checkpointer.save(step, state_of(step))
+        except CheckpointError as error:
+            return [error.problem]
+        checkpointer.close()
     return []
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_writer_killed_at_each_operation_leaves_a_whole_save(
-    rank_pool: RankPool, tmp_path: Path, victim: int
+    rank_pool: RankPool, writers: str, tmp_path: Path, victim: int
 ) -> None:
     rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1]})
     step, outcomes = 1, []
     for fails_at in range(NEVER):
         old, step = step, step + 1
-        arguments = {"root": str(tmp_path), "step": step, "victim": victim, "fails_at": fails_at, "how": "kill"}
+        how = {"victim": victim, "fails_at": fails_at, "how": "kill"}
+        arguments = {"root": str(tmp_path), "writers": writers, "step": step, **how}
         found = rank_pool.run(2, fail_to_save, arguments)
         assert found[0] == found[1]
         loaded = rank_pool.run(2, load_newest, {"root": str(tmp_path)})
