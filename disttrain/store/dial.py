@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
+from disttrain.store.addresses import lookup_name
 from disttrain.store.handshake import ClientHandshake, SessionGoneError, to_address
 from disttrain.store.keepalive import set_options
 from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, NEWS, Address, Decoder, Message, WireError, encode
@@ -170,8 +171,13 @@ class Dialer:
 
 
 def _connected(address: Address, deadline_s: float) -> socket.socket:
+    host, port = address
     try:
-        return socket.create_connection(address, timeout=_remaining(deadline_s), all_errors=True)
+        return socket.create_connection(
+            (lookup_name(host), port),  # type: ignore[arg-type] # it looks the host up, and no more
+            timeout=_remaining(deadline_s),
+            all_errors=True,
+        )
     except ExceptionGroup as group:
         # A name may have many addresses: who is silent at one of them is not dead since another refuses.
         errors = [error for error in group.exceptions if isinstance(error, OSError)]

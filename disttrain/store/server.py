@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
+from disttrain.store.addresses import lookup_name
 from disttrain.store.certificates import Certificates
 from disttrain.store.follower import Follower, Following
 from disttrain.store.handshake import Votes
@@ -97,7 +98,7 @@ def _listen(host: str, port: int, token: str | None, where: str) -> socket.socke
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     # Names are resolved here, once, before there is a loop that could wait for them.
     family, _, _, _, address = min(
-        socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
+        socket.getaddrinfo(lookup_name(host) or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
         key=lambda info: info[0] != socket.AF_INET,
     )
     if token is None and not is_loopback(str(address[0])):
