@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -125,9 +126,10 @@ class WarmPython:
         request = {"arguments": arguments, "environ": dict(environ), "folder": os.getcwd(), "leads": leads_session}
         return self.ask(request, streams)
 
-    def settle(self) -> None:
-        """Wait until all its scripts have ended. Whoever had started them has: nobody else asks meanwhile."""
-        self.ask({"settle": True})
+    def settle(self, variables: Mapping[str, str]) -> None:
+        """Wait until all scripts that were started with such variables have ended."""
+        while self.ask({"living": dict(variables)}):
+            time.sleep(0.01)
 
     def find(self, variables: Mapping[str, str]) -> int:
         """The pid of the script that was started last with such variables."""
@@ -203,13 +205,10 @@ class _Server:
         if "wait" in request:
             answer = os.waitpid(request["wait"], 0)[1]
             del self._scripts[request["wait"]]
-        elif "settle" in request:
-            for script in self._scripts:
-                os.waitid(os.P_PID, script, os.WEXITED | os.WNOWAIT)  # who has been killed may have asked to wait, too
-            answer = len(self._scripts)
+        elif "living" in request:
+            answer = sum(map(_lives, self._started(request["living"])))
         elif "find" in request:
-            wanted = request["find"].items()
-            answer = [pid for pid, environ in self._scripts.items() if wanted <= environ.items()][-1]
+            answer = self._started(request["find"])[-1]
         else:
             answer = os.fork()
             if answer == 0:
@@ -223,11 +222,19 @@ class _Server:
             asking.sendall(str(answer).encode())
         return None
 
+    def _started(self, variables: Mapping[str, str]) -> list[int]:
+        return [pid for pid, environ in self._scripts.items() if variables.items() <= environ.items()]
+
     def _end(self) -> None:
         for pid in self._scripts:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         sys.exit()
+
+
+def _lives(pid: int) -> bool:
+    """It may be asked about later, too: it is left to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
 
 def _load_torch() -> None:

@@ -28,6 +28,8 @@ from tests.multirank.killed_saves import NUM_RANKS, loaded_step, state_of
 from tests.warm_python import WarmPython
 from tests.warm_writers import warm_writers
 
+RUN = "KILLED_SAVES_RUN"
+"""The variable by which this program's writers are known."""
 NUM_TRIALS = 16
 FIRST_TRIAL = 3
 """Before, nobody is killed: that tells how long a save takes here."""
@@ -80,13 +82,14 @@ def save_and_kill(
                     pass
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     with closing(WarmPython(writers)) as python:
-        python.settle()
+        python.settle({RUN: os.environ[RUN]})
     return not any(codes)
 
 
 def main() -> None:
     directory, dice, writers = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3]
     torch.set_num_threads(1)
+    os.environ[RUN] = str(directory)
     server = spawn_server("127.0.0.1", 0)
     outcomes: Counter[str] = Counter()
     times_s = []
