@@ -17,6 +17,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.testing import run_threads
+from tests.dtensor_cases import check_parts
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,11 @@ def compare(found: Any, expected: Any) -> None:
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             compare(one, other)
-    elif expected is not None and isinstance(expected, torch.Tensor):
-        whole = found.full_tensor() if isinstance(found, DTensor) else found
-        if isinstance(found, DTensor):
-            assert tuple(found._local_tensor.shape) == found._spec.local_shape, "the part has another shape"
-            assert found.dtype == expected.dtype == found._local_tensor.dtype
-        torch.testing.assert_close(whole, expected, equal_nan=True)
+    elif isinstance(found, DTensor):
+        assert found.dtype == expected.dtype
+        check_parts(found, expected)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, equal_nan=True)
     else:
         assert found == expected
 

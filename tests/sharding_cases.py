@@ -13,6 +13,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.process_group import Call
 from disttrain.testing import run_threads
+from tests.dtensor_cases import check_parts
 
 MESHES = ((3,), (2, 2))
 
@@ -137,9 +138,11 @@ def _compare(found: Sequence[Any], wanted: Sequence[Any], note: str = "result") 
         if not isinstance(other, torch.Tensor):
             assert one == other, f"{note} {place}"
             continue
-        whole = one.full_tensor() if isinstance(one, DTensor) else one
         try:
-            torch.testing.assert_close(whole, other, equal_nan=True)
+            if isinstance(one, DTensor):
+                check_parts(one, other)
+            else:
+                torch.testing.assert_close(one, other, equal_nan=True)
         except AssertionError as error:
             error.add_note(f"{note} {place}")
             raise
