@@ -27,7 +27,7 @@ pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-NUM_WARM_PYTHONS = {"torch": 2, "writer": 1}
+NUM_WARM_PYTHONS = {"launcher": 1, "torch": 2, "writer": 1}
 """By what they have loaded; those with torch have different hash seeds."""
 WARM_ADDRESSES: pytest.StashKey[dict[str, list[str]]] = pytest.StashKey()
 
@@ -164,6 +164,14 @@ def warm_python(warm_addresses: list[str]) -> Iterator[WarmPython]:
 def writers(pytestconfig: pytest.Config) -> str:
     """The address of a Python that writers of saves are forked from (`warm_writers`)."""
     return listening(pytestconfig)["writer"][0]
+
+
+@pytest.fixture(scope="session")
+def launcher_python(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
+    """A Python with the launcher loaded and without torch, from which launchers are forked."""
+    python = WarmPython(listening(pytestconfig)["launcher"][0])
+    yield python
+    python.close()
 
 
 @pytest.fixture(scope="session")

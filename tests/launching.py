@@ -31,9 +31,12 @@ def launcher(python: WarmPython | None = None) -> list[str]:
 
 def launcher_at(address: str | None) -> list[str]:
     """The same, by the address of a warm Python."""
-    if address is None:
-        return [sys.executable, "-m", "disttrain_launch"]
-    return [sys.executable, str(ROOT / "tests" / "warm_launch.py"), address]
+    return [sys.executable, *launcher_arguments(address)]
+
+
+def launcher_arguments(address: str | None) -> list[str]:
+    """What Python gets to be the launcher."""
+    return ["-m", "disttrain_launch"] if address is None else [str(ROOT / "tests" / "warm_launch.py"), address]
 
 
 def command(num_ranks: int, *argv: str | Path, python: WarmPython | None = None) -> list[str]:

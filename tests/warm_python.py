@@ -1,9 +1,9 @@
 """Scripts in processes of their own without the time that modules take to load: forked from a Python that has them.
 
-That is torch and what goes with it, seconds, or what a writer of saves needs, a tenth of one. That Python has one
+That is torch and what goes with it, seconds, or the launcher, or a writer of saves, a fifth of one. That Python has one
 thread and has computed nothing. A script begins with its own arguments, variables, folder and streams, as `__main__`,
 and ends as any interpreter ends, with all that is done at exit; but what had been loaded before it is left as it is.
-Whoever knows the address may ask for one.
+Others see its variables in /proc as if it had been started with them. Whoever knows the address may ask for one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from typing import IO, Any
 
 _REQUEST_BYTES = 1 << 20
 _NUM_STREAMS = 3
+_ROOM = "DISTTRAIN_TEST_ROOM"
+"""A variable that is there for its length: so much room have a script's variables where others look for them."""
+_ROOM_BYTES = 20_000
 
 
 class Script:
@@ -86,6 +89,7 @@ class WarmPython:
         self.address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(f"\0{address}")
+        self._asking = threading.Lock()
 
     def start(self, *arguments: str | Path, environ: Mapping[str, str]) -> Script:
         """Run `python *arguments` with pipes as streams, and with these variables alone."""
@@ -120,10 +124,17 @@ class WarmPython:
         environ: Mapping[str, str],
         streams: Sequence[int],
         *,
+        folder: str | Path = ".",
         leads_session: bool = False,
     ) -> int:
         """The pid of what `python *arguments` would run: a script or, behind -m, a module; perhaps with -u before."""
-        request = {"arguments": arguments, "environ": dict(environ), "folder": os.getcwd(), "leads": leads_session}
+        request = {
+            "arguments": arguments,
+            "environ": dict(environ),
+            "folder": os.path.abspath(folder),
+            "leads": leads_session,
+            "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
+        }
         return self.ask(request, streams)
 
     def settle(self, variables: Mapping[str, str]) -> None:
@@ -136,8 +147,9 @@ class WarmPython:
         return self.ask({"find": dict(variables)})
 
     def ask(self, request: Mapping[str, object], streams: Sequence[int] = ()) -> int:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
-        return int(self._socket.recv(_REQUEST_BYTES))
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
+            return int(self._socket.recv(_REQUEST_BYTES))
 
     def close(self) -> None:
         self._socket.close()
@@ -147,7 +159,7 @@ class WarmPython:
 def warm_address(kind: str) -> Iterator[str]:
     """Where one listens for as long as this is open; then it and all its scripts end. It loads for the first of them.
 
-    Args: kind  "torch" or "writer": what it has loaded.
+    Args: kind  "launcher", "torch" or "writer": what it has loaded.
     """
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
@@ -161,6 +173,7 @@ def warm_address(kind: str) -> Iterator[str]:
             pass_fds=[theirs.fileno()],
             env={
                 **os.environ,
+                _ROOM: " " * _ROOM_BYTES,
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]),
             },
@@ -273,7 +286,18 @@ def _load_writer() -> None:
     del sys.modules[disttrain.checkpoint.writer_process.__name__]  # which is run
 
 
-_LOADS = {"torch": _load_torch, "writer": _load_writer}
+def _load_launcher() -> None:
+    """What launchers would load, each of its commands, and tests' stand-ins of it. Not at the top, as above."""
+    import disttrain.flight_recorder.left_rings
+    import disttrain.store.elector
+    import disttrain_launch.dump_story
+    import disttrain_launch.launch
+    import disttrain_launch.status
+    import disttrain_launch.submit.command
+    import tests.warm_launch  # noqa: F401
+
+
+_LOADS = {"launcher": _load_launcher, "torch": _load_torch, "writer": _load_writer}
 
 
 def _load(kind: str) -> None:
@@ -300,6 +324,8 @@ def _keep(loaded: dict[str, ModuleType]) -> None:
 def _run(request: dict[str, Any]) -> None:
     """As `python *arguments` does."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
     if request["leads"]:
         os.setsid()
     for number, stream in enumerate(request["streams"]):
@@ -308,17 +334,41 @@ def _run(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    _show(request["environ"])
     tempfile.tempdir = None  # TMPDIR is the script's own
     arguments = request["arguments"]
-    if arguments[0] == "-u":
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
-        arguments = arguments[1:]
+    is_unbuffered = arguments[0] == "-u"
+    _open_streams(is_unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
+    arguments = arguments[is_unbuffered:]
     if arguments[0] == "-m":
         sys.path[0], sys.argv = os.getcwd(), arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(Path(arguments[0]).parent), arguments
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _open_streams(is_unbuffered: bool) -> None:
+    """As a Python opens its own: whether one is a terminal, or can seek, is looked up once."""
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        stream = io.TextIOWrapper(
+            open(number, "wb", 0 if is_unbuffered else -1, closefd=False),  # noqa: SIM115
+            errors=errors,
+            newline="\n",
+            line_buffering=number == 2 or os.isatty(number),
+            write_through=is_unbuffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _show(environ: Mapping[str, str]) -> None:
+    """Others find these variables in /proc/PID/environ, which is the memory in which Python was given its own."""
+    with open("/proc/self/stat") as file:
+        begin, end = map(int, file.read().rpartition(")")[2].split()[47:49])  # env_start and env_end of proc(5)
+    block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environ.items())
+    ctypes.memmove(begin, block[: end - begin].ljust(end - begin, b"\0"), end - begin)
 
 
 def main() -> None:

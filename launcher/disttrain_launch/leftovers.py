@@ -67,12 +67,12 @@ def _belongs(pid: int, agent: str, sessions: Collection[int]) -> bool:
         if int(session) in sessions:
             return True
         with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
+            variables = b"\0" + file.read() + b"\0"
     except OSError:  # Gone meanwhile, or somebody else's.
         return False
     # A launcher inside a worker appends its own name, so that the outer one still finds what the inner one started.
-    marker = f"{settings.AGENT.name}={agent}".encode()
-    return any(variable == marker or variable.startswith(marker + b"/") for variable in variables)
+    marker = f"\0{settings.AGENT.name}={agent}".encode()
+    return marker + b"\0" in variables or marker + b"/" in variables
 
 
 def _signal_and_wait(found: dict[int, int], number: signal.Signals, wait_s: float) -> set[int]:

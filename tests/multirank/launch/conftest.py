@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.launching import launcher
+from tests.launching import launcher_arguments
+from tests.warm_process import WarmProcess
 
 if TYPE_CHECKING:
     from tests.warm_python import WarmPython
@@ -44,8 +45,10 @@ class Launches:
     """Starts launchers in a folder of their own; each carries `mark` into everything that it starts."""
 
     folder: Path
+    launcher_python: WarmPython
+    """What launchers are forked from."""
     python: WarmPython | None = None
-    """What workers are forked from, and then they carry no mark; else each loads for itself what it needs."""
+    """What workers are forked from; None: each loads for itself what it needs."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -55,8 +58,9 @@ class Launches:
         return name
 
     def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*launcher(self.python), *argv],
+        process: subprocess.Popen[str] = WarmProcess(
+            self.launcher_python,
+            [*launcher_arguments(None if self.python is None else self.python.address), *argv],
             cwd=self.folder,
             env={**self.environ(), **environ},
             stdin=subprocess.DEVNULL,
@@ -109,17 +113,17 @@ def port() -> int:
 
 
 @pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
+def launches(tmp_path: Path, launcher_python: WarmPython) -> Iterator[Launches]:
     """Afterwards no process and no temporary folder of any launcher is left."""
-    launches = Launches(tmp_path)
+    launches = Launches(tmp_path, launcher_python)
     yield launches
     _end(launches)
 
 
 @pytest.fixture
-def warm_launches(tmp_path: Path, warm_python: WarmPython) -> Iterator[Launches]:
+def warm_launches(tmp_path: Path, launcher_python: WarmPython, warm_python: WarmPython) -> Iterator[Launches]:
     """For workers that need torch, where it is not their starting and ending that is looked at."""
-    launches = Launches(tmp_path, warm_python)
+    launches = Launches(tmp_path, launcher_python, warm_python)
     yield launches
     _end(launches)
 
