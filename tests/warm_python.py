@@ -293,7 +293,7 @@ def _load_launcher() -> None:
     import disttrain_launch.dump_story
     import disttrain_launch.launch
     import disttrain_launch.status
-    import disttrain_launch.submit.command
+    import disttrain_launch.submit.command  # noqa: F401
     import tests.warm_launch  # noqa: F401
 
 

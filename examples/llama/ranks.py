@@ -33,10 +33,9 @@ def join() -> torch.device:
     device = disttrain.current_world().device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif (num_ranks_here := settings.LOCAL_WORLD_SIZE.read() or 1) > 1:
-        # Ranks that share a node share its cores; more threads than cores would only wait for each other. One alone
-        # has as many as torch gives it, or OMP_NUM_THREADS.
-        torch.set_num_threads(max(1, _num_cores() // num_ranks_here))
+    elif not settings.NUM_THREADS.is_set():
+        # Ranks that share a node share its cores; more threads than cores would only wait for each other.
+        torch.set_num_threads(max(1, _num_cores() // (settings.LOCAL_WORLD_SIZE.read() or 1)))
     return device
 
 

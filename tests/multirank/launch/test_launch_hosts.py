@@ -64,7 +64,8 @@ def launch(
     flags = ("--token-file", "token", "--rdzv-conf", conf, "--nproc-per-node", str(num_workers))
     address = None if python is None else warm_host(python, host.pid)
     command = [*launcher_at(address), *meeting, *flags, *argv]
-    process = host.start(command, {**launches.environ(), "TMPDIR": OWN_FOLDER}, launches.folder)
+    environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}  # all hosts have the same cores
+    process = host.start(command, environ, launches.folder)
     launches.started.append(process)
     return process
 
