@@ -1,0 +1,34 @@
+"""What stands for `python ARGUMENTS...` where a program of others starts it: it has a warm Python fork that.
+
+    python tests/warm_client.py ADDRESS ARGUMENTS...
+
+It passes signals on, and ends as the fork ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from tests.warm_python import Script, WarmPython
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+
+
+def main() -> int:
+    address, *arguments = sys.argv[1:]
+    python = WarmPython(address)
+    script = Script(python, python.fork(arguments, os.environ, (0, 1, 2)))
+    for number in PASSED_ON:
+        signal.signal(number, lambda came, _: script.send_signal(signal.Signals(came)))
+    exit_code = script.wait()
+    if exit_code < 0:
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_code)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
