@@ -289,7 +289,7 @@ def _load_writer() -> None:
 def _load_launcher() -> None:
     """What launchers would load, each of its commands, and tests' stand-ins of it. Not at the top, as above."""
     import disttrain.flight_recorder.left_rings
-    import disttrain.store.elector
+    import disttrain.store.elector  # noqa: F401
     import disttrain_launch.dump_story
     import disttrain_launch.launch
     import disttrain_launch.status
