@@ -5,6 +5,7 @@ Only how it is started, and how one learns that it has ended, is not the standar
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any, AnyStr
 
 from tests.warm_python import WarmPython
+
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+"""Both ends of each, as Popen calls them."""
 
 
 class WarmProcess(subprocess.Popen[AnyStr]):
@@ -26,39 +30,18 @@ class WarmProcess(subprocess.Popen[AnyStr]):
         self._python = python
         super().__init__([sys.executable, *map(str, arguments)], **options)
 
-    def _execute_child(
-        self,
-        args: list[str],
-        executable: None,
-        preexec_fn: None,
-        close_fds: bool,
-        pass_fds: tuple[int, ...],
-        cwd: str | Path | None,
-        env: dict[str, str] | None,
-        startupinfo: None,
-        creationflags: int,
-        shell: bool,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        restore_signals: bool,
-        gid: None,
-        gids: None,
-        uid: None,
-        umask: int,
-        start_new_session: bool,
-        *_others: int,
-    ) -> None:
-        """Popen's own hook, with what it has made of its arguments; -1: none was given."""
-        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        environ = os.environ if env is None else env
-        self.pid = self._python.fork(args[1:], environ, streams, folder=cwd or ".", leads_session=start_new_session)
+    def _execute_child(self, *given: Any) -> None:
+        """Popen's own, with what it has made of its arguments; of descriptors, -1 is none."""
+        names = inspect.signature(super()._execute_child).bind(*given).arguments
+        theirs = (names["p2cread"], names["c2pwrite"], names["errwrite"])
+        streams = [own if stream == -1 else stream for own, stream in enumerate(theirs)]
+        environ = os.environ if names["env"] is None else names["env"]
+        leads_session = names["start_new_session"]
+        arguments, folder = names["args"][1:], names["cwd"] or "."
+        self.pid = self._python.fork(arguments, environ, streams, folder=folder, leads_session=leads_session)
         self._child_created = True
         self._process = os.pidfd_open(self.pid)
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*(names[name] for name in _PIPES))
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         """As os.waitpid does: of the parent, which is the warm Python."""

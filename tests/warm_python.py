@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import io
 import json
 import os
@@ -287,14 +288,17 @@ def _load_writer() -> None:
 
 
 def _load_launcher() -> None:
-    """What launchers would load, each of its commands, and tests' stand-ins of it. Not at the top, as above."""
-    import disttrain.flight_recorder.left_rings
-    import disttrain.store.elector  # noqa: F401
-    import disttrain_launch.dump_story
-    import disttrain_launch.launch
-    import disttrain_launch.status
-    import disttrain_launch.submit.command  # noqa: F401
-    import tests.warm_launch  # noqa: F401
+    """What launchers would load, with each of its commands, and tests' stand-in for it."""
+    for name in (
+        "disttrain.flight_recorder.left_rings",
+        "disttrain.store.elector",
+        "disttrain_launch.dump_story",
+        "disttrain_launch.launch",
+        "disttrain_launch.status",
+        "disttrain_launch.submit.command",
+        "tests.warm_launch",
+    ):
+        importlib.import_module(name)
 
 
 _LOADS = {"launcher": _load_launcher, "torch": _load_torch, "writer": _load_writer}
@@ -350,7 +354,7 @@ def _run(request: dict[str, Any]) -> None:
 
 def _open_streams(is_unbuffered: bool) -> None:
     """As a Python opens its own: whether one is a terminal, or can seek, is looked up once."""
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         stream = io.TextIOWrapper(
             open(number, "wb", 0 if is_unbuffered else -1, closefd=False),  # noqa: SIM115
