@@ -145,4 +145,4 @@ def _checked(placement: Any, num_dims: int) -> Placement:
 
 for _kind in (Placement, Shard, StridedShard, Replicate, Partial):
     _own = [field.name for field in fields(_kind)]
-    hold_in_graphs(_kind, [*_own, "cut_dim", "is_partial", "is_replicate", "is_shard"])
+    hold_in_graphs(_kind, ["__eq__", *_own, "cut_dim", "is_partial", "is_replicate", "is_shard"])

@@ -17,6 +17,7 @@ from disttrain.kernels.linear_loss_plan import BLOCK_BYTES
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group._c10d import is_traced
+from disttrain.process_group.functional.functions import group_of
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -83,7 +84,7 @@ def linear_cross_entropy(
         from disttrain.kernels.linear_loss_dtensor import loss_of_dtensors
 
         return loss_of_dtensors(hidden, weight, target, bias, class_weight, options)
-    own_group = group.get_group() if isinstance(group, DeviceMesh) else group
+    own_group = group_of(group) if isinstance(group, DeviceMesh) else group
     if (own_group is None) != (vocab_size is None):
         problem = f"group is {group}, vocab_size {vocab_size}; classes are cut where both are given."
         raise GroupError(NAME, problem, "Give both or none.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch._library import opaque_object
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
 
@@ -14,7 +16,36 @@ class _GraphConstantMeta(OpaqueBaseMeta):
     __instancecheck__ = type.__instancecheck__
 
 
-class GraphConstant(OpaqueBase, metaclass=_GraphConstantMeta):
+class _StoodInMeta(OpaqueBaseMeta):
+    """Before torch 2.13 constants do have stand-ins, while Dynamo reads: these are what they stand for."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(cls, instance) or (
+            type(instance) is FakeScriptObject and type.__instancecheck__(cls, instance.real_obj)
+        )
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        """Where `isinstance` is given several classes, Dynamo asks this, and would take False for the answer."""
+        if subclass is FakeScriptObject:
+            _end_graph(cls)
+        return type.__subclasscheck__(cls, subclass)
+
+
+def _end_graph(cls: type) -> None:
+    from torch._dynamo import exc  # loaded by whoever makes a graph
+
+    exc.unimplemented(
+        gb_type="isinstance() with several classes",
+        context=cls.__qualname__,
+        explanation="Before torch 2.13 Dynamo takes the stand-in of a constant for no object of any of them.",
+        hints=["Ask for each class on its own.", "Of placements ask is_shard(), is_replicate() or is_partial()."],
+    )
+
+
+_Meta: type = _GraphConstantMeta if torch.__version__ >= "2.13" else _StoodInMeta
+
+
+class GraphConstant(OpaqueBase, metaclass=_Meta):
     """Base of classes whose objects graphs hold.
 
     torch 2.11 asks for the metaclass, by which `isinstance` is right in what Dynamo reads; 2.13 does without.

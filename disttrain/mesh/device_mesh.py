@@ -267,6 +267,7 @@ _IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 hold_in_graphs(
     DeviceMesh,
     [
+        "__eq__",
         "__getitem__",
         "device_type",
         "get_coordinate",

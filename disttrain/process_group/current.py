@@ -28,7 +28,11 @@ _RECORDER: Final = "disttrain.flight_recorder.triggers"
 
 
 class _ThreadWorld(threading.local):
-    world: World | None = None
+    """Each thread's own. As a default of the class None would be what Dynamo of torch 2.11 finds, whatever the thread's.
+    """
+
+    def __init__(self) -> None:
+        self.world: World | None = None
 
 
 class _Default:

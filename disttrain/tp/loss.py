@@ -9,6 +9,7 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.current import resolve_group
+from disttrain.process_group.functional.functions import group_of
 from disttrain.tp.loss_checks import NAME, LossOptions
 from disttrain.tp.loss_dtensor import loss_of_dtensor
 from disttrain.tp.loss_local import loss_and_weight
@@ -66,7 +67,7 @@ def vocab_parallel_cross_entropy(
                 rank=logits.device_mesh.get_rank(),
             )
         return loss_of_dtensor(logits, target, weight, options)
-    own_group = resolve_group(NAME, group.get_group() if isinstance(group, DeviceMesh) else group)
+    own_group = resolve_group(NAME, group_of(group) if isinstance(group, DeviceMesh) else group)
     if vocab_size is None or vocab_size < 1:
         raise ShapeError(
             NAME,

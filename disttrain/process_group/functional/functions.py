@@ -167,12 +167,21 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _place(operation: str, group: Group) -> Place:
     if isinstance(group, tuple):
-        mesh, axis = group
-        group = mesh.get_group(axis)
+        group = group_of(*group)
     elif group is not None and not isinstance(group, ProcessGroup | NonGroupMember):
-        group = group.get_group()
+        group = group_of(group)
     group = resolve_group(operation, group)
     return Place(group.group_name, group.group_size, group.group_rank, group.world.rank)
+
+
+def group_of(mesh: Mesh, axis: int | str | None = None) -> ProcessGroup:
+    """`mesh.get_group(axis)`, also where Dynamo reads: of torch 2.11, it knows no method that gives a group."""
+    return mesh.get_group(axis)
+
+
+# Dynamo calls it, and takes the group for a constant, as the mesh is. torch.compiler.assume_constant_result would load
+# Dynamo.
+group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _op_name(operation: str, op: str | Reduction, place: Place) -> str:
