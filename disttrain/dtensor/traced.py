@@ -14,7 +14,10 @@ import torch
 from disttrain.dtensor._torch import is_kept_for_later, refuse_caching
 from disttrain.dtensor.checked_layouts import gradient_placements
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.shard_sizes import strides_of_whole
 from disttrain.errors import LayoutError
+
+_STRIDES_ARE_UNSURE = torch.__version__ < "2.13"
 
 
 class Traced:
@@ -34,6 +37,9 @@ class Traced:
     ) -> Self:
         local = inner["_local_tensor"]
         spec = Spec(layout, tuple(outer_size), tuple(outer_stride), local.dtype)
+        if _STRIDES_ARE_UNSURE and not spec.is_symbolic:
+            strides = strides_of_whole(spec.shape, spec.stride, local.shape, local.stride())
+            spec = Spec(layout, spec.shape, strides, local.dtype)
         if spec.is_symbolic and spec.local_shape != tuple(local.shape):
             # It is, and to have asked tells the compiler how its symbols for the part and for the whole go together.
             # But AOTAutograd (torch 2.13) looks in the wrong places for the sizes of what a graph returns where its

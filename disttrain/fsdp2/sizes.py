@@ -36,7 +36,7 @@ class OptimizerBytes:
         if isinstance(self._cost, int | float):
             return self._cost
         if dtype not in self._known:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.device("cpu"):
                 probe = nn.Parameter(torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=dtype, device="cpu"))
                 probe.grad = torch.zeros_like(probe)
                 optimizer = self._cost([probe])

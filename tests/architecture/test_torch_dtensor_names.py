@@ -10,11 +10,12 @@ import torch
 
 import disttrain
 from disttrain import dtensor
-from tests.differences_page import missing_arguments, names_explained, public_names
+from tests.differences_page import missing_arguments, names_explained, of_torch_213, public_names
 
 MODULES = ("", ".debug", ".experimental", ".placement_types")
 
 
+@of_torch_213
 def test_each_name_and_argument_is_here_or_explained() -> None:
     names = public_names("torch.distributed.tensor", MODULES)
     missing = {name for name in names if _ours(name) is None}

@@ -7,9 +7,10 @@ import inspect
 from typing import Any
 
 from disttrain import fsdp2
-from tests.differences_page import missing_arguments, names_explained, parameters, same_default
+from tests.differences_page import missing_arguments, names_explained, of_torch_213, parameters, same_default
 
 
+@of_torch_213
 def test_each_name_and_argument_is_here_or_explained() -> None:
     from torch.distributed import fsdp  # here, since it takes half a second, and all collect this file
 

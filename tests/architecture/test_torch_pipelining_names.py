@@ -8,12 +8,20 @@ from enum import Enum
 from typing import Any
 
 from disttrain import pipelining
-from tests.differences_page import missing_arguments, names_alone, names_explained, parameters, public_names
+from tests.differences_page import (
+    missing_arguments,
+    names_alone,
+    names_explained,
+    of_torch_213,
+    parameters,
+    public_names,
+)
 
 THEIRS = "torch.distributed.pipelining"
 MODULES = ("", ".microbatch", ".schedules", ".stage")
 
 
+@of_torch_213
 def test_each_name_and_argument_is_here_or_explained() -> None:
     names = public_names(THEIRS, MODULES)
     both = {name: theirs for name, theirs in names.items() if hasattr(pipelining, name)}
@@ -27,6 +35,7 @@ def test_each_name_and_argument_is_here_or_explained() -> None:
     assert sorted(explained - missing) == []
 
 
+@of_torch_213
 def test_what_is_here_alone_is_on_the_page() -> None:
     names = public_names(THEIRS, MODULES)
     alone = set(pipelining.__all__) - names.keys()

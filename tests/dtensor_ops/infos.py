@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch.testing._internal.opinfo.core import OpInfo
 
 
 def all_infos() -> Sequence[OpInfo]:
-    from torch.testing._internal.common_methods_invocations import op_db  # here, since it takes seconds
+    with warnings.catch_warnings():
+        # Numba, which torch loads where it is, says so of itself under NumPy 2.5.
+        warnings.filterwarnings("ignore", "The 'generic' unit for NumPy timedelta", DeprecationWarning)
+        from torch.testing._internal.common_methods_invocations import op_db  # here, since it takes seconds
 
     return op_db
 

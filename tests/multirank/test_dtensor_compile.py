@@ -246,7 +246,9 @@ def results_of(run: Function, operands: list[torch.Tensor], *, marked: bool = Fa
 def test_one_graph_serves_all_sizes() -> None:
     torch._dynamo.reset()
     sizes = [(8, 32), (16, 64), (4, 48), (12, 40)]
-    assert check_sizes("aot_eager", [Shard(1)], sizes, marked=True) == [1, 1, 1, 1]
+    # That of torch 2.11 fails at a size that is kept for backward (docs/differences.md).
+    with torch._functorch.config.patch(donated_buffer=torch.__version__ >= "2.13"):
+        assert check_sizes("aot_eager", [Shard(1)], sizes, marked=True) == [1, 1, 1, 1]
 
 
 @on_ranks(2, timeout_s=110)

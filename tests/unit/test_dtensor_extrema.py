@@ -27,8 +27,9 @@ OTHERS: list[Callable[..., Any]] = [
     partial(torch.amax, dim=0, keepdim=True),
     torch.max,
     torch.min,
-    lambda x: torch.aminmax(x, dim=0),
     lambda x: torch.linalg.vector_norm(x, float("inf")),
+    # Before torch 2.13 it has no gradient.
+    *([lambda x: torch.aminmax(x, dim=0)] if torch.__version__ >= "2.13" else []),
 ]
 """A second axis does to them what it does to the first ones."""
 

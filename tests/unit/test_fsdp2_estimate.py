@@ -98,7 +98,7 @@ def peak_of(run: Callable[[], None]) -> int:
     """The most bytes that `run` has from the allocator at one time, but for what packing pads within its kernel."""
     # What an earlier test has left would be seen to go.
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         run()
     assert record.profiler is not None
     events = record.profiler.kineto_results.events()

@@ -65,9 +65,9 @@ def test_what_is_left_to_w_is_not_computed_in_i() -> None:
     x, backward = random(3, DIM), Backward()
     with backward.forward():
         y = stack(x)
-    with torch.profiler.profile() as in_i:
+    with torch.profiler.profile(acc_events=True) as in_i:
         backward.backward_input([y], [torch.ones_like(y)], [x])
-    with torch.profiler.profile() as in_w:
+    with torch.profiler.profile(acc_events=True) as in_w:
         backward.backward_weight()
     products = [sum(event.name == "aten::mm" for event in part.events()) for part in (in_i, in_w)]
     assert products == [2, 2]

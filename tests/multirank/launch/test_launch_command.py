@@ -27,8 +27,9 @@ def test_workers_get_their_numbers_and_arguments(launches: Launches) -> None:
     ended = launches.run("--standalone", "--nproc-per-node", "3", script, "--lr", "0.1")
     assert (ended.exit_code, ended.stderr) == (0, "")
     seen = {line[: len("[rank 0]")]: json.loads(line[len("[rank 0] ") :]) for line in ended.lines}
+    num_threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
     assert seen == {
-        f"[rank {rank}]": [[str(rank), str(rank), "3", "3", "127.0.0.1", "1"], [script, "--lr", "0.1"]]
+        f"[rank {rank}]": [[str(rank), str(rank), "3", "3", "127.0.0.1", num_threads], [script, "--lr", "0.1"]]
         for rank in range(3)
     }
 
