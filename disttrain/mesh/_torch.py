@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._library import opaque_object
@@ -19,16 +20,16 @@ class _GraphConstantMeta(OpaqueBaseMeta):
 class _StoodInMeta(OpaqueBaseMeta):
     """Before torch 2.13 constants do have stand-ins, while Dynamo reads: these are what they stand for."""
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return type.__instancecheck__(cls, instance) or (
-            type(instance) is FakeScriptObject and type.__instancecheck__(cls, instance.real_obj)
+    def __instancecheck__(self, instance: object) -> bool:
+        return type.__instancecheck__(self, instance) or (
+            type(instance) is FakeScriptObject and type.__instancecheck__(self, instance.real_obj)
         )
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
+    def __subclasscheck__(self, subclass: type) -> bool:
         """Where `isinstance` is given several classes, Dynamo asks this, and would take False for the answer."""
         if subclass is FakeScriptObject:
-            _end_graph(cls)
-        return type.__subclasscheck__(cls, subclass)
+            _end_graph(self)
+        return type.__subclasscheck__(self, subclass)
 
 
 def _end_graph(cls: type) -> None:
@@ -42,10 +43,10 @@ def _end_graph(cls: type) -> None:
     )
 
 
-_Meta: type = _GraphConstantMeta if torch.__version__ >= "2.13" else _StoodInMeta
+_Meta: Any = _GraphConstantMeta if torch.__version__ >= "2.13" else _StoodInMeta
 
 
-class GraphConstant(OpaqueBase, metaclass=_Meta):
+class GraphConstant(OpaqueBase, metaclass=_Meta):  # type: ignore[metaclass]
     """Base of classes whose objects graphs hold.
 
     torch 2.11 asks for the metaclass, by which `isinstance` is right in what Dynamo reads; 2.13 does without.

@@ -28,7 +28,7 @@ _RECORDER: Final = "disttrain.flight_recorder.triggers"
 
 
 class _ThreadWorld(threading.local):
-    """Each thread's own. As a default of the class None would be what Dynamo of torch 2.11 finds, whatever the thread's."""
+    """Each thread's own. Of a default of the class Dynamo 2.11 sees that alone, whatever the thread's is."""
 
     def __init__(self) -> None:
         self.world: World | None = None

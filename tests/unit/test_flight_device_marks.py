@@ -328,7 +328,7 @@ def test_a_question_without_an_answer_is_left_alone() -> None:
             break
     with pytest.raises(ZeroDivisionError):
         probe.ask(lambda: 1 // 0)
-    with pytest.raises(RuntimeError, match="no CUDA runtime|cudaSetDevice failed"):
+    with pytest.raises(RuntimeError, match=r"no CUDA runtime|cudaSetDevice failed"):
         has_stream_ended(0)
 
 
