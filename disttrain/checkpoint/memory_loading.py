@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,12 @@ class KeptSave:
         self._damaged.clear()
         return bool(damaged) and left is not None
 
+    def go_on_from(self) -> None:
+        """It was loaded."""
+        if self._places.rank == self._places.speaker:
+            with suppress(OSError):  # other nodes may keep it
+                self._places.memory.go_on_from(self._save.name)
+
     def names(self, path: Path) -> list[str]:
         return sorted(self._save.holders)
 
@@ -89,11 +95,14 @@ def load_kept(council: Council, state: dict[str, Any], save: KeptSave, rules: Ru
     """`load` from memory; None when no copies are left that are not damaged. Collective."""
     while True:
         try:
-            return load_source(council, state, save.open, rules)
+            report = load_source(council, state, save.open, rules)
         except CheckpointCorruptError as error:
             warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=3)
             if not save.leaves_out_damaged(council):
                 return None
+        else:
+            save.go_on_from()
+            return report
 
 
 @contextmanager

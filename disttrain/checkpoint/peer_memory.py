@@ -105,6 +105,16 @@ class NodeMemory:
         with suppress(FileNotFoundError):  # a node that has nothing of it
             (self.root / save / _KEPT).touch(mode=0o600)
 
+    def go_on_from(self, save: KeptName) -> None:
+        """It was loaded: it stays until there is a newer one, though its writers may not have lived to know it whole.
+
+        What is newer than it was of no use.
+        """
+        for other in self._saves():
+            if other.order > save.order:
+                (self.root / other.folder / _KEPT).unlink(missing_ok=True)
+        self.keep(save.folder)
+
     def holdings(self) -> list[Holding]:
         """What there is of each save; a manifest that is damaged is none."""
         found = []

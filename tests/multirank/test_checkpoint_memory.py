@@ -231,6 +231,18 @@ def test_a_writer_killed_at_each_operation_leaves_a_whole_save(
     assert True in outcomes  # from memory, before the disk has it
 
 
+def test_what_was_loaded_stays_though_nobody_knew_it_whole(rank_pool: RankPool, writers: str, tmp_path: Path) -> None:
+    """The writers died as soon as all files were there; training goes on from them, and loses its next save too."""
+    rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 2]})
+    for mark in files_named(tmp_path, "kept", 2):
+        mark.unlink()
+    shutil.rmtree(tmp_path / "disk" / "step-00000002")
+    assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
+    arguments = {"root": str(tmp_path), "writers": writers, "step": 3, "victim": 0, "fails_at": 0, "how": "kill"}
+    assert all(rank_pool.run(2, fail_to_save, arguments))
+    assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
+
+
 def save_until_killed(root: str) -> None:
     """All processes are lost while the second save is on its way to the disk."""
     storage = GatedStorage(f"{root}/gate")

@@ -60,6 +60,17 @@ def test_the_newest_whole_save_stays_until_another_is_whole(memory: NodeMemory) 
     assert os.listdir(memory.root) == [D]
 
 
+def test_what_was_loaded_stays_and_newer_ones_do_not(memory: NodeMemory) -> None:
+    for save in (A, B, C):
+        put(memory, save)
+    memory.keep(C)  # whose copies turned out to be damaged
+    loaded = KeptName.of(B)
+    assert loaded is not None
+    memory.go_on_from(loaded)
+    assert memory.make_room() == 3
+    assert os.listdir(memory.root) == [B]
+
+
 def test_what_is_kept_twice_is_there_once(memory: NodeMemory) -> None:
     put(memory, A, b"first")
     put(memory, A, b"again")

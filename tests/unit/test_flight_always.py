@@ -49,7 +49,7 @@ def test_a_job_records_and_leaves_nothing(private: Path) -> None:
     assert private.stat().st_mode & 0o777 == 0o700
     disttrain.destroy_process_group()
     assert not private.exists()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may end meanwhile
 
 
 def test_the_setting_turns_it_off_and_a_call_on_again(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_too_many_open_files_cost_the_job_nothing(
     disttrain.all_reduce(torch.ones(4))
     assert len(enable().snapshot("asked for").records) == 1
     disttrain.destroy_process_group()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may end meanwhile
     gc.collect()  # A ring stays mapped for as long as its recorder is there.
     # Ends of pipes that threads hold close a moment later.
     deadline_s = time.monotonic() + 5

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from disttrain.store.succession import Consent, Side, may_take_over
 
@@ -38,11 +38,13 @@ class AnySchedule(RuleBasedStateMachine):
         self.is_alone = False
         self.num_terms = 1
 
+    @precondition(lambda self: not self.is_alone)  # a leader that is alone tells the standby nothing more
     @rule(electors=st.sets(SOMEBODY, min_size=1))
     def electors_change(self, electors: set[bytes]) -> None:
         self.entries.append(("electors", frozenset(electors)))
         self.consent.changed(len(self.entries), electors)
 
+    @precondition(lambda self: not self.is_alone)
     @rule()
     def a_term_is_renewed(self) -> None:
         if self.consent.wants_renewal:
