@@ -1,44 +1,66 @@
 """An optimizer that was built before sharding: its parameters are no longer the module's, and it would train nothing.
 
-It is found when the model first runs, and told apart from healthy ones when it steps: the model has gradients, and what
-the optimizer holds of it has none. Only where a parameter from before sharding is still alive is anything looked for.
+It is told apart from healthy ones when it steps: the model has gradients, and what the optimizer holds of it has none.
+Only where a parameter from before sharding is still alive as the model first runs is anything looked for.
 """
 
 from __future__ import annotations
 
-import gc
+import functools
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 
+_WATCHED: Final[weakref.WeakSet[Replaced]] = weakref.WeakSet()
+"""What optimizers are checked against before they step."""
+_MUTEX: Final = threading.Lock()
+"""Ranks may be threads."""
 
-def watch_stale_optimizers(groups: Sequence[ParamGroup]) -> None:
-    """Let each optimizer that holds what parameters of `groups` were before sharding refuse to step on them."""
-    replaced = _Replaced(groups)
-    if not replaced.by_id:
-        return
-    for thing in gc.get_objects():
-        # The type's own answer: asking a proxy for its `__class__` may do anything.
-        if issubclass(type(thing), torch.optim.Optimizer) and replaced.in_(thing):
-            thing.register_step_pre_hook(replaced.check)
+
+def watch_stale_optimizers(groups: Sequence[ParamGroup]) -> Replaced:
+    """Let each optimizer that holds what parameters of `groups` were before sharding refuse to step on them, for as
+    long as the result lives."""
+    replaced = Replaced(groups)
+    if replaced.by_id:
+        _hook_into_all()
+        with _MUTEX:
+            _WATCHED.add(replaced)
+    return replaced
+
+
+@functools.cache
+def _hook_into_all() -> None:
+    """Once: who steps is asked then. To look for optimizers among all objects would hold tuples that other threads are
+    still filling, which ends these with a SystemError (https://bugs.python.org/issue15108)."""
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _MUTEX:
+        watched = [*_WATCHED]
+    for replaced in watched:
+        replaced.check(optimizer)
 
 
 def _nothing() -> None:
     """What a reference gives when its object has gone."""
 
 
-class _Replaced:
+class Replaced:
     """The parameters from before sharding that somebody still holds, and what they have become."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self.by_id: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[ShardedParam]]] = {}
+        self._healthy: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._rank = groups[0].sharding.mesh.get_rank() if groups else 0
         for param in (param for group in groups for param in group.params):
             original = None if param.original is None else param.original()
@@ -56,9 +78,14 @@ class _Replaced:
                     found.append((replaced, became))
         return found
 
-    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ShardingError if the optimizer is about to miss the model's gradients."""
+        if optimizer in self._healthy:
+            return
         found = self.in_(optimizer)
+        if not found:
+            self._healthy.add(optimizer)
+            return
         if any(held.grad is not None for held, _ in found):
             return
         missed = [param for _, param in found if param.sharded.grad is not None]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
@@ -107,9 +109,11 @@ class Launches:
 
 @pytest.fixture
 def port() -> int:
-    """One that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that nobody listens on, and that nobody gets who takes any: those are from 32768 on."""
+    while True:
+        number = secrets.choice(range(10_000, 32_768))
+        with suppress(OSError), socket.create_server(("127.0.0.1", number)):
+            return number
 
 
 @pytest.fixture
