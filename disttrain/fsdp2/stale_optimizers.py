@@ -20,21 +20,20 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 
-_WATCHED: Final[weakref.WeakSet[Replaced]] = weakref.WeakSet()
-"""What optimizers are checked against before they step."""
+_WATCHED: Final[weakref.WeakKeyDictionary[object, _Replaced]] = weakref.WeakKeyDictionary()
+"""What optimizers are checked against before they step, by whose model it is."""
 _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
 
 
-def watch_stale_optimizers(groups: Sequence[ParamGroup]) -> Replaced:
+def watch_stale_optimizers(owner: object, groups: Sequence[ParamGroup]) -> None:
     """Let each optimizer that holds what parameters of `groups` were before sharding refuse to step on them, for as
-    long as the result lives."""
-    replaced = Replaced(groups)
+    long as `owner` lives."""
+    replaced = _Replaced(groups)
     if replaced.by_id:
         _hook_into_all()
         with _MUTEX:
-            _WATCHED.add(replaced)
-    return replaced
+            _WATCHED[owner] = replaced
 
 
 @functools.cache
@@ -46,7 +45,7 @@ def _hook_into_all() -> None:
 
 def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with _MUTEX:
-        watched = [*_WATCHED]
+        watched = [*_WATCHED.values()]
     for replaced in watched:
         replaced.check(optimizer)
 
@@ -55,7 +54,7 @@ def _nothing() -> None:
     """What a reference gives when its object has gone."""
 
 
-class Replaced:
+class _Replaced:
     """The parameters from before sharding that somebody still holds, and what they have become."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:

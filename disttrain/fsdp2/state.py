@@ -301,7 +301,7 @@ class ShardState:
                 state._is_root = False
         for group in self.groups if len(self.modules) == 1 else ():
             group.reduce_early(self.modules[0], lambda: self.requires_gradient_sync and self.scheduled is None)
-        self._replaced = watch_stale_optimizers([group for state in states for group in state.groups])
+        watch_stale_optimizers(self, [group for state in states for group in state.groups])
         comm = self.shared_comm
         self._name_groups()
         return RootContext(self, states, Comm(self.device) if comm is None else comm)

@@ -96,9 +96,10 @@ def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(warm_launches: La
     script = warm_launches.script("""
         import disttrain, signal, sys, time
         disttrain.init_process_group(timeout=100)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
+        disttrain.barrier()
         if disttrain.get_rank():
             sys.exit(3)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
         time.sleep(100)
     """)
     dumps = str(warm_launches.folder / "file" / "dumps")
