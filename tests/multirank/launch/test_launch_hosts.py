@@ -141,7 +141,7 @@ def test_when_the_host_of_the_store_is_gone_its_standby_goes_on(launches: Launch
     script = launches.script(MEETING)
     nodes = [launch(launches, hosts, name, script) for name in NAMES]
     assert [met(launches, node) for node in nodes] == [{(0, 6)}] * 3
-    time.sleep(3.0)  # a standby that has caught up tells nobody
+    time.sleep(8.0)  # a standby that has caught up tells nobody
     host = hosts.running("host-a")
     assert host is not None
     hosts.switch.cut_off(host)
