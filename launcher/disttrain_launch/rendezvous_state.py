@@ -273,7 +273,7 @@ class Rendezvous:
         self._members.discard(agent)
         self._gone.add(agent)
         self._tell(agent, word)
-        if node_rank is None or self._by_node_rank[node_rank] != agent:
+        if node_rank is None or self._by_node_rank.get(node_rank) != agent:
             return
         del self._by_node_rank[node_rank]
         if (heir := self._held.heir(node_rank)) is not None:
