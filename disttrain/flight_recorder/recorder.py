@@ -144,7 +144,7 @@ class FlightRecorder:
             try:
                 close()
             except OSError as problem:  # of a file that goes anyway; the world's end goes on
-                _log.warning("the flight recorder cannot let go of a file: %s", problem)
+                _log.warning("the flight recorder cannot let go of a file: %s", str(problem))
 
     def when_closed(self, close: Callable[[], None]) -> None:
         """Call `close` when the world is over."""

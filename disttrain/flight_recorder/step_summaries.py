@@ -102,7 +102,7 @@ class StepSummaries:
             try:
                 self._store.queue_push(_QUEUE, told)
             except StoreError as error:
-                _log.warning("no more summaries of steps from rank %d: %s", self._rank, error)
+                _log.warning("no more summaries of steps from rank %d: %s", self._rank, str(error))
                 return
 
     def _listen(self) -> None:

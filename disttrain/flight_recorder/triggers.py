@@ -65,7 +65,8 @@ def enable(world: World | None = None) -> FlightRecorder:
         if asked_folder is not None:
             recorder.when_closed(Triggers(recorder, asked_folder, rings).close)
     except (OSError, StoreError) as problem:
-        _log.warning("the flight recorder may watch for no hangs, and write no files: %s", problem)
+        # As text, here and elsewhere: a handler that keeps its records would keep the recorder by the traceback.
+        _log.warning("the flight recorder may watch for no hangs, and write no files: %s", str(problem))
         recorder.attach(world)
     atexit.register(recorder.close)
     recorder.when_closed(lambda: atexit.unregister(recorder.close))
@@ -192,6 +193,6 @@ class Triggers:
 
                 keep_silent(self._rings, self._folder, _SILENT_S, self._recorder.job)
         except (OSError, DisttrainError) as problem:
-            _log.error("the flight recorder cannot write its dump: %s", problem)
+            _log.error("the flight recorder cannot write its dump: %s", str(problem))
             return False
         return True

@@ -206,13 +206,13 @@ class Watchdog:
         try:
             keep_silent(self._rings, self._folder, self._soft_limit_s / 2, self._recorder.job)
         except OSError as problem:
-            _log.error("the flight recorder cannot keep other ranks' records: %s", problem)
+            _log.error("the flight recorder cannot keep other ranks' records: %s", str(problem))
 
     def _dump(self, reason: str) -> None:
         try:
             self._recorder.dump(self._folder, reason, device_is_busy=self._device_is_busy())
         except (OSError, DisttrainError) as problem:
-            _log.error("the flight recorder cannot write its dump: %s", problem)
+            _log.error("the flight recorder cannot write its dump: %s", str(problem))
 
     def _device_is_busy(self) -> bool | None:
         """Asked of a rank whose host has stood still only: a query may spoil the capture of a CUDA graph."""
@@ -235,7 +235,7 @@ class Watchdog:
             try:
                 analysis = analyze(self._folder, self._recorder.job)
             except FlightDumpError as error:
-                _log.error("%s", error)
+                _log.error("%s", str(error))
             else:
                 num_dumps, world_size = len(analysis.dumps), self._recorder.world.world_size
                 summary = analysis.verdicts[0].summary

@@ -118,6 +118,7 @@ def test_too_many_open_files_cost_the_job_nothing(
     def fail(*_: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
+    gc.collect()  # A ring stays mapped for as long as its recorder is there.
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     monkeypatch.setenv("DISTTRAIN_FLIGHT_DIR", str(tmp_path / "dumps"))
     monkeypatch.setattr(os, call, fail)
@@ -126,7 +127,7 @@ def test_too_many_open_files_cost_the_job_nothing(
     assert len(enable().snapshot("asked for").records) == 1
     disttrain.destroy_process_group()
     assert set(threading.enumerate()) <= threads  # one of an earlier test may end meanwhile
-    gc.collect()  # A ring stays mapped for as long as its recorder is there.
+    gc.collect()
     # Ends of pipes that threads hold close a moment later.
     deadline_s = time.monotonic() + 5
     while len(os.listdir("/proc/self/fd")) > files:
