@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +22,21 @@ def run_threads(
 ) -> list[Result]:
     """Call `function(*arguments)` on `world_size` ranks, each a thread with a world of its own on the CPU.
 
+    Where torch computes with one thread each (`torch.set_num_threads(1)`, OMP_NUM_THREADS=1), the ranks share one core:
+    Python runs one of them at a time anyway, and would wake another core's with each of torch's operators.
+
     Returns: the results, by rank. Raises: the first rank's own error, with a note that names the rank; an error that
     merely reports that other ranks went away comes last.
     """
+    cores = _this_core() if torch.get_num_threads() == 1 else None
     fabric, store = Fabric(world_size), HashStore()
     results: dict[int, Result] = {}
     errors: list[tuple[int, BaseException]] = []
 
     def run_rank(rank: int) -> None:
+        if cores is not None:
+            with suppress(OSError):  # A container may forbid it.
+                os.sched_setaffinity(0, cores)  # of this thread
         world = World(
             store,
             rank,
@@ -54,3 +64,12 @@ def run_threads(
         # A rank that fails leaves the others in a deadlock, which they report: its own error came first.
         raise errors[0][1]
     return [results[rank] for rank in range(world_size)]
+
+
+def _this_core() -> set[int] | None:
+    """Where the system has just put this thread: of all cores, likely one that is free. None where it does not tell."""
+    try:
+        _, _, fields = Path("/proc/thread-self/stat").read_text().rpartition(")")
+    except OSError:
+        return None
+    return {int(fields.split()[36])}  # "processor", see man 5 proc_pid_stat
