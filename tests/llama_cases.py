@@ -25,14 +25,17 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def trained(arguments: list[str]) -> None:
+def trained(arguments: list[str], num_evaluation_batches: int = 2) -> None:
     """Rank task: the example from its command line to its end, in the world that is there; but it draws no picture.
 
-    For that a process loads a library for more seconds than it trains.
+    For that a process loads a library for more seconds than it trains. Nor does it evaluate longer than it trains.
     """
     flags = command_line.parse(arguments, disttrain.get_world_size())
     flags.dtype = flags.dtype or "fp32"
-    with mock.patch.object(record, "draw"):
+    with (
+        mock.patch.object(record, "draw"),
+        mock.patch.object(train_llama, "NUM_EVALUATION_BATCHES", num_evaluation_batches),
+    ):
         train_llama.train(flags, disttrain.current_world().device)
 
 

@@ -103,7 +103,9 @@ def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_ha
 ) -> None:
     out, output = finished
     assert "restart 1 of 1" in output
-    rank_pool.run(2, trained, {"arguments": [*RUN, "--sample", "0", "--out", str(tmp_path)]}, timeout_s=LIMIT_S)
+    arguments = [*RUN, "--sample", "0", "--out", str(tmp_path)]
+    as_launched = {"num_evaluation_batches": train_llama.NUM_EVALUATION_BATCHES}
+    rank_pool.run(2, trained, {"arguments": arguments, **as_launched}, timeout_s=LIMIT_S)
     assert losses(out / "loss.csv") == losses(tmp_path / "loss.csv")
 
 
