@@ -29,6 +29,7 @@ from uuid import uuid4
 import xxhash
 
 from disttrain.checkpoint.folders import CLAIM
+from disttrain.checkpoint.locks import UNNAMED
 from disttrain.checkpoint.manifest import read_small
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
 from disttrain.errors import CheckpointError
@@ -127,8 +128,9 @@ def check_claim(storage: Storage, directory: Path, name: str) -> None:
 
 
 def _claims(storage: Storage, directory: Path) -> list[tuple[str, str, str]]:
-    """Name, number and process of each, in order. One that is being made, or died then, has a lock only."""
-    found = [CLAIM.fullmatch(name.removesuffix(HOLD_SUFFIX)) for name in storage.names(directory)]
+    """Name, number and process of each, in order. One that is being made, or died then, has a lock only, if that."""
+    names = (name.removesuffix(HOLD_SUFFIX).removesuffix(UNNAMED) for name in storage.names(directory))
+    found = map(CLAIM.fullmatch, names)
     return sorted({(match[0], match[1], _process_of(match[0])) for match in found if match is not None})
 
 

@@ -80,6 +80,13 @@ def test_a_claim_that_outlives_its_owner_is_the_next_ones_to_remove(processes: P
     processes.check(second)
 
 
+def test_what_died_while_it_made_its_claim_is_the_next_ones_to_remove(processes: Processes) -> None:
+    processes.directory.mkdir()
+    (processes.directory / f".claim-000003.tmp-{'a' * 32}.new.lock").touch()
+    claim = processes.claim("b")
+    assert sorted(os.listdir(processes.directory)) == [claim.name, f"{claim.name}.lock"]
+
+
 def test_a_fork_ends_no_claim(processes: Processes) -> None:
     claim = processes.claim("a")
     pid = os.fork()
