@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.warm_python import WarmPython, warm_address
+from tests.warm_python import WRITERS, WarmPython, warm_address
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
@@ -69,6 +69,7 @@ def listening(config: pytest.Config) -> dict[str, list[str]]:
             kind: [stack.enter_context(warm_address(kind)) for _ in range(number)]
             for kind, number in NUM_WARM_PYTHONS.items()
         }
+    os.environ[WRITERS] = config.stash[WARM_ADDRESSES]["writer"][0]
     return config.stash[WARM_ADDRESSES]
 
 
@@ -158,12 +159,6 @@ def warm_python(warm_addresses: list[str]) -> Iterator[WarmPython]:
     python = WarmPython(warm_addresses[0])
     yield python
     python.close()
-
-
-@pytest.fixture(scope="session")
-def writers(pytestconfig: pytest.Config) -> str:
-    """The address of a Python that writers of saves are forked from (`warm_writers`)."""
-    return listening(pytestconfig)["writer"][0]
 
 
 @pytest.fixture(scope="session")

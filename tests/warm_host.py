@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 
-from tests.warm_python import WarmPython, serve
+from tests.warm_python import WRITERS, WarmPython, serve
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Of mounts, names, shared memory, processes and networks (linux/sched.h)."""
@@ -22,7 +22,8 @@ _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 def warm_host(python: WarmPython, pid: int) -> str:
     """The address of a new one in the host whose process this is."""
     address = f"{python.address}-{pid}"
-    script = python.start("-m", "tests.warm_host", str(pid), address, environ=os.environ)
+    variables = {name: value for name, value in os.environ.items() if name != WRITERS}  # whom nobody reaches from there
+    script = python.start("-m", "tests.warm_host", str(pid), address, environ=variables)
     assert script.stdout is not None
     assert script.stderr is not None
     said = script.stdout.readline()

@@ -8,10 +8,8 @@ Others see its variables in /proc as if it had been started with them. Whoever k
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
-import importlib
 import io
 import json
 import os
@@ -28,14 +26,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import IO, Any
+
+from tests.warm_ending import keep_what_is_loaded, noting_exit_code
+from tests.warm_loads import LOADS
 
 _REQUEST_BYTES = 1 << 20
 _NUM_STREAMS = 3
 _ROOM = "DISTTRAIN_TEST_ROOM"
 """A variable that is there for its length: so much room have a script's variables where others look for them."""
 _ROOM_BYTES = 20_000
+
+WRITERS = "DISTTRAIN_TEST_WRITERS"
+"""A variable of what is forked with torch: where writers of saves are forked from."""
 
 
 class Script:
@@ -251,78 +254,13 @@ def _lives(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
 
-def _load_torch() -> None:
-    """What scripts and the ranks of tests would load. Not at the top: who asks needs none of it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
-    import pytest  # noqa: F401
-    import torch
-
-    import disttrain.checkpoint
-    import disttrain.dtensor
-    import disttrain.fsdp2
-    import disttrain.pipelining
-    import disttrain.process_group
-    import disttrain.testing.rank_worker
-    import disttrain.tp  # noqa: F401
-    from tests.seeding import seed_no_gpus
-
-    seed_no_gpus()
-    if not torch.backends.cuda.is_built():  # it asks for GPUs as it is loaded, and then no fork can use them
-        import torch._inductor.compile_fx  # what a process's first graph would load
-    with suppress(ImportError):  # not on each machine with GPUs
-        import transformers.models.gpt2.modeling_gpt2
-        import transformers.models.llama.modeling_llama  # noqa: F401
-
-    with suppress(ImportError, SystemExit):  # not where rich or matplotlib is missing
-        import train_llama  # noqa: F401
-
-    torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
-
-
-def _load_writer() -> None:
-    """What the writers of asynchronous saves would load (`warm_writers`). Not at the top, as above."""
-    import disttrain.checkpoint.writer_process
-    import tests.multirank.faulty_storage  # noqa: F401
-
-    del sys.modules[disttrain.checkpoint.writer_process.__name__]  # which is run
-
-
-def _load_launcher() -> None:
-    """What launchers would load, with each of its commands, and tests' stand-in for it."""
-    for name in (
-        "disttrain.flight_recorder.left_rings",
-        "disttrain.store.elector",
-        "disttrain_launch.dump_story",
-        "disttrain_launch.launch",
-        "disttrain_launch.status",
-        "disttrain_launch.submit.command",
-        "tests.warm_launch",
-    ):
-        importlib.import_module(name)
-
-
-_LOADS = {"launcher": _load_launcher, "torch": _load_torch, "writer": _load_writer}
-
-
 def _load(kind: str) -> None:
-    _LOADS[kind]()
+    LOADS[kind]()
     assert threading.active_count() == 1
-    atexit.register(_keep, {name: module for name, module in sys.modules.items() if name != "__main__"})
+    keep_what_is_loaded()
     gc.collect()
     gc.freeze()  # What is loaded stays: a script's collections, and those at its end, would copy all of it.
-
-
-def _keep(loaded: dict[str, ModuleType]) -> None:
-    """At a script's end, and last: let it take down what it made, and not these, nor what C++ has registered for them.
-
-    That touches each page of a fork's memory, and so copies it: half a second for each script.
-    """
-    libc = ctypes.PyDLL(None)  # which lets no other thread in
-    libc.on_exit(libc._exit, None)  # before all that was there: it is called with the exit code
-    libc.Py_IncRef(ctypes.py_object(loaded))
-    own = {name: module for name, module in sys.modules.items() if name not in loaded or name in ("builtins", "sys")}
-    sys.modules.clear()  # in one go: another thread must not load again what it misses
-    sys.modules.update(own)
+    gc.set_threshold(10_000)  # Compilers make many objects that live: at 700 each, looking at them costs a twentieth.
 
 
 def _run(request: dict[str, Any]) -> None:
@@ -340,12 +278,20 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.update(request["environ"])
     _show(request["environ"])
     tempfile.tempdir = None  # TMPDIR is the script's own
+    if WRITERS in os.environ and (warm_writers := sys.modules.get("tests.warm_writers")):
+        warm_writers.have_warm_writers(os.environ[WRITERS])
     arguments = request["arguments"]
     is_unbuffered = arguments[0] == "-u"
     _open_streams(is_unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")))
-    arguments = arguments[is_unbuffered:]
+    with noting_exit_code():
+        _run_script(arguments[is_unbuffered:])
+
+
+def _run_script(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.path[0], sys.argv = os.getcwd(), arguments[1:]
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):
+            sys.modules.pop(arguments[1], None)  # it runs as __main__, and runpy warns of a second one
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.path[0], sys.argv = str(Path(arguments[0]).parent), arguments

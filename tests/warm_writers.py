@@ -1,7 +1,7 @@
 """Writers of asynchronous saves without the tenth of a second that each takes to start.
 
-They are forked from a Python (`warm_python`) that has loaded what a writer does, and no torch. For tests that need many
-of them; the others start writers as a job does.
+They are forked from a Python (`warm_python`) that has loaded what a writer does, and no torch. Ranks and scripts that
+are forked themselves have such writers; tests that run in pytest's own process start them as a job does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from types import SimpleNamespace
-from unittest import mock
 
 from disttrain.checkpoint import writer_link
 from tests.warm_python import Script, WarmPython
@@ -32,9 +31,13 @@ class _Writer:
             return Script(self._python, self.pid).wait()
 
 
-@contextmanager
-def warm_writers(address: str) -> Iterator[None]:
-    """Whatever starts a writer within gets one from the Python that listens at `address`."""
+def have_warm_writers(address: str) -> None:
+    """Whatever starts a writer in this process and its forks gets one from the Python that listens at `address`."""
+    writer_link.subprocess = _stand_in(address)  # type: ignore[assignment]
+
+
+def _stand_in(address: str) -> SimpleNamespace:
+    """For the module `subprocess`."""
 
     def start(
         command: Sequence[str],
@@ -55,6 +58,4 @@ def warm_writers(address: str) -> Iterator[None]:
             pid = python.fork(["-m", _WRITER, "0"], env, streams, leads_session=start_new_session)
         return _Writer(python, pid)
 
-    stand_in = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
-    with mock.patch.object(writer_link, "subprocess", stand_in):
-        yield
+    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
 """Asynchronous saves by three ranks, of which a training process or a writer is killed with SIGKILL at a random time.
 
-Run as a program, in a process without threads, since it forks its ranks; writers come from the Python whose address it
-is given (`warm_writers`). After each killing, when all writers have ended, the directory must hold the old or the new
+Run as a program, in a process without threads, since it forks its ranks; writers come from the Python at WRITERS
+(`warm_writers`). After each killing, when all writers have ended, the directory must hold the old or the new
 state, whole. Prints, as JSON, how often it was which.
 """
 
@@ -25,8 +25,7 @@ from disttrain.errors import CheckpointError
 from disttrain.process_group import World, entered_world
 from disttrain.store import PrefixStore, ServerProcess, TCPStore, spawn_server
 from tests.multirank.killed_saves import NUM_RANKS, loaded_step, state_of
-from tests.warm_python import WarmPython
-from tests.warm_writers import warm_writers
+from tests.warm_python import WRITERS, WarmPython
 
 RUN = "KILLED_SAVES_RUN"
 """The variable by which this program's writers are known."""
@@ -87,7 +86,7 @@ def save_and_kill(
 
 
 def main() -> None:
-    directory, dice, writers = Path(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3]
+    directory, dice, writers = Path(sys.argv[1]), random.Random(int(sys.argv[2])), os.environ[WRITERS]
     torch.set_num_threads(1)
     os.environ[RUN] = str(directory)
     server = spawn_server("127.0.0.1", 0)
@@ -116,5 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with warm_writers(sys.argv[3]):
-        main()
+    main()

@@ -17,7 +17,6 @@ from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import CheckpointError
 from disttrain.testing import RankPool
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
-from tests.warm_writers import warm_writers
 
 LIMIT_S = 60.0
 SHAPE = (8, 40_001)
@@ -45,12 +44,6 @@ def save_first(directory: str) -> None:
     Checkpointer(directory).save(1, state_of(1))
 
 
-def save_by_warm_writers(writers: str, **arguments: Any) -> list[str]:
-    """`save_badly`, with writers from there."""
-    with warm_writers(writers):
-        return save_badly(**arguments)
-
-
 def save_badly(directory: str, step: int, victim: int, fails_at: int, how: str) -> list[str]:
     """What the save ends with, and what the next call and `close` raise; nothing where nothing failed."""
     storage = LocalStorage()
@@ -74,15 +67,13 @@ def save_badly(directory: str, step: int, victim: int, fails_at: int, how: str) 
 
 @pytest.mark.parametrize("how", ["ENOSPC", "kill"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_each_operation_of_a_writer_in_turn(
-    rank_pool: RankPool, writers: str, tmp_path: Path, victim: int, how: str
-) -> None:
+def test_each_operation_of_a_writer_in_turn(rank_pool: RankPool, tmp_path: Path, victim: int, how: str) -> None:
     rank_pool.run(2, save_first, {"directory": str(tmp_path)})
     step, outcomes = 1, []
     for fails_at in range(NEVER):
         old, step = loaded_step(tmp_path), step + 1
         arguments = {"directory": str(tmp_path), "step": step, "victim": victim, "fails_at": fails_at, "how": how}
-        found = rank_pool.run(2, save_by_warm_writers, {"writers": writers, **arguments})
+        found = rank_pool.run(2, save_badly, arguments)
         assert found[0] == found[1]
         if not found[0]:
             break

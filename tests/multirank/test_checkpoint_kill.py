@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.warm_python import WarmPython, warm_address
+from tests.warm_python import WRITERS, WarmPython, warm_address
 
 
 def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
@@ -25,9 +25,9 @@ def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(
     warm_python: WarmPython, tmp_path: Path
 ) -> None:
     program = ["-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
-    environment = {**os.environ, "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S": "3"}
     with warm_address("writer") as writers:  # which nobody else asks
-        run = warm_python.run(*program, writers, environ=environment, limit_s=110.0)
+        environment = {**os.environ, "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S": "3", WRITERS: writers}
+        run = warm_python.run(*program, environ=environment, limit_s=110.0)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
     assert sum(outcomes.values()) == 16

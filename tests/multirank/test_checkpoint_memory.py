@@ -25,7 +25,6 @@ from disttrain.testing.pool import RankError
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 from tests.multirank.gated_storage import GatedStorage
 from tests.multirank.lockless_storage import TakenOver
-from tests.warm_writers import warm_writers
 
 LIMIT_S = 60.0
 
@@ -50,11 +49,6 @@ def save_steps(root: str, steps: list[int], num_ranks: list[int] | None = None) 
             pending = checkpointer.async_save(step, state_of(step))
             pending.result(LIMIT_S)
             assert pending.memory_problem == ""
-
-
-def save_by_warm_writers(root: str, writers: str, steps: list[int]) -> None:
-    with warm_writers(writers):
-        save_steps(root, steps)
 
 
 def load_newest(root: str, num_ranks: list[int] | None = None) -> list[Any]:
@@ -135,13 +129,13 @@ def test_a_flipped_bit_leads_to_the_other_copy_and_then_to_the_disk(
         assert len(said) in ([0] if file == "manifest.json" else range(1, num_damaged + 1))
 
 
-def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, writers: str, tmp_path: Path) -> None:
+def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, tmp_path: Path) -> None:
     """Whichever has the larger ID: the saves on the disk are taken away, as by somebody who goes back."""
-    arguments = {"root": str(tmp_path), "writers": writers}
+    arguments = {"root": str(tmp_path)}
     for _ in range(4):
-        rank_pool.run(2, save_by_warm_writers, {**arguments, "steps": [1, 3]})
+        rank_pool.run(2, save_steps, {**arguments, "steps": [1, 3]})
         shutil.rmtree(tmp_path / "disk")
-        rank_pool.run(2, save_by_warm_writers, {**arguments, "steps": [2]})
+        rank_pool.run(2, save_steps, {**arguments, "steps": [2]})
         shutil.rmtree(tmp_path / "disk")
         assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
 
@@ -192,31 +186,30 @@ def test_a_node_without_room_costs_copies_and_no_save(rank_pool: RankPool, tmp_p
     assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[1, []]] * 2
 
 
-def fail_to_save(root: str, writers: str, step: int, victim: int, fails_at: int, how: str) -> list[str]:
+def fail_to_save(root: str, step: int, victim: int, fails_at: int, how: str) -> list[str]:
     storage = LocalStorage()
     if get_rank() == victim:
         storage = FaultyStorage(fails_at, how)
         storage.undo()  # it is the writer that shall suffer
     checkpointer = checkpointer_of(root, storage=storage)
-    with warm_writers(writers):
-        try:
-            checkpointer.save(step, state_of(step))
-        except CheckpointError as error:
-            return [error.problem]
-        checkpointer.close()
+    try:
+        checkpointer.save(step, state_of(step))
+    except CheckpointError as error:
+        return [error.problem]
+    checkpointer.close()
     return []
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_writer_killed_at_each_operation_leaves_a_whole_save(
-    rank_pool: RankPool, writers: str, tmp_path: Path, victim: int
+    rank_pool: RankPool, tmp_path: Path, victim: int
 ) -> None:
     rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1]})
     step, outcomes = 1, []
     for fails_at in range(NEVER):
         old, step = step, step + 1
         how = {"victim": victim, "fails_at": fails_at, "how": "kill"}
-        arguments = {"root": str(tmp_path), "writers": writers, "step": step, **how}
+        arguments = {"root": str(tmp_path), "step": step, **how}
         found = rank_pool.run(2, fail_to_save, arguments)
         assert found[0] == found[1]
         loaded = rank_pool.run(2, load_newest, {"root": str(tmp_path)})
@@ -231,14 +224,14 @@ def test_a_writer_killed_at_each_operation_leaves_a_whole_save(
     assert True in outcomes  # from memory, before the disk has it
 
 
-def test_what_was_loaded_stays_though_nobody_knew_it_whole(rank_pool: RankPool, writers: str, tmp_path: Path) -> None:
+def test_what_was_loaded_stays_though_nobody_knew_it_whole(rank_pool: RankPool, tmp_path: Path) -> None:
     """The writers died as soon as all files were there; training goes on from them, and loses its next save too."""
     rank_pool.run(2, save_steps, {"root": str(tmp_path), "steps": [1, 2]})
     for mark in files_named(tmp_path, "kept", 2):
         mark.unlink()
     shutil.rmtree(tmp_path / "disk" / "step-00000002")
     assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
-    arguments = {"root": str(tmp_path), "writers": writers, "step": 3, "victim": 0, "fails_at": 0, "how": "kill"}
+    arguments = {"root": str(tmp_path), "step": 3, "victim": 0, "fails_at": 0, "how": "kill"}
     assert all(rank_pool.run(2, fail_to_save, arguments))
     assert rank_pool.run(2, load_newest, {"root": str(tmp_path)}) == [[2, []]] * 2
 

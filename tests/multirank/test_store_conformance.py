@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 import time
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -20,12 +23,23 @@ from disttrain.errors import (
     StoreQueueEmptyError,
     StoreTimeoutError,
 )
-from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
+from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token, process
+from tests.warm_process import WarmProcess
+from tests.warm_python import WarmPython
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "tls", "file", "hash"]
 SOON_S = 0.05
 LONG_S = 30.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_servers(launcher_python: WarmPython) -> Iterator[None]:
+    """Servers are forked from one that has loaded what they do: each test has its own."""
+    start = functools.partial(WarmProcess[bytes], launcher_python)
+    stand_in = SimpleNamespace(Popen=lambda command, **options: start(command[1:], **options))
+    with mock.patch.object(process, "subprocess", stand_in):
+        yield
 
 
 @pytest.fixture(params=[*KINDS, *(f"prefix-{kind}" for kind in KINDS)])

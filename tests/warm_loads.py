@@ -1,0 +1,81 @@
+"""What warm Pythons (`warm_python`) load before they fork, by their kinds."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import suppress
+
+_OF_FIRST_GRAPHS = (
+    "setuptools",  # before torch.utils.cpp_extension, which has it load its own distutils
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
+)
+"""What Dynamo and Inductor load in a process with the first thing that they compile: a third of a second."""
+
+
+def _load_torch() -> None:
+    """What scripts and the ranks of tests would load. Not at the top, since it loads torch."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # which is read once; nothing is asked of a hub here
+    import pytest  # noqa: F401
+    import torch
+
+    for name in (
+        "disttrain.checkpoint",
+        "disttrain.dtensor",
+        "disttrain.flight_recorder.analysis",
+        "disttrain.fsdp2",
+        "disttrain.pipelining",
+        "disttrain.process_group",
+        "disttrain.testing.rank_worker",
+        "disttrain.tp",
+        "tests.warm_writers",
+    ):
+        importlib.import_module(name)
+    from tests.seeding import seed_no_gpus
+
+    seed_no_gpus()
+    if not torch.backends.cuda.is_built():  # it asks for GPUs as it is loaded, and then no fork can use them
+        for name in _OF_FIRST_GRAPHS:
+            with suppress(ImportError):  # not in each torch
+                importlib.import_module(name)
+    with suppress(ImportError):  # not on each machine with GPUs
+        import transformers.models.gpt2.modeling_gpt2
+        import transformers.models.llama.modeling_llama  # noqa: F401
+
+    with suppress(ImportError, SystemExit):  # not where rich or matplotlib is missing
+        import train_llama  # noqa: F401
+
+    torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
+
+
+def _load_writer() -> None:
+    """What the writers of asynchronous saves would load (`warm_writers`)."""
+    import numpy as np  # noqa: F401
+
+    import disttrain.checkpoint.writer_process  # noqa: F401
+    import tests.multirank.faulty_storage  # noqa: F401
+
+
+def _load_launcher() -> None:
+    """What launchers would load, with each of its commands, tests' stand-in for it, and what stores' servers would."""
+    for name in (
+        "disttrain.flight_recorder.left_rings",
+        "disttrain.store.elector",
+        "disttrain_launch.dump_story",
+        "disttrain_launch.launch",
+        "disttrain_launch.status",
+        "disttrain_launch.submit.command",
+        "tests.warm_launch",
+    ):
+        importlib.import_module(name)
+    for engine in ("pyuv", "uvloop"):
+        with suppress(ImportError):
+            importlib.import_module(f"disttrain.store.shell_{engine}")
+
+
+LOADS = {"launcher": _load_launcher, "torch": _load_torch, "writer": _load_writer}
