@@ -40,6 +40,9 @@ _ROOM_BYTES = 20_000
 WRITERS = "DISTTRAIN_TEST_WRITERS"
 """A variable of what is forked with torch: where writers of saves are forked from."""
 
+GARBAGE_THRESHOLD = 10_000
+"""Objects made between two looks for garbage. At Python's 700 these take a tenth of a test's time, of a graph's too."""
+
 
 class Script:
     """One that runs: what of subprocess.Popen is needed here. `streams`: our ends of its pipes, where there are any."""
@@ -255,12 +258,14 @@ def _lives(pid: int) -> bool:
 
 
 def _load(kind: str) -> None:
+    gc.disable()
     LOADS[kind]()
     assert threading.active_count() == 1
     keep_what_is_loaded()
     gc.collect()
     gc.freeze()  # What is loaded stays: a script's collections, and those at its end, would copy all of it.
-    gc.set_threshold(10_000)  # Compilers make many objects that live: at 700 each, looking at them costs a twentieth.
+    gc.set_threshold(GARBAGE_THRESHOLD)
+    gc.enable()
 
 
 def _run(request: dict[str, Any]) -> None:
