@@ -36,6 +36,8 @@ ROOM = "launch"
 REPORTS = "reports"
 SAY_EVERY_S = 3.0
 """How often a waiting node says for whom."""
+_TELL_EVERY_S = 1.0
+"""How often node 0 tells it: who says so for the first time finds it told, and what it finds is new."""
 MIN_ATTEMPT_S = 0.5
 MIN_WAIT_S = 0.001
 WORDS_AT_ONCE = 1000
@@ -163,7 +165,7 @@ class Leader:
     def _next_event(self) -> Event | None:
         now_s = time.monotonic()
         deadline_s = self._machine.deadline_s
-        look_s = min(self._looked_s + self._beat_s, self._said_s + SAY_EVERY_S)
+        look_s = min(self._looked_s + self._beat_s, self._said_s + _TELL_EVERY_S)
         wait_s = (look_s if deadline_s is None else min(look_s, deadline_s)) - now_s
         try:
             report = decode(self._store.queue_pop(REPORTS, timeout=max(wait_s, MIN_WAIT_S)))
@@ -186,7 +188,7 @@ class Leader:
         return TimePassed()
 
     def _say_and_listen(self, now_s: float) -> None:
-        if now_s - self._said_s >= SAY_EVERY_S:
+        if now_s - self._said_s >= _TELL_EVERY_S:
             self._said_s = now_s
             self._num_said += 1
             self._store.set("awaited", f"{self._num_said} {self._machine.awaited}")
