@@ -52,13 +52,13 @@ os.register_at_fork(after_in_child=_FORKS.count)
 
 
 class _Call:
-    """A request under way; `link` is the number of the link that it was last sent on, -1: of none.
+    """A request under way; once `was_sent`, on whatever link, it is for whoever makes the next one to send it again.
 
     `wake` is a held lock once its thread is parked. What most calls never change is kept by the class.
     """
 
     request: tuple[Any, ...]
-    link = -1
+    was_sent = False
     answer: Answer | None = None
     wake: threading.Lock | None = None
 
@@ -72,10 +72,9 @@ class Channel:
         self._socket, self._decoder, self._frame_bytes = dialer.dial(timeout_s)
         self._num_forks = _FORKS.num_forks
         self._ids = itertools.count()
-        # Guards the next four, and what is sent.
+        # Guards the next three, and what is sent.
         self._send_lock = threading.Lock()
         self._is_up = True
-        self._link = 0
         # What the kernel's timers are set to; whoever sends, or leads, may change its own.
         self._send_timer_s = 0.0
         self._read_timer_s = 0.0
@@ -155,8 +154,8 @@ class Channel:
         if not self._send_lock.acquire(False) and not self._send_lock.acquire(timeout=timeout_s):
             raise self._frozen(op, timeout_s)
         try:
-            if self._is_up and call.link != self._link:
-                call.link = self._link
+            if self._is_up and not call.was_sent:
+                call.was_sent = True
                 if timeout_s != self._send_timer_s:
                     self._set_timer(socket.SO_SNDTIMEO, timeout_s)
                     self._send_timer_s = timeout_s
@@ -275,15 +274,15 @@ class Channel:
                 self._socket.close()
                 self._socket, self._decoder, self._frame_bytes = link
                 self._inbox.clear()
-                self._link += 1
                 self._send_timer_s = self._read_timer_s = 0.0
                 self._is_up = True
                 calls = list(self._calls.values())
             self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - monotonic()))
             for call in calls:
                 request_id, asked, *arguments = call.request
-                call.link, was_sent = self._link, call.link >= 0
-                self._socket.sendall(self._encode((request_id, -asked if was_sent else asked, *arguments)))
+                op_or_repeated = -asked if call.was_sent else asked
+                call.was_sent = True
+                self._socket.sendall(self._encode((request_id, op_or_repeated, *arguments)))
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
@@ -296,7 +295,7 @@ class Channel:
     def _abandon(self, request_id: int, call: _Call) -> None:
         """The caller waits no longer: the server need not either, and another may have to lead."""
         with self._mutex:
-            is_open = self._calls.pop(request_id, None) is not None and call.link >= 0 and not self._broken
+            is_open = self._calls.pop(request_id, None) is not None and call.was_sent and not self._broken
             self._parked.pop(call, None)
             self._step_down(call)
         if is_open and self._send_lock.acquire(timeout=_CANCEL_S):

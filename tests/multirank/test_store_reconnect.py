@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
 from disttrain.errors import StoreConnectionError, StoreLimitError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, spawn_server
+from disttrain.store.channel import Channel
 from disttrain.store.wire import Op
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
@@ -190,6 +192,32 @@ def test_counting_through_a_link_that_keeps_breaking_loses_and_doubles_nothing(s
         breaking.result()
     assert sorted(totals) == list(range(1, len(totals) + 1))
     assert relay.num_accepted > 1
+
+
+def test_what_was_sent_and_answered_before_its_thread_came_to_send_it_is_not_sent_again(
+    store: TCPStore, relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes a new link sends all that has no answer yet, of slow threads too."""
+    really_send, first = Channel._send, threading.Lock()
+
+    with ThreadPoolExecutor(2) as pool:
+
+        def send_late(self: Channel, op: Op, call: Any, frame: bytes, timeout_s: float) -> None:
+            if op is Op.ADD and first.acquire(blocking=False):
+                relay.cut()
+                while call.answer is None:
+                    time.sleep(0.001)
+                relay.cut()
+                pool.submit(store.num_keys).result()  # on a third link
+            really_send(self, op, call, frame, timeout_s)
+
+        reading = pool.submit(store.get, "the end")
+        assert not wait([reading], timeout=SOON_S).done
+        monkeypatch.setattr(Channel, "_send", send_late)
+        assert [store.add("counter", 1) for _ in range(3)] == [1, 2, 3]
+        store.set("the end", "")
+        reading.result()
+    assert relay.num_accepted == 3
 
 
 def test_nothing_hangs_while_there_is_no_link(store: TCPStore, relay: Relay, server: ServerProcess) -> None:

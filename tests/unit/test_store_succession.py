@@ -59,6 +59,12 @@ class AnySchedule(RuleBasedStateMachine):
             setattr(self.standby, name, value)
             self.standby.num_entries += 1
 
+    @property
+    def told_term(self) -> int:
+        """What the leader tells electors: once it is alone, a term that the standby never knows."""
+        return self.num_terms + 1 if self.is_alone else self.consent.term
+
+    @precondition(lambda self: not self.is_alone)  # nor does it listen to it
     @rule(num_late=st.integers(0, 2))
     def an_acknowledgement_arrives(self, num_late: int) -> None:
         self.consent.acknowledged(max(0, self.standby.num_entries - num_late))
@@ -67,7 +73,7 @@ class AnySchedule(RuleBasedStateMachine):
     def a_ping_arrives(self, name: bytes, asks: bool) -> None:
         side = self.sides[name]
         self.consent.side(name, side.for_leader, side.for_standby)
-        self.pongs.append((name, self.consent.term, asks))
+        self.pongs.append((name, self.told_term, asks))
 
     @rule(data=st.data())
     def an_answer_arrives(self, data: st.DataObject) -> None:
@@ -80,11 +86,11 @@ class AnySchedule(RuleBasedStateMachine):
         for _ in range(2):
             side = self.sides[name]
             self.consent.side(name, side.for_leader, side.for_standby)
-            side.heard(self.consent.term, asks=True)
+            side.heard(self.told_term, asks=True)
 
     @rule(name=SOMEBODY)
     def an_elector_loses_the_leader_and_votes(self, name: bytes) -> None:
-        self.sides[name].heard(self.consent.term, asks=False)
+        self.sides[name].heard(self.told_term, asks=False)
         self.sides[name].lost()
         self.a_vote_arrives(name)
 
