@@ -198,15 +198,26 @@ def test_what_was_sent_and_answered_before_its_thread_came_to_send_it_is_not_sen
     store: TCPStore, relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever makes a new link sends all that has no answer yet, of slow threads too."""
-    really_send, first = Channel._send, threading.Lock()
+    really_send, really_hand_out, first, answered = (
+        Channel._send,
+        Channel._hand_out,
+        threading.Lock(),
+        threading.Event(),
+    )
+    late: list[object] = []
+
+    def hand_out(self: Channel, request_id: object, call: Any, answer: Any) -> None:
+        really_hand_out(self, request_id, call, answer)
+        if call in late:
+            answered.set()
 
     with ThreadPoolExecutor(2) as pool:
 
         def send_late(self: Channel, op: Op, call: Any, frame: bytes, timeout_s: float) -> None:
             if op is Op.ADD and first.acquire(blocking=False):
+                late.append(call)
                 relay.cut()
-                while call.answer is None:
-                    time.sleep(0.001)
+                assert answered.wait(10.0)
                 relay.cut()
                 pool.submit(store.num_keys).result()  # on a third link
             really_send(self, op, call, frame, timeout_s)
@@ -214,6 +225,7 @@ def test_what_was_sent_and_answered_before_its_thread_came_to_send_it_is_not_sen
         reading = pool.submit(store.get, "the end")
         assert not wait([reading], timeout=SOON_S).done
         monkeypatch.setattr(Channel, "_send", send_late)
+        monkeypatch.setattr(Channel, "_hand_out", hand_out)
         assert [store.add("counter", 1) for _ in range(3)] == [1, 2, 3]
         store.set("the end", "")
         reading.result()
