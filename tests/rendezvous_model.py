@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from disttrain_launch.events import Chronicle
 from disttrain_launch.inherited import Inherited
-from disttrain_launch.messages import Came, Done, Ended, Refused, Report, Run, Stop, Stopped, Wait, Word
+from disttrain_launch.messages import Came, Done, Ended, Formed, Refused, Report, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
 from disttrain_launch.rounds import Node, Phase, Place, Terms
@@ -53,6 +53,10 @@ class Cluster:
     reports: list[Report] = field(default_factory=list)
     places: list[dict[str, Place]] = field(default_factory=list)
     """By round."""
+    formed: Formed | None = None
+    """As it lies in the store."""
+    num_restarts: int = 0
+    """As they are told."""
     given_up: set[str] = field(default_factory=set)
     now_s: float = 0.0
     leader: str = LEADER
@@ -126,9 +130,10 @@ class Cluster:
         self.die(lost)
         self.given_up.add(lost)
         told = {agent: (player.node, player.word) for agent, player in self.players.items()}
-        self.machine = Inherited(self.terms, self.players[heir].node, self.now_s, lost, told)
+        self.machine = Inherited(self.terms, self.players[heir].node, self.now_s, lost, told, self.formed)
         self.chronicle = Chronicle(JobState("job", 0.0, self.terms.max_restarts))
-        self.chronicle.know(self.players[agent].node for agent in [*self.machine.everyone, lost])
+        nodes = [self.players[agent].node for agent in [*self.machine.everyone, lost]]
+        self.chronicle.take_over(nodes, self.machine.gone, self.formed)
         self.reports += [Came(player.node) for player in self.players.values() if player.is_alive and not player.word]
         self.feed(TimePassed())
 
@@ -152,6 +157,8 @@ class Cluster:
         commands = self.machine.handle(event, self.now_s)
         self.check_chronicle(event, commands)
         for command in commands:
+            if isinstance(command, Formed):
+                self.formed = command
             if not isinstance(command, Tell):
                 continue
             if isinstance(command.word, Run):
@@ -171,6 +178,9 @@ class Cluster:
         if self.machine.phase is not Phase.OVER:
             assert {node.agent for node in state.nodes} == set(self.machine.everyone)
         for record in records:
+            if record["event"] == "restart":
+                self.num_restarts += 1
+                assert record["restart"] == self.num_restarts
             if record["event"] == "round_formed":
                 placed = sorted(node.group_rank for node in state.nodes if node.group_rank is not None)
                 assert placed == [node["group_rank"] for node in record["nodes"]]

@@ -79,7 +79,7 @@ class PeerMemory:
                     memory.of((rank + step) % size, shape, input.dtype, offset)[rank].copy_(input, non_blocking=True)
                     sent.append(_recorded(copies))
                 copy_blocks(output[rank], input)
-            return _OnStream(sent[-1].wait)
+            return _OnStream(_recorded(copies).wait)
 
         issue(group, "all_gather_into_tensor", run, (parts, own), (own,), (parts,), True)
         yield rank, own
@@ -179,7 +179,7 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def add_up(terms: torch.Tensor, rank: int, own: torch.Tensor, total: torch.Tensor) -> None:
     """total = the sum of `terms` (ranks, *own.shape), of which the one at `rank` is `own`, and not there yet."""
-    if len(terms) > 2 or len(own) > _MOST_PIECES:
+    if len(terms) != 2 or len(own) > _MOST_PIECES:
         copy_blocks(terms[rank], own)
         torch.sum(terms, 0, out=total)
         return

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from disttrain_launch.messages import Came, Done, Refused, Run, Stop
+from disttrain_launch.messages import Came, Done, Formed, Refused, Run, Stop
 from disttrain_launch.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 from disttrain_launch.rendezvous_state import Command, Event, Tell
 from disttrain_launch.rounds import Node, Phase
@@ -57,10 +57,19 @@ class Chronicle:
         self._gone: set[str] = set()
         """Whoever left does not come back: what it had reported before may be repeated."""
 
-    def know(self, nodes: Iterable[Node]) -> None:
-        """These had come before this follows along."""
+    def take_over(self, nodes: Iterable[Node], gone: Iterable[str], formed: Formed | None) -> None:
+        """Go on where another cannot: these nodes are there, those agents have gone, `formed` is the last round."""
         for node in nodes:
-            self._nodes[node.agent] = JobNode(node.agent, node.host, node.num_local_workers)
+            self._know(node)
+        self._gone.update(gone)
+        if formed is not None:
+            self._state = replace(self._state, round=formed.round, num_restarts=formed.num_restarts)
+            for group_rank, agent in enumerate(formed.agents):
+                if agent in self._nodes:
+                    self._nodes[agent] = replace(self._nodes[agent], group_rank=group_rank)
+
+    def _know(self, node: Node) -> None:
+        self._nodes[node.agent] = JobNode(node.agent, node.host, node.num_local_workers)
 
     def state(self, phase: Phase, awaited: str) -> JobState:
         """How the job stands, with what the rendezvous says of itself."""
@@ -87,7 +96,7 @@ class Chronicle:
             return [self._record("node_refused", **about, reason=word.problem)]
         if isinstance(word, Done):
             return []  # It comes to a job that is over.
-        self.know([node])
+        self._know(node)
         return [self._record("node_joined", **about)]
 
     def _goes(self, agent: str, word: Done | Refused) -> list[Record]:

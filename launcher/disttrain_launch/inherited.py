@@ -1,4 +1,4 @@
-"""The rendezvous as a successor of node 0 takes it over, knowing the others by the last words to them; pure.
+"""The rendezvous as a successor of node 0 takes it over, knowing the last round and the last words to all; pure.
 
 Whoever was told to run, or to stop, may have workers. They are all stopped, as when any other node is lost; what
 follows is decided when none is left.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from disttrain_launch.messages import Done, Run, Stop, Wait, Word
+from disttrain_launch.messages import Done, Formed, Run, Stop, Wait, Word
 from disttrain_launch.outcome import Lost
 from disttrain_launch.rendezvous_state import Command, Event, Rendezvous
 from disttrain_launch.rounds import Node, Phase, Terms
@@ -17,25 +17,31 @@ from disttrain_launch.rounds import Node, Phase, Terms
 class Inherited(Rendezvous):
     """A job as it goes on under another node.
 
-    Args: leader  that node;  lost  the one before;  told  each agent's node, and the last word to it, if there was one.
+    Args: leader  that node;  lost  the one before;  told  each agent's node, and the last word to it, if there was one;
+          formed  the last round, if there was one.
     """
 
     def __init__(
-        self, terms: Terms, leader: Node, now_s: float, lost: str, told: Mapping[str, tuple[Node, Word | None]]
+        self,
+        terms: Terms,
+        leader: Node,
+        now_s: float,
+        lost: str,
+        told: Mapping[str, tuple[Node, Word | None]],
+        formed: Formed | None,
     ):
         super().__init__(terms, leader, now_s)
         self._gone.add(lost)
-        runs = [word for _, word in told.values() if isinstance(word, Run)]
-        rounds = [run.place.round for run in runs]
-        rounds += [word.round for _, word in told.values() if isinstance(word, Stop)]
-        self._round = max(rounds, default=-1)
-        self._restarts.num_restarts = max((run.num_restarts for run in runs), default=0)
+        group_ranks: dict[str, int] = {}
+        if formed is not None:
+            self._round, self._restarts.num_restarts = formed.round, formed.num_restarts
+            group_ranks = {agent: group_rank for group_rank, agent in enumerate(formed.agents)}
         others = [about for agent, about in told.items() if agent != lost]
         # Of two that want one number it is the leader's, or else his who takes part.
         for node, word in sorted(
             others, key=lambda about: (about[0].agent != leader.agent, isinstance(about[1], Wait))
         ):
-            self._remember(node, word)
+            self._remember(node, word, group_ranks.get(node.agent))
         last_word = told[lost][1] if lost in told else None
         if isinstance(last_word, Done):
             self._end(last_word)
@@ -47,12 +53,17 @@ class Inherited(Rendezvous):
             self._change(f"{told[lost][0] if lost in told else 'node 0'} was lost, and {leader} has taken its place")
         self._first, self._commands = self._commands, []
 
+    @property
+    def gone(self) -> frozenset[str]:
+        """Agents that do not come back."""
+        return frozenset(self._gone)
+
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """As before; what the others are to know of the succession comes with the first event."""
         first, self._first = self._first, []
         return first + super().handle(event, now_s)
 
-    def _remember(self, node: Node, word: Word | None) -> None:
+    def _remember(self, node: Node, word: Word | None, group_rank: int | None) -> None:
         match word:
             case None:
                 return  # It says again that it has come.
@@ -65,9 +76,8 @@ class Inherited(Rendezvous):
                 self._gone.add(node.agent)
                 return
         peer = self._peers[node.agent]
-        if isinstance(word, Run):
-            peer.group_rank = word.place.group_rank
-        if (isinstance(word, Run) and word.place.round == self._round) or isinstance(word, Stop):
+        peer.group_rank = group_rank
+        if isinstance(word, Run | Stop):
             peer.is_busy = True
             self._members.add(node.agent)
             self._num_busy += 1

@@ -14,7 +14,7 @@ from disttrain_launch.job import JobSpec
 from disttrain_launch.rendezvous import ROOM, Leader, Say
 from disttrain_launch.rendezvous_state import Rendezvous
 from disttrain_launch.rounds import Node
-from disttrain_launch.seat import Seat, told_by
+from disttrain_launch.seat import Seat, last_formed, told_by
 from disttrain_launch.view import JobState
 
 Write = Callable[[Iterable[Record]], None]
@@ -31,10 +31,13 @@ def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -
     """Makes the leader that `node` is when the agent named is lost; the address is that of rank 0 from then on."""
 
     def lead(lost: str, torch_addr: str) -> Leader:
-        told = told_by(PrefixStore(ROOM, store))
-        machine = Inherited(spec.terms, node, time.monotonic(), lost, told)
+        room = PrefixStore(ROOM, store)
+        told, formed = told_by(room), last_formed(room)
+        machine = Inherited(spec.terms, node, time.monotonic(), lost, told, formed)
         chronicle = _chronicle(spec)
-        chronicle.know(told[agent][0] for agent in [*machine.everyone, lost] if agent in told)
+        chronicle.take_over(
+            (told[agent][0] for agent in [*machine.everyone, lost] if agent in told), machine.gone, formed
+        )
         try:
             events = EventLog(spec.logs.event_file)
         except LaunchError as error:

@@ -52,6 +52,16 @@ class Happened:
     records: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Formed:
+    """To whoever takes node 0's place: the last round that it formed."""
+
+    round: int
+    num_restarts: int
+    agents: list[str]
+    """Its nodes, by group rank."""
+
+
 Report = Came | Ended | Stopped | Heard | Happened
 
 
@@ -105,13 +115,13 @@ Word = Run | Wait | Stop | Done | Refused
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Came, Ended, Stopped, Heard, Happened, Run, Wait, Stop, Done, Refused),
+        *(Came, Ended, Stopped, Heard, Happened, Formed, Run, Wait, Stop, Done, Refused),
         *(Succeeded, Failed, Interrupted, Changed, Lost, Node, Place),
     )
 }
 
 
-def encode(value: Report | Word) -> bytes:
+def encode(value: Report | Word | Formed) -> bytes:
     """As JSON."""
     return json.dumps(_to_plain(value)).encode()
 

@@ -2,8 +2,9 @@
 
 Keys, under `launch/` (others are in `seat`): the queue `reports` is what nodes say, in the order in which it came;
 `word/<agent>` is node 0's last word to a node, which watches it; `beat/<agent>` counts while a node's agent lives;
-`awaited` tells for whom all wait, with a number that counts while node 0 lives. So an event costs its node one message,
-and a round each node a handful, however many nodes there are.
+`formed` is the last round, for a successor of node 0; `awaited` tells for whom all wait, with a number that counts
+while node 0 lives. So an event costs its node one message, and a round each node a handful, however many nodes there
+are.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from disttrain.store.base import Store
 from disttrain_launch.addresses import free_port
 from disttrain_launch.events import Chronicle, Record, happened
 from disttrain_launch.job import OPERATION, JobSpec
-from disttrain_launch.messages import Came, Done, Ended, Happened, Heard, Run, Stopped, Word, decode, encode
+from disttrain_launch.messages import Came, Done, Ended, Formed, Happened, Heard, Run, Stopped, Word, decode, encode
 from disttrain_launch.outcome import Lost
 from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.rounds import Phase
-from disttrain_launch.seat import Seat
+from disttrain_launch.seat import FORMED, Seat
 
 ROOM = "launch"
 REPORTS = "reports"
@@ -152,7 +153,7 @@ class Leader:
         except StoreError:
             pass  # This node's own link meets the same and says so.
         except Exception as error:
-            self._tell({agent: Done(Lost(f"node 0 failed: {error!r}")) for agent in self._machine.everyone})
+            self._tell({f"word/{agent}": Done(Lost(f"node 0 failed: {error!r}")) for agent in self._machine.everyone})
             raise
 
     def _handle(self, event: Event, now_s: float) -> None:
@@ -206,7 +207,7 @@ class Leader:
         return self._pulse.silent(dict(zip(agents, beats, strict=True)), now_s)
 
     def _carry_out(self, commands: list[Command]) -> None:
-        words: dict[str, Word] = {}
+        told: dict[str, Word | Formed] = {}
         torch_port = 0
         for command in commands:
             match command:
@@ -215,20 +216,22 @@ class Leader:
                     if not torch_port:
                         torch_port = free_port()
                         self._begun(run.place.round)
-                    words[agent] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
+                    told[f"word/{agent}"] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
-                    words[agent] = word
+                    told[f"word/{agent}"] = word
+                case Formed():
+                    # Before its first word: no node runs in a round that a successor does not know.
+                    told[FORMED] = command
                 case Warn(text):
                     self._say(text)
-        self._tell(words)
+        self._tell(told)
 
-    def _tell(self, words: dict[str, Word]) -> None:
-        if words and self._seat is not None:
+    def _tell(self, told: dict[str, Word | Formed]) -> None:
+        if told and self._seat is not None:
             self._seat.check()
-        told = [(f"word/{agent}", encode(word)) for agent, word in words.items()]
-        for first in range(0, len(told), WORDS_AT_ONCE):
-            keys, values = zip(*told[first : first + WORDS_AT_ONCE], strict=True)
-            self._set(keys, values)
+        values = [(key, encode(value)) for key, value in told.items()]
+        for first in range(0, len(values), WORDS_AT_ONCE):
+            self._set(*zip(*values[first : first + WORDS_AT_ONCE], strict=True))
 
     def _set(self, keys: tuple[str, ...], values: tuple[bytes, ...]) -> None:
         while True:

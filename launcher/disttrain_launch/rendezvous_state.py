@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disttrain_launch.held import Held
-from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word
+from disttrain_launch.messages import Came, Done, Ended, Formed, Heard, Refused, Run, Stop, Stopped, Wait, Word
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
 from disttrain_launch.peers import Peer, choose
 from disttrain_launch.refusals import given_up, misfit, taken_twice, too_few, too_late, uneven
@@ -53,7 +53,7 @@ class Warn:
     text: str
 
 
-Command = Tell | Warn
+Command = Tell | Warn | Formed
 
 MAX_NAMED = 8
 
@@ -73,7 +73,7 @@ class Rendezvous:
         self._by_node_rank: dict[int, str] = {}
         self._held = Held()
         self._gone: set[str] = set()
-        """Agents that left or are lost: a report of theirs that was repeated must not bring them back."""
+        """Agents to which no more is to be said: a report of theirs that was repeated must not bring them back."""
         self._members: set[str] = set()
         self._num_busy = 0
         self._has_success = False
@@ -152,7 +152,6 @@ class Rendezvous:
                 self._lost(self._peers[agent])
             case NodeLost(agent) if agent in self._held:
                 self._held.release(agent)
-                self._gone.add(agent)
                 self._tell(agent, Done(given_up(self.terms)))
         for node in self._held.expired(now_s):
             self._tell(node.agent, too_late(node))
@@ -271,7 +270,6 @@ class Rendezvous:
         agent, node_rank = peer.node.agent, peer.node.node_rank
         del self._peers[agent]
         self._members.discard(agent)
-        self._gone.add(agent)
         self._tell(agent, word)
         if node_rank is None or self._by_node_rank.get(node_rank) != agent:
             return
@@ -324,6 +322,7 @@ class Rendezvous:
         workers = {peer.node.agent: peer.node.num_local_workers for peer in choice.members}
         places = place_nodes(self._round, choice.group_ranks, workers)
         self._members = set(places)
+        self._commands.append(Formed(self._round, self._restarts.num_restarts, list(places)))
         self._num_busy = len(choice.members)
         for peer in choice.members:
             agent = peer.node.agent
@@ -385,4 +384,6 @@ class Rendezvous:
             self._tell(agent, word)
 
     def _tell(self, agent: str, word: Word) -> None:
+        if isinstance(word, Done | Refused):
+            self._gone.add(agent)
         self._commands.append(Tell(agent, word))

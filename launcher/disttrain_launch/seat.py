@@ -1,8 +1,8 @@
 """Node 0's seat: who has it, on which node the store's standby is to be, and how a successor finds its way.
 
 Keys, under `launch/`: `leader` is the agent that decides, `standby` the one that is to keep the store's standby,
-`node/<agent>` what a node has said about itself. Where a standby has become the store, its agent takes the seat as well
-when the leader's beat stands still for as long as any node's may.
+`node/<agent>` what a node has said about itself, `formed` the last round. Where a standby has become the store, its
+agent takes the seat as well when the leader's beat stands still for as long as any node's may.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Final
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store.base import Store
 from disttrain.store.wire import Address
-from disttrain_launch.messages import Came, Word, decode
+from disttrain_launch.messages import Came, Formed, Word, decode
 from disttrain_launch.rounds import Node
 
 LEADER: Final = "leader"
 STANDBY: Final = "standby"
+FORMED: Final = "formed"
 _CHECKS: Final = 4
 """How often the leader looks whether it still is, in the time after which another may take its place."""
 
@@ -81,3 +82,8 @@ def told_by(store: Store) -> dict[str, tuple[Node, Word | None]]:
         if isinstance(came, Came):
             told[agent] = came.node, decode(store.get(f"word/{agent}")) if agent in words else None
     return told
+
+
+def last_formed(store: Store) -> Formed | None:
+    """The last round of the job, if there was one."""
+    return decode(store.get(FORMED)) if store.check([FORMED]) else None

@@ -14,7 +14,21 @@ from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
 from disttrain_launch.events import Chronicle, Record
 from disttrain_launch.link import JobLink
-from disttrain_launch.messages import Came, Done, Ended, Heard, Refused, Run, Stop, Stopped, Wait, Word, decode, encode
+from disttrain_launch.messages import (
+    Came,
+    Done,
+    Ended,
+    Formed,
+    Heard,
+    Refused,
+    Run,
+    Stop,
+    Stopped,
+    Wait,
+    Word,
+    decode,
+    encode,
+)
 from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
 from disttrain_launch.rendezvous import Leader, Pulse
 from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
@@ -45,7 +59,9 @@ def test_every_order_gives_the_same_round(order: list[int], data: st.DataObject)
         num_nodes, *(node(rank, num_nodes) for rank in [*order[:-1], *repeated, *order[-1:]])
     )
     places = {f"agent-{rank}": Place(0, rank, 2 * rank, num_nodes, 2 * num_nodes) for rank in range(num_nodes)}
-    assert {command.agent: command.word for command in commands} == {  # type: ignore[union-attr]
+    formed, *told = commands
+    assert formed == Formed(0, 0, list(places))
+    assert {command.agent: command.word for command in told} == {  # type: ignore[union-attr]
         agent: Run(place, 0) for agent, place in places.items()
     }
     assert (machine.phase, machine.awaited) == (Phase.RUNNING, "")
@@ -104,7 +120,7 @@ def test_the_absent_are_named_when_time_is_up() -> None:
 
 
 def test_other_numbers_of_workers_are_said_and_counted() -> None:
-    machine, (warning, *told) = machine_of(2, node(1, 2, num_local_workers=3))
+    machine, (warning, _, *told) = machine_of(2, node(1, 2, num_local_workers=3))
     said = "node 1 (host-1) has --nproc-per-node 3, node 0 (host-0) has 2; the job counts each node's own."
     assert warning == Warn(said)
     assert [command.word.place.world_size for command in told] == [5, 5]  # type: ignore[union-attr]
@@ -176,7 +192,7 @@ def test_a_failure_since_a_node_is_gone_counts_as_its_loss() -> None:
     machine.handle(Ended("agent-0", 0, failed(0)), 1.0)
     assert machine.handle(Stopped("agent-0", 0), 2.0) == []
     assert "node 1 (host-1)" in machine.awaited
-    given_up, begun = machine.handle(NodeLost("agent-1"), 9.0)
+    given_up, _, begun = machine.handle(NodeLost("agent-1"), 9.0)
     assert isinstance(given_up, Tell)
     assert given_up.agent == "agent-1"
     assert begun == Tell("agent-0", Run(Place(1, 0, 0, 1, 2), 0))
@@ -190,7 +206,8 @@ def test_a_launcher_that_is_started_again_waits_until_the_old_one_is_missed() ->
     assert machine.handle(Came(again), 1.0) == [Tell("again", Wait("to see whether node 1 (host-1) is lost"))]
     lost = machine.handle(NodeLost("agent-1"), 5.0)
     assert [command.agent for command in lost if isinstance(command, Tell)] == ["agent-1", "agent-0"]
-    begun = machine.handle(Stopped("agent-0", 0), 6.0)
+    formed, *begun = machine.handle(Stopped("agent-0", 0), 6.0)
+    assert formed == Formed(1, 0, ["agent-0", "again"])
     assert [(command.agent, command.word.place.group_rank) for command in begun] == [("agent-0", 0), ("again", 1)]  # type: ignore[union-attr]
 
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from disttrain_launch.messages import Came, Done
+from disttrain_launch.messages import Came, Done, Refused
 from disttrain_launch.rounds import Phase, Terms
 from tests.rendezvous_model import Cluster, Player, node
 
@@ -186,7 +186,7 @@ def test_every_order_of_few_nodes_and_faults(terms: Terms, num_nodes: int, fault
 
 def round_of(*wishes: int | None) -> Cluster:
     """A round runs with the nodes a0, a1 ... that want these numbers."""
-    cluster = Cluster(Terms(1, len(wishes) + 1, last_call_s=5.0))
+    cluster = Cluster(Terms(1, max(len(wishes), 1) + 1, last_call_s=5.0))
     for place, wish in enumerate(wishes, 1):
         cluster.come(node(f"a{place}", wish, cluster.terms))
     while cluster.reports:
@@ -213,4 +213,47 @@ def test_a_leader_that_was_the_only_one_with_workers_is_told_that_it_is_lost() -
     cluster.deliver()
     cluster.inherit("a1")
     assert isinstance(cluster.players["a0"].word, Done)
+    cluster.settle()
+
+
+def test_a_successor_counts_on_though_all_who_ran_are_gone() -> None:
+    cluster = round_of()
+    for agent in ("a1", "a2"):
+        cluster.come(node(agent, None, cluster.terms))
+        cluster.deliver()
+    cluster.inherit("a1")
+    cluster.inherit("a2")
+    cluster.settle()
+    assert [place.round for places in cluster.places for place in places.values()] == [0, 1]
+
+
+def test_ranks_are_kept_though_two_leaders_are_lost() -> None:
+    cluster = round_of(None, None, None)
+    cluster.inherit("a1")
+    cluster.inherit("a2")
+    cluster.settle()
+    assert [(agent, place.group_rank) for agent, place in sorted(cluster.places[1].items())] == [("a2", 0), ("a3", 1)]
+
+
+def test_who_had_gone_does_not_come_back_to_a_successor() -> None:
+    cluster = round_of(None, None)
+    again = Came(cluster.players["a1"].node)
+    cluster.miss("a1")
+    cluster.inherit("a2")
+    cluster.reports.append(again)
+    cluster.deliver()
+    assert cluster.machine.everyone == ["a2"]
+    cluster.settle()
+
+
+def test_who_waited_too_long_for_anothers_number_does_not_come_back() -> None:
+    cluster = round_of(1)
+    late = node("a2", 1, cluster.terms)
+    cluster.come(late)
+    cluster.deliver()
+    cluster.pass_time()
+    assert isinstance(cluster.players["a2"].word, Refused)
+    cluster.reports.append(Came(late))
+    cluster.deliver()
+    assert cluster.machine.everyone == ["a0", "a1"]
     cluster.settle()

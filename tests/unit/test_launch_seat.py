@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from disttrain.store import HashStore
-from disttrain_launch.messages import Came, Run, Stop, Wait, encode
+from disttrain_launch.messages import Came, Formed, Run, Stop, Wait, encode
 from disttrain_launch.outcome import Changed
 from disttrain_launch.rounds import Node, Place
-from disttrain_launch.seat import LEADER, STANDBY, Seat, SupersededError, told_by
+from disttrain_launch.seat import FORMED, LEADER, STANDBY, Seat, SupersededError, last_formed, told_by
 
 
 def test_who_is_superseded_learns_so_before_it_speaks() -> None:
@@ -63,3 +63,6 @@ def test_a_successor_knows_what_the_others_were_told() -> None:
         store.set(f"word/{agent}", encode(word))
     store.set("word/stranger", encode(Wait("for nothing")))
     assert told_by(store) == {"a": (nodes["a"], words["a"]), "b": (nodes["b"], words["b"]), "c": (nodes["c"], None)}
+    assert last_formed(store) is None
+    store.set(FORMED, encode(Formed(3, 1, ["a", "b"])))
+    assert last_formed(store) == Formed(3, 1, ["a", "b"])
