@@ -103,8 +103,10 @@ class Cluster:
         self.reports.append(Ended(agent, -1 if player.running is None else player.running, Interrupted(15, 0, "host")))
 
     def hear(self, agent: str) -> None:
-        """The node learns the last word to it, and follows; it may have missed others."""
+        """The node learns the last word to it, and follows, once; it may have missed others."""
         player = self.players[agent]
+        if player.has_heard:
+            return
         player.has_heard = True
         match player.word:
             case Run(place) if player.running is None:
