@@ -6,6 +6,7 @@ import gc
 import getpass
 import logging
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+WARM_CLIENT = Path(__file__).parent / "warm_client.py"
 
 NUM_WARM_PYTHONS = {"launcher": 1, "torch": 2, "writer": 1}
-"""By what they have loaded; those with torch have different hash seeds."""
+"""By what they have loaded; those with torch have different hash seeds. xdist's workers have another."""
 WARM_ADDRESSES: pytest.StashKey[dict[str, list[str]]] = pytest.StashKey()
 
 # The suite starts a thousand interpreters. Where they may not write bytecode, as in many a container, each compiles
@@ -71,6 +73,22 @@ def listening(config: pytest.Config) -> dict[str, list[str]]:
         }
     os.environ[WRITERS] = config.stash[WARM_ADDRESSES]["writer"][0]
     return config.stash[WARM_ADDRESSES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """xdist's: its workers are forked from a Python that has loaded all tests, in place of each loading them."""
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    address = stack.enter_context(warm_address("tests", *config.args))
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for ranks in listening(config)["torch"]:
+            WarmPython(ranks).close()  # They load meanwhile.
+    # Writers of saves, which pytest's own process starts as any other does, are not forked for it.
+    client = shlex.join(["env", "-u", WRITERS, sys.executable, str(WARM_CLIENT), address])
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = client
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
-from tests.warm_python import Script, WarmPython
+sys.path[0] = str(Path(__file__).parents[1])
+
+from tests.warm_python import Script, WarmPython  # noqa: E402
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 

@@ -78,4 +78,14 @@ def _load_launcher() -> None:
             importlib.import_module(f"disttrain.store.shell_{engine}")
 
 
-LOADS = {"launcher": _load_launcher, "torch": _load_torch, "writer": _load_writer}
+def _load_tests(*tests: str) -> None:
+    """What pytest's own processes would load: with torch, all tests at these places."""
+    import pytest
+    import torch
+
+    if not torch.backends.cuda.is_built():  # tests ask for GPUs as they are loaded, too
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *tests])  # what fails will fail there again
+    _load_torch()
+
+
+LOADS = {"launcher": _load_launcher, "tests": _load_tests, "torch": _load_torch, "writer": _load_writer}

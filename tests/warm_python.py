@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from tests.warm_ending import keep_what_is_loaded, noting_exit_code
@@ -134,7 +135,7 @@ class WarmPython:
         folder: str | Path = ".",
         leads_session: bool = False,
     ) -> int:
-        """The pid of what `python *arguments` would run: a script or, behind -m, a module; perhaps with -u before."""
+        """The pid of what `python *arguments` would run: those of a script, or -m or -c; perhaps with -u before."""
         request = {
             "arguments": arguments,
             "environ": dict(environ),
@@ -163,10 +164,10 @@ class WarmPython:
 
 
 @contextmanager
-def warm_address(kind: str) -> Iterator[str]:
+def warm_address(kind: str, *tests: str) -> Iterator[str]:
     """Where one listens for as long as this is open; then it and all its scripts end. It loads for the first of them.
 
-    Args: kind  "launcher", "torch" or "writer": what it has loaded.
+    Args: kind  what it has loaded: a name in `warm_loads.LOADS`;  tests  where they are, if it loads these.
     """
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
@@ -174,7 +175,7 @@ def warm_address(kind: str) -> Iterator[str]:
         listener.bind(f"\0{address}")
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind],
+            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind, *tests],
             stdin=listener,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -257,9 +258,9 @@ def _lives(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
 
 
-def _load(kind: str) -> None:
+def _load(kind: str, *tests: str) -> None:
     gc.disable()
-    LOADS[kind]()
+    LOADS[kind](*tests)
     assert threading.active_count() == 1
     keep_what_is_loaded()
     gc.collect()
@@ -293,7 +294,11 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _run_script(arguments: list[str]) -> None:
-    if arguments[0] == "-m":
+    if arguments[0] == "-c":
+        sys.path[0], sys.argv = "", ["-c", *arguments[2:]]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[1], vars(sys.modules["__main__"]))  # noqa: S102 -- of a program that would start a Python for it
+    elif arguments[0] == "-m":
         sys.path[0], sys.argv = os.getcwd(), arguments[1:]
         if not hasattr(sys.modules.get(arguments[1]), "__path__"):
             sys.modules.pop(arguments[1], None)  # it runs as __main__, and runpy warns of a second one
@@ -331,7 +336,7 @@ def main() -> None:
     owner, listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))
     if owner in select.select([owner, listener], [], [])[0]:
         return
-    _load(sys.argv[2])
+    _load(*sys.argv[2:])
     serve(owner, listener)
 
 
