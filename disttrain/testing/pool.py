@@ -87,7 +87,7 @@ class RankPool:
         """Call the module-level `function` with keyword `arguments` on every rank of a new world.
 
         Arguments and results are what `disttrain.process_group.packing` knows. Returns: the results, by rank.
-        Raises RankError with each failed rank's traceback, and with the stacks of those that hang.
+        Raises RankError with each failed rank's traceback, and with the stacks of those that hang or crashed.
         """
         try:
             answers = self._ask(world_size, function, arguments or {}, backend, timeout_s)
@@ -96,8 +96,9 @@ class RankPool:
             self._end_workers()
             raise
         absent = sorted(set(range(world_size)) - set(answers))
-        if absent or any(answer.get("kind") == "Gone" for answer in answers.values()):
-            report = self._stacks(absent)
+        gone = sorted(rank for rank, answer in answers.items() if answer.get("kind") == "Gone")
+        if absent or gone:
+            report = self._last_words(gone, absent)
             self._end_workers()
         else:
             report = ""
@@ -205,13 +206,13 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         return answers
 
-    def _stacks(self, ranks: list[int]) -> str:
-        """What hanging ranks are doing, by faulthandler."""
-        text = ""
-        for rank in ranks:
+    def _last_words(self, gone: list[int], hanging: list[int]) -> str:
+        """What ranks did that have gone, and what those do that hang, by faulthandler."""
+        for rank in hanging:
             self._ranks[rank].worker.dump_stacks()
-        if ranks:
+        if hanging:
             threading.Event().wait(0.5)  # faulthandler writes from a signal handler, and says nothing when it is done
-        for rank in ranks:
-            text += f"\n--- rank {rank} hangs; its log ends with ---\n{self._ranks[rank].log_tail()}"
-        return text
+        fates = [(rank, "has gone") for rank in gone] + [(rank, "hangs") for rank in hanging]
+        return "".join(
+            f"\n--- rank {rank} {fate}; its log ends with ---\n{self._ranks[rank].log_tail()}" for rank, fate in fates
+        )

@@ -29,6 +29,7 @@ from disttrain.testing.frames import read_frame, write_frame
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     modules: dict[str, ModuleType] = {}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
+
+from tests.flight_corpus.score import unpack
 
 ROOT = Path(__file__).parents[2]
 HELP_LIMIT_S = 0.3
@@ -67,10 +68,9 @@ def test_help_comes_at_once(command: str) -> None:
     assert min(times_s, default=0.0) < HELP_LIMIT_S
 
 
-def test_a_verdict_comes_at_once(root: Path, tmp_path: Path) -> None:
+def test_a_verdict_comes_at_once(tmp_path: Path) -> None:
     """Of two ranks; with the dumps of many, it is they that take the time."""
-    with tarfile.open(root / "tests/flight_corpus/runs/a_pause_that_all_make.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack("a_pause_that_all_make", tmp_path)
     folder = next(file.parent for file in tmp_path.rglob("*.flight"))
     times_s = []
     for _ in range(3):

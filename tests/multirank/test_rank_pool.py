@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import time
@@ -82,6 +83,17 @@ def test_a_worker_that_died_and_an_interrupted_call(rank_pool: RankPool, monkeyp
                 ranks.run(1, answer, {"value": 3})
         # The answer to the interrupted call is not taken for this one's.
         assert ranks.run(1, answer, {"value": 4}) == [4]
+
+
+def crash() -> None:
+    if disttrain.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_is_shown_with_its_stack(rank_pool: RankPool) -> None:
+    with RankPool(beside=rank_pool) as ranks, pytest.raises(RankError) as raised:
+        ranks.run(2, crash)
+    assert re.search(r"rank 1 has gone; its log.*Segmentation fault.*in crash", str(raised.value), re.DOTALL)
 
 
 def kill_worker(ranks: RankPool) -> None:

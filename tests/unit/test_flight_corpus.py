@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.verdict import Kind
 from tests.flight_corpus.case import GLOO, Case
 from tests.flight_corpus.cases import CASES, KEPT, MISSED, RUNS
-from tests.flight_corpus.score import answer, sets_table, table
+from tests.flight_corpus.score import answer, sets_table, table, unpack
 
 PAGE = Path(__file__).parents[2] / "docs" / "flight_verdicts.md"
 MIN_HANGS, MIN_HEALTHY = 40, 20
@@ -50,8 +49,7 @@ def test_damage_makes_no_traceback(case: Case, tmp_path: Path, capsys: pytest.Ca
     draw = random.Random(case.name)
     for number in range(3):
         folder = tmp_path / str(number)
-        with tarfile.open(RUNS / f"{case.name}.tar.xz") as archive:
-            archive.extractall(folder, filter="data")
+        unpack(case.name, folder)
         for file in folder.iterdir():
             damage(file, draw)
         codes = {kind.exit_code for kind in Kind}
