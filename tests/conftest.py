@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +78,12 @@ def listening(config: pytest.Config) -> dict[str, list[str]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """xdist's: its workers are forked from a Python that has loaded all tests, in place of each loading them."""
+    """xdist's: its workers are forked from a Python that has loaded all tests, in place of each loading them.
+
+    Not where torch is for GPUs: tests ask for these as they are loaded, and then no fork can use them.
+    """
+    if not version("torch").endswith("+cpu"):
+        return
     stack = ExitStack()
     config.add_cleanup(stack.close)
     address = stack.enter_context(warm_address("tests", *config.args))
