@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,6 +247,7 @@ class Crowd:
         self.is_open: set[int] = set()
         self._token = token
         self._sessions = [b""]
+        self._sent = defaultdict[int, Decoder](lambda: Decoder(1 << 20))
         self._num_connections = 0
         self._num_requests = 0
 
@@ -275,7 +276,14 @@ class Crowd:
         self.deliver(told)
 
     def send(self, connection: int, data: bytes) -> None:
+        try:
+            messages = self._sent[connection].feed(data)
+        except WireError:
+            messages = []
         self.deliver(self.hub.received(connection, data, self.now_s))
+        if connection in self.is_open - set(self.hub._connections):
+            assert any(message[1] in (Op.LEAVE, -Op.LEAVE) for message in messages), "let go without a word"
+            self.is_open.discard(connection)
 
     def ask(self, connection: int, choices: Choices) -> None:
         """A request, perhaps under an old number, or as a repeated one, or the last."""
