@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import socket
 import struct
@@ -23,6 +24,9 @@ _ANSWER_S: Final = 100.0
 
 _END_S: Final = 10.0
 """How long it may take to end its workers and itself."""
+
+_MODULES_BYTES: Final = 1 << 15
+"""What faulthandler's list of modules may take."""
 
 FRAME: Final = struct.Struct(">Bqq")
 """A request to the parent, or its answer: what is done, the request's number, and the worker's pid."""
@@ -157,7 +161,8 @@ class Worker:
 
 
 def tail(log: IO[bytes], num_bytes: int = 4000) -> str:
-    """What was last written to it."""
+    """What was last written to it, but for the list of modules with which faulthandler ends: that may be longer."""
     log.seek(0, os.SEEK_END)
-    log.seek(max(0, log.tell() - num_bytes))
-    return log.read().decode(errors="replace")
+    log.seek(max(0, log.tell() - _MODULES_BYTES - num_bytes))
+    said = log.read().decode(errors="replace")
+    return re.sub(r"^Extension modules: .*", "", said, flags=re.MULTILINE)[-num_bytes:]

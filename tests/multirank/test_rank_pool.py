@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, ClassVar
 
 import pytest
@@ -94,6 +95,12 @@ def test_a_crash_is_shown_with_its_stack(rank_pool: RankPool) -> None:
     with RankPool(beside=rank_pool) as ranks, pytest.raises(RankError) as raised:
         ranks.run(2, crash)
     assert re.search(r"rank 1 has gone; its log.*Segmentation fault.*in crash", str(raised.value), re.DOTALL)
+
+
+def test_a_long_list_of_modules_hides_no_stack() -> None:
+    with TemporaryFile() as log:
+        log.write(b"before\n" * 10_000 + b"in crash\n\nExtension modules: " + b"a.module, " * 2000 + b"(total: 2000)\n")
+        assert forks.tail(log).endswith("before\nin crash\n\n\n")
 
 
 def kill_worker(ranks: RankPool) -> None:
