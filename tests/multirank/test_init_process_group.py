@@ -22,7 +22,7 @@ def free_port_for_all() -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port[0] = probe.getsockname()[1]
-    disttrain.broadcast(port, 0)
+    disttrain.all_reduce(port)  # After a broadcast who has it may leave while others have not met it yet.
     return int(port.item())
 
 

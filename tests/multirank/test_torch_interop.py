@@ -183,7 +183,7 @@ def test_a_job_of_torch_distributed_becomes_ours() -> None:
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port[0] = server.port
-    disttrain.broadcast(port, 0)
+    disttrain.all_reduce(port)  # After a broadcast who has it may leave while others have not met it yet.
     disttrain.destroy_process_group()
     torch_store = dist.TCPStore("127.0.0.1", int(port.item()), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size)
