@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ import torch
 import disttrain
 from disttrain import NON_GROUP_MEMBER, ProcessGroup
 from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, GroupError
+from disttrain.process_group._c10d import StoreAdapter
 from disttrain.testing.pytest_plugin import on_ranks
 
 
@@ -185,6 +187,26 @@ def test_what_nobody_waits_for_holds_up_no_end() -> None:
         began_s = time.monotonic()
         disttrain.destroy_process_group(group)
         assert 4 < time.monotonic() - began_s < 30
+    disttrain.barrier()
+
+
+@on_ranks(3)
+def test_who_has_its_part_may_leave_while_others_still_connect() -> None:
+    """The last rank is slow to meet the others; rank 1, a leaf of the broadcast's tree, does not wait for it."""
+    rank, get = disttrain.get_rank(), StoreAdapter.get
+
+    def get_slowly(store: StoreAdapter, key: str) -> bytes:
+        time.sleep(0.01 if rank == 2 else 0)
+        return get(store, key)
+
+    with mock.patch.object(StoreAdapter, "get", get_slowly):
+        for _ in range(8):
+            group = disttrain.new_group()
+            assert isinstance(group, ProcessGroup)
+            sent = torch.tensor(float(rank))
+            disttrain.broadcast(sent, src=0, group=group)
+            disttrain.destroy_process_group(group)
+            assert sent == 0
     disttrain.barrier()
 
 

@@ -42,6 +42,10 @@ class GlooBackend(C10dBackend):
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
+        if membership.size > 2:
+            # Connected here is not connected everywhere: a leaf of a broadcast's tree, which has its part and lets go
+            # of the group, would break it for those that have not met it yet.
+            self._barrier().wait()
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
