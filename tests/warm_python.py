@@ -157,7 +157,10 @@ class WarmPython:
     def ask(self, request: Mapping[str, object], streams: Sequence[int] = ()) -> int:
         with self._asking:
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
-            return int(self._socket.recv(_REQUEST_BYTES))
+            answer = self._socket.recv(_REQUEST_BYTES)
+        if not answer:
+            raise EOFError("The Python that tests are forked from has ended; it says on stderr why it did.")
+        return int(answer)
 
     def close(self) -> None:
         self._socket.close()
@@ -171,22 +174,23 @@ def warm_address(kind: str, *tests: str) -> Iterator[str]:
     """
     address = f"disttrain-tests-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()
-    with ours, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{address}")
-        listener.listen()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind, *tests],
-            stdin=listener,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env={
-                **os.environ,
-                _ROOM: " " * _ROOM_BYTES,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]),
-            },
-        )
-        theirs.close()
+    with ours:
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind, *tests],
+                stdin=listener,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={
+                    **os.environ,
+                    _ROOM: " " * _ROOM_BYTES,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]),
+                },
+            )
+        # It alone listens now: if it ends, those that ask hear of it.
         yield address
         ours.shutdown(socket.SHUT_RDWR)  # a fork of this process may live on with its end of it
     process.wait()

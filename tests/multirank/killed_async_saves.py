@@ -24,7 +24,7 @@ from disttrain.checkpoint import Checkpointer
 from disttrain.errors import CheckpointError
 from disttrain.process_group import World, entered_world
 from disttrain.store import PrefixStore, ServerProcess, TCPStore, spawn_server
-from tests.multirank.killed_saves import NUM_RANKS, loaded_step, state_of
+from tests.multirank.killed_saves import NUM_RANKS, fork, loaded_step, state_of
 from tests.warm_python import WRITERS, WarmPython
 
 RUN = "KILLED_SAVES_RUN"
@@ -36,7 +36,7 @@ FIRST_TRIAL = 3
 
 def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, told: int) -> int:
     """A child that saves as `rank` and tells its writer's pid; returns its own."""
-    pid = os.fork()
+    pid = fork()
     if pid:
         return pid
     code = 1

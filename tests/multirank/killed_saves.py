@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -93,9 +94,16 @@ def loaded_step(directory: Path) -> int:
     return step
 
 
+def fork() -> int:
+    """As os.fork. Python 3.12 warns of threads beside it: here of some that are on their way out, and of OpenBLAS's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
 def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, dies_at: int) -> int:
     """A child that saves as `rank`; returns its pid."""
-    pid = os.fork()
+    pid = fork()
     if pid:
         return pid
     try:

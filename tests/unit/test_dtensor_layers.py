@@ -82,6 +82,7 @@ def test_layers(name: str) -> None:
     check(function, *operands, gradients=True, num_choices=3)
 
 
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="torch 2.11 says that sums of float64 are float32")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention(is_causal: bool) -> None:
     def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:

@@ -20,7 +20,10 @@ X = normal(5, 3)
 PARTS = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+BREAKS_ON_META = pytest.mark.xfail(torch.__version__ < "2.12", reason="torch 2.11's fft_c2c breaks without values")
+
+
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=BREAKS_ON_META), 1])
 def test_fourier(dim: int) -> None:
     transforms: list[Callable[[torch.Tensor], Any]] = [
         lambda x: torch.view_as_real(fft.fft(x, dim=dim)),
