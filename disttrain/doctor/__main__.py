@@ -80,11 +80,9 @@ def _seen(world: World, store: Store) -> dict[str, Any]:
     """What one rank tells of its machine; only the first of a node examines it."""
     local_rank = LOCAL_RANK.read() or 0
     has_others = world.world_size > (LOCAL_WORLD_SIZE.read() or 1)
-    machine = look(MASTER_ADDR.read() if has_others else None, torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    machine = look(MASTER_ADDR.read() if has_others else None, num_gpus)
     findings = examine(machine) if local_rank == 0 else []
-    if local_rank == 0 and machine.driver and not torch.cuda.is_available():
-        remedy = "Install a build of torch for the driver's version of CUDA (nvidia-smi shows it)."
-        findings.append(Finding("CUDA", State.BAD, f"torch {torch.__version__} cannot use the GPUs", remedy))
     if local_rank == 0 and world.rank:
         findings.append(_clock(ask_clock(store)))
     return {

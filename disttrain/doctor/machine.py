@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from disttrain.console import size_text
 from disttrain.doctor.findings import Finding, State
+from disttrain.settings import VISIBLE_GPUS
 from disttrain.version import __version__
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  that is what it is called
@@ -48,12 +50,18 @@ class Machine:
     max_processes: int
     max_locked_bytes: int
     num_gpus: int
+    """Those that torch can use."""
+    num_shown: int
+    """Those that the driver shows to this process."""
     driver: str
     infiniband: tuple[str, ...]
 
 
 def look(first_node: str | None, num_gpus: int) -> Machine:
-    """Read this machine. `first_node`: the name or address of the first one, where there are others."""
+    """Read this machine.
+
+    Args:  first_node  the name or address of the first one, where there are others;  num_gpus  those torch can use.
+    """
     host = socket.gethostname()
     own_address = _address_towards(first_node) if first_node else ""
     return Machine(
@@ -72,6 +80,7 @@ def look(first_node: str | None, num_gpus: int) -> Machine:
         max_processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
         max_locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         num_gpus=num_gpus,
+        num_shown=_num_shown(Path("/dev"), VISIBLE_GPUS.read()),
         driver=_driver(Path("/proc/driver/nvidia/version")),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -172,15 +181,25 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _devices(machine: Machine) -> Iterator[Finding]:
-    if machine.num_gpus or machine.driver:
-        value = f"{machine.num_gpus}, driver {machine.driver or 'unknown'}"
-        yield Finding("GPUs", State.GOOD if machine.num_gpus else State.DOUBTFUL, value, _no_gpus(machine))
+    driver = f"driver {machine.driver or 'unknown'}"
+    if machine.num_gpus:
+        yield Finding("GPUs", State.GOOD, f"{machine.num_gpus}, {driver}")
+    elif machine.num_shown:
+        yield Finding(
+            "GPUs",
+            State.BAD,
+            f"{machine.num_shown}, {driver}; torch can use none",
+            "Install a build of torch for the driver's version of CUDA (nvidia-smi shows it).",
+        )
+    elif machine.driver:
+        yield Finding(
+            "GPUs",
+            State.DOUBTFUL,
+            f"0, {driver}",
+            "There is a driver, but no GPU is visible: CUDA_VISIBLE_DEVICES, docker --gpus.",
+        )
     if machine.infiniband:
         yield Finding("InfiniBand", State.GOOD, ", ".join(machine.infiniband))
-
-
-def _no_gpus(machine: Machine) -> str:
-    return "" if machine.num_gpus else "There is a driver, but no GPU is visible: CUDA_VISIBLE_DEVICES, docker --gpus."
 
 
 _CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
@@ -234,6 +253,13 @@ def _interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
+
+
+def _num_shown(devices: Path, visible: str | None) -> int:
+    """How many GPUs have a device node, unless CUDA_VISIBLE_DEVICES hides all of them."""
+    if visible is not None and visible.strip() in {"", "-1"}:
+        return 0
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
 
 
 def _cpu_quota(path: Path) -> float | None:
