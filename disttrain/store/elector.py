@@ -82,12 +82,15 @@ class Elector:
                 continue  # Not a whole record of TLS yet.
             if not data:
                 raise ConnectionResetError("the store hung up")
+            answer = None
             for message in link.decoder.feed(data):
                 match message:
-                    case [int(number), _, standby] if number == NEWS:
+                    case [int(number), _, standby] if number == NEWS:  # may come right behind the answer
                         dialer.standby = to_address(standby)
                     case [0, 0, [int(term), bool(asks)]]:
-                        return term, asks
+                        answer = term, asks
                     case _:
                         raise WireError("elect", f"the store says {message!r}.")
+            if answer is not None:
+                return answer
         raise TimeoutError("the store does not answer")
