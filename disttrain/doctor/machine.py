@@ -11,13 +11,13 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain.console import size_text
 from disttrain.doctor.findings import Finding, State
-from disttrain.settings import VISIBLE_GPUS
+from disttrain.settings import VISIBLE_GPUS, environment
 from disttrain.version import __version__
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  that is what it is called
@@ -80,7 +80,7 @@ def look(first_node: str | None, num_gpus: int) -> Machine:
         max_processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
         max_locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         num_gpus=num_gpus,
-        num_shown=_num_shown(Path("/dev"), VISIBLE_GPUS.read()),
+        num_shown=_num_shown(Path("/dev"), environment()),
         driver=_driver(Path("/proc/driver/nvidia/version")),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -255,9 +255,9 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def _num_shown(devices: Path, visible: str | None) -> int:
+def _num_shown(devices: Path, environ: Mapping[str, str]) -> int:
     """How many GPUs have a device node, unless CUDA_VISIBLE_DEVICES hides all of them."""
-    if visible is not None and visible.strip() in {"", "-1"}:
+    if environ.get(VISIBLE_GPUS.name, "all").strip() in {"", "-1"}:
         return 0
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
 
