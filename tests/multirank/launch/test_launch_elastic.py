@@ -24,7 +24,7 @@ TELLING = f"""
 
 
 def start(launches: Launches, port: int, nodes: str, *argv: str) -> subprocess.Popen[str]:
-    conf = "last_call_timeout=1,keep_alive_interval=0.2,keep_alive_max_attempt=10,join_timeout=20"
+    conf = "last_call_timeout=2,keep_alive_interval=0.2,keep_alive_max_attempt=10,join_timeout=20"
     meeting = ("--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf)
     return launches.start(*meeting, *argv)
 
