@@ -155,7 +155,8 @@ class WarmPython:
         return self.ask({"find": dict(variables)})
 
     def ask(self, request: Mapping[str, object], streams: Sequence[int] = ()) -> int:
-        with self._asking:
+        answer = b""
+        with self._asking, suppress(ConnectionError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], streams)
             answer = self._socket.recv(_REQUEST_BYTES)
         if not answer:

@@ -52,7 +52,7 @@ class Machine:
     num_gpus: int
     """Those that torch can use."""
     num_shown: int
-    """Those that the driver shows to this process."""
+    """Those that the driver has, 0 where they are all hidden from this process."""
     driver: str
     infiniband: tuple[str, ...]
 
@@ -184,7 +184,7 @@ def _devices(machine: Machine) -> Iterator[Finding]:
     driver = f"driver {machine.driver or 'unknown'}"
     if machine.num_gpus:
         yield Finding("GPUs", State.GOOD, f"{machine.num_gpus}, {driver}")
-    elif machine.num_shown:
+    elif machine.driver and machine.num_shown:
         yield Finding(
             "GPUs",
             State.BAD,
@@ -256,10 +256,11 @@ def _interface_of(address: str) -> str:
 
 
 def _num_shown(devices: Path, environ: Mapping[str, str]) -> int:
-    """How many GPUs have a device node, unless CUDA_VISIBLE_DEVICES hides all of them."""
-    if environ.get(VISIBLE_GPUS.name, "all").strip() in {"", "-1"}:
-        return 0
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    """How many GPUs have a device node, unless CUDA_VISIBLE_DEVICES hides all: it counts up to what is no GPU."""
+    num_nodes = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    first = environ.get(VISIBLE_GPUS.name, "0").partition(",")[0].strip()
+    is_shown = first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < num_nodes)
+    return num_nodes if is_shown else 0
 
 
 def _cpu_quota(path: Path) -> float | None:

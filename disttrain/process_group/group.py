@@ -224,6 +224,8 @@ class ProcessGroup:
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
         self._call_back()
+        if self._connecting:
+            self._scope.is_given_up = True  # there is no backend yet to say so
         for backend in self._taken_out():
             backend.abort()
 

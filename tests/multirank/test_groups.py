@@ -61,11 +61,13 @@ def test_groups_by_enumeration_and_splits_of_groups() -> None:
         disttrain.split_group(backwards, [[4]])
 
 
+@pytest.mark.parametrize("is_connected", [True, False])
 @on_ranks(2)
-def test_giving_up_ends_what_waits() -> None:
+def test_giving_up_ends_what_waits(is_connected: bool) -> None:
     rank = disttrain.get_rank()
     group = disttrain.new_group()
-    disttrain.barrier(group)
+    if is_connected:
+        disttrain.barrier(group)
     if rank == 0:
         timer = threading.Timer(0.2, disttrain.abort_process_group, (group,))
         timer.start()

@@ -83,8 +83,8 @@ def test_this_machine_is_read() -> None:
 def test_gpus_that_are_hidden_are_not_missed(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    visible = [{}, *({"CUDA_VISIBLE_DEVICES": text} for text in ("1", "", "-1"))]
-    assert [_num_shown(tmp_path, environ) for environ in visible] == [2, 2, 0, 0]
+    visible = [{}, *({"CUDA_VISIBLE_DEVICES": text} for text in ("1", "GPU-4e", "", "-1,0", "2"))]
+    assert [_num_shown(tmp_path, environ) for environ in visible] == [2, 2, 2, 0, 0, 0]
 
 
 @given(num_nodes=st.integers(1, 40))

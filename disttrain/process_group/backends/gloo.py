@@ -42,10 +42,7 @@ class GlooBackend(C10dBackend):
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
-        if membership.size > 2:
-            # Connected here is not connected everywhere: a leaf of a broadcast's tree, which has its part and lets go
-            # of the group, would break it for those that have not met it yet.
-            self._barrier().wait()
+        self._meet()
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
@@ -94,6 +91,20 @@ class GlooBackend(C10dBackend):
     def abort(self) -> None:
         self._scope.is_given_up = True
         super().abort()
+
+    def _meet(self) -> None:
+        """Wait until all have connected to all.
+
+        Else a leaf of a broadcast's tree, which has its part and lets go of the group, breaks it for those that have
+        not met it yet.
+        """
+        met = self._barrier()
+        try:
+            met.wait()
+        except BaseException:
+            if not met.is_completed():
+                _c10d.keep_for_good(self._transport)  # nobody shuts it down, and its destructor would wait
+            raise
 
     def _begun(self, started: TransportWork | None, finish: Finish | None = None) -> TransportWork:
         assert started is not None

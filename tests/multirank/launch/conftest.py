@@ -135,10 +135,12 @@ def warm_launches(tmp_path: Path, launcher_python: WarmPython, warm_python: Warm
 def _end(launches: Launches) -> None:
     for process in launches.started:
         process.kill()
-    left = launches.wait_gone(6.0)
-    names = [" ".join(process.cmdline()) for process in left]
-    for process in left:
-        process.send_signal(signal.SIGKILL)
+        process.wait()
+    names = []
+    for left in launches.wait_gone(6.0):
+        with suppress(psutil.NoSuchProcess):
+            names.append(" ".join(left.cmdline()))
+            left.send_signal(signal.SIGKILL)
     for place, process in enumerate(launches.started):
         # After those that are left: what is stopped holds pipes, and keeps them open. Seen where the test has failed.
         stdout, stderr = process.communicate()
