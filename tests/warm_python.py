@@ -336,12 +336,18 @@ def _show(environ: Mapping[str, str]) -> None:
     ctypes.memmove(begin, block[: end - begin].ljust(end - begin, b"\0"), end - begin)
 
 
+def _leave_interrupts_to_owner() -> None:
+    """From a terminal all processes get Ctrl-C; this one ends with its owner."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal all get it; this one ends with its owner
+    _leave_interrupts_to_owner()
     owner, listener = socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=os.dup(0))
     if owner in select.select([owner, listener], [], [])[0]:
         return
     _load(*sys.argv[2:])
+    _leave_interrupts_to_owner()  # tests/conftest.py has a handler again
     serve(owner, listener)
 
 

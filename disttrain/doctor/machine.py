@@ -5,19 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from disttrain.console import size_text
+from disttrain.devices import num_gpus as num_visible_gpus
 from disttrain.doctor.findings import Finding, State
-from disttrain.settings import VISIBLE_GPUS, environment
+from disttrain.settings import environment
 from disttrain.version import __version__
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  that is what it is called
@@ -51,8 +51,8 @@ class Machine:
     max_locked_bytes: int
     num_gpus: int
     """Those that torch can use."""
-    num_shown: int
-    """Those that the driver has, 0 where they are all hidden from this process."""
+    num_visible: int
+    """Those that the driver shows to this process."""
     driver: str
     infiniband: tuple[str, ...]
 
@@ -80,7 +80,7 @@ def look(first_node: str | None, num_gpus: int) -> Machine:
         max_processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
         max_locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         num_gpus=num_gpus,
-        num_shown=_num_shown(Path("/dev"), environment()),
+        num_visible=num_visible_gpus(environment()),
         driver=_driver(Path("/proc/driver/nvidia/version")),
         infiniband=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -184,11 +184,11 @@ def _devices(machine: Machine) -> Iterator[Finding]:
     driver = f"driver {machine.driver or 'unknown'}"
     if machine.num_gpus:
         yield Finding("GPUs", State.GOOD, f"{machine.num_gpus}, {driver}")
-    elif machine.driver and machine.num_shown:
+    elif machine.driver and machine.num_visible:
         yield Finding(
             "GPUs",
             State.BAD,
-            f"{machine.num_shown}, {driver}; torch can use none",
+            f"{machine.num_visible}, {driver}; torch can use none",
             "Install a build of torch for the driver's version of CUDA (nvidia-smi shows it).",
         )
     elif machine.driver:
@@ -253,14 +253,6 @@ def _interface_of(address: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return ""
-
-
-def _num_shown(devices: Path, environ: Mapping[str, str]) -> int:
-    """How many GPUs have a device node, unless CUDA_VISIBLE_DEVICES hides all: it counts up to what is no GPU."""
-    num_nodes = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
-    first = environ.get(VISIBLE_GPUS.name, "0").partition(",")[0].strip()
-    is_shown = first.startswith(("GPU-", "MIG-")) or (first.isdecimal() and int(first) < num_nodes)
-    return num_nodes if is_shown else 0
 
 
 def _cpu_quota(path: Path) -> float | None:

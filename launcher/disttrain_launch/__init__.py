@@ -7,7 +7,6 @@ The parts, from the command line inwards:
     clusters            what Slurm, Kubernetes or MPI say about this node, as flags that nobody gave; pure
     submit              the same flags as a batch script, a manifest, or launchers started by ssh
     handed_token        the job's token from standard input
-    devices             how many GPUs and cores this node has
     rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
     rendezvous_state    nodes that come, go and fail in, rounds out; with peers, held, refusals and restarts; pure
     rendezvous          node 0's shell around it, over disttrain.store; sweeping removes what old rounds left there

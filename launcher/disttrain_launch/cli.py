@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from disttrain import settings
+from disttrain.devices import num_gpus
 from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.clusters.placing import placed
-from disttrain_launch.devices import num_gpus
 from disttrain_launch.flags import parse
 from disttrain_launch.job import NOT_STARTED, OPERATION
 from disttrain_launch.request import job_spec

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from disttrain import settings
+from disttrain.devices import num_cores, num_gpus
 from disttrain.errors import LaunchError
 from disttrain_launch.addresses import LOOPBACK, is_loopback
-from disttrain_launch.devices import num_cores, num_gpus
 from disttrain_launch.handed_token import STDIN
 from disttrain_launch.job import OPERATION, UNNAMED, JobSpec, LogPlan, StreamChoice, parse_stream_choice
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.doctor.findings import ALL, Finding, Findings, State, as_json, as_text, is_bad
-from disttrain.doctor.machine import GIB, UNLIMITED, Machine, _num_shown, examine, look
+from disttrain.doctor.machine import GIB, UNLIMITED, Machine, examine, look
 from disttrain.doctor.pairs import Measured, judge, rounds
 
 FIT = Machine(
@@ -30,7 +29,7 @@ FIT = Machine(
     max_processes=UNLIMITED,
     max_locked_bytes=UNLIMITED,
     num_gpus=8,
-    num_shown=8,
+    num_visible=8,
     driver="570.86.15",
     infiniband=("mlx5_0",),
 )
@@ -59,7 +58,7 @@ def test_a_fit_machine_has_nothing_to_do() -> None:
         ({"max_processes": 512}, "processes", State.DOUBTFUL, "512", "ulimit -u"),
         ({"max_locked_bytes": 65536}, "locked memory", State.DOUBTFUL, "64 KiB", "memlock"),
         ({"num_gpus": 0}, "GPUs", State.BAD, "8, driver 570.86.15; torch can use none", "Install a build of torch"),
-        ({"num_gpus": 0, "num_shown": 0}, "GPUs", State.DOUBTFUL, "0, driver 570", "CUDA_VISIBLE_DEVICES"),
+        ({"num_gpus": 0, "num_visible": 0}, "GPUs", State.DOUBTFUL, "0, driver 570", "CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_what_is_wrong_is_found_and_has_a_remedy(
@@ -78,13 +77,6 @@ def test_this_machine_is_read() -> None:
     assert machine.num_cores >= 1
     assert machine.available_bytes is None or machine.available_bytes > 0
     assert look(None, 0).has_others is False
-
-
-def test_gpus_that_are_hidden_are_not_missed(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    visible = [{}, *({"CUDA_VISIBLE_DEVICES": text} for text in ("1", "GPU-4e", "", "-1,0", "2"))]
-    assert [_num_shown(tmp_path, environ) for environ in visible] == [2, 2, 2, 0, 0, 0]
 
 
 @given(num_nodes=st.integers(1, 40))

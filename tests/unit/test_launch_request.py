@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.devices import num_cores
 from disttrain.errors import LaunchError
 from disttrain_launch.cli import main
-from disttrain_launch.devices import num_cores, num_gpus
 from disttrain_launch.environment import Meeting, worker_environment
 from disttrain_launch.flags import parse
 from disttrain_launch.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
@@ -169,26 +169,6 @@ def test_flags_we_do_not_have_are_refused(capsys: pytest.CaptureFixture[str], ar
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
-
-
-def devices(tmp_path: Path, *names: str) -> Path:
-    for name in names:
-        (tmp_path / name).touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("visible", "num_visible"),
-    [(None, 2), ("", 0), ("0", 1), ("1,0", 2), ("0,-1,1", 1), ("0,7", 1), ("GPU-8d3f,MIG-77a1", 2), ("-1", 0)],
-)
-def test_gpus_are_counted_as_the_runtime_counts(tmp_path: Path, visible: str | None, num_visible: int) -> None:
-    folder = devices(tmp_path, "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")
-    environ = {"PATH": ""} if visible is None else {"PATH": "", "CUDA_VISIBLE_DEVICES": visible}
-    assert num_gpus(environ, folder) == num_visible
-
-
-def test_without_devices_or_driver_there_is_no_gpu(tmp_path: Path) -> None:
-    assert num_gpus({"PATH": "", "CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path) == 0
 
 
 def test_more_workers_than_gpus_need_a_word(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ DEVICE_DIRECTORY = Path("/dev")
 
 
 def num_gpus(environ: Mapping[str, str], device_directory: Path = DEVICE_DIRECTORY) -> int:
-    """GPUs that a worker with this environment sees.
+    """GPUs that a process with this environment sees.
 
     CUDA_VISIBLE_DEVICES counts up to its first invalid entry, as the CUDA runtime does; names of GPUs or MIG slices
     count as they stand, since a slice is no device node of its own.
