@@ -173,6 +173,19 @@ def test_what_makes_dtensors_and_asks_them_stays_in_the_graph() -> None:
             check_alike(found, expected, name)
 
 
+def of_two_kinds(x: Any, part: torch.Tensor, mesh: disttrain.DeviceMesh) -> Any:
+    y = x * 2
+    return y * 3 if isinstance(y.placements[0], (Shard, Partial)) else y
+
+
+@on_ranks(1, timeout_s=110)
+def test_a_question_for_two_kinds_of_placements_is_answered_right() -> None:
+    """In the graph, or by ending it."""
+    with alone(2):
+        torch._dynamo.reset()
+        check_alike(outcome(torch.compile(of_two_kinds, backend="aot_eager")), outcome(of_two_kinds))
+
+
 def outcome(function: Function) -> list[Any]:
     """The result, and the gradients of the operands."""
     mesh = mesh_of((2,))
