@@ -126,6 +126,7 @@ class Hub:
         """What a client's requests bring it and others."""
         own: list[bytes] = []
         actions: list[Action] = []
+        farewell: list[Action] = []
         for message in messages:
             changes = _changes(message)
             if changes is None:
@@ -136,6 +137,10 @@ class Hub:
                         break
                     continue
                 changes = message[1] not in READING
+            if message and self.state.waits(connection, message[0]):
+                # Of two answers by one id nobody could say whose each is, the standby neither.
+                farewell = self._hang_up(connection, f"request {message[0]} waits for its answer already", now_s)
+                break
             if changes and self._lead.journal is not None:
                 self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
@@ -152,7 +157,7 @@ class Hub:
                 actions += map(self._woken, replies[1:])
         if own:
             actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
-        return actions
+        return actions + farewell if farewell else actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""

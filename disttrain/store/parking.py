@@ -51,7 +51,7 @@ class Parking:
 
     def __init__(self) -> None:
         self.num_parked = 0
-        self._of: dict[int, dict[Parked, None]] = {}
+        self._of: dict[int, dict[int, Parked]] = {}
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._sequence = itertools.count()
 
@@ -61,10 +61,10 @@ class Parking:
         return self._deadlines[0][0] if self._deadlines else None
 
     def park(self, parked: Parked, connection: int, request_id: int, now_s: float) -> None:
-        """Let the request wait, from now on, under its names."""
+        """Let the request wait, from now on, under its names. Its connection waits for no other with this id."""
         parked.connection = connection
         parked.request_id = request_id
-        self._of.setdefault(connection, {})[parked] = None
+        self._of.setdefault(connection, {})[request_id] = parked
         self.num_parked += 1
         for name in parked.names:
             parked.stand_under(name)
@@ -77,13 +77,18 @@ class Parking:
         """The request waits no longer."""
         parked.live = False
         self.num_parked -= 1
-        _discard(self._of, parked.connection, parked)
+        _discard(self._of, parked.connection, parked.request_id)
         for name in parked.names:
             _discard(parked.table, name, parked)
 
     def of(self, connection: int) -> list[Parked]:
         """What `connection` waits for."""
-        return list(self._of.get(connection, ()))
+        return list(self._of.get(connection, {}).values())
+
+    def find(self, connection: int, request_id: object) -> Parked | None:
+        """What `connection` waits for by this id."""
+        waits = self._of.get(connection)
+        return None if waits is None or type(request_id) is not int else waits.get(request_id)
 
     def expired(self, now_s: float) -> Iterator[Parked]:
         """Those whose deadline has come; each must leave before the next is asked for."""
@@ -93,9 +98,9 @@ class Parking:
                 yield parked
 
 
-def _discard(table: dict[Any, dict[Parked, None]], name: object, parked: Parked) -> None:
-    """Take `parked` out of `table[name]`, and that entry out of the table when it was the last."""
+def _discard(table: dict[Any, Any], name: object, entry: object) -> None:
+    """Take `entry` out of `table[name]`, and that row out of the table when it was the last."""
     row = table[name]
-    del row[parked]
+    del row[entry]
     if not row:
         del table[name]

@@ -116,8 +116,12 @@ class StoreState:
 
     def time_out(self, connection: int, request_id: int) -> list[Outgoing]:
         """The timeout reply to one request, if `connection` waits for it."""
-        waits = self._parking.of(connection)
-        return [self._time_out(parked) for parked in waits if parked.request_id == request_id]
+        parked = self._parking.find(connection, request_id)
+        return [] if parked is None else [self._time_out(parked)]
+
+    def waits(self, connection: int, request_id: object) -> bool:
+        """Whether `connection` waits for an answer by this id: another request may not have it meanwhile."""
+        return self._parking.find(connection, request_id) is not None
 
     # For a copy of this state.
 
@@ -136,10 +140,10 @@ class StoreState:
 
     def _cancel(self, connection: int, request_id: int, arguments: Message) -> list[Outgoing]:
         """Forget one request that the connection waits for; True when it did."""
-        found = [parked for parked in self._parking.of(connection) if arguments == [parked.request_id]]
-        for parked in found:
-            self._parking.leave(parked)
-        return [(connection, [request_id, 0, bool(found)])]
+        found = self._parking.find(connection, arguments[0]) if len(arguments) == 1 else None
+        if found is not None:
+            self._parking.leave(found)
+        return [(connection, [request_id, 0, found is not None])]
 
     # Operations: each checks all of its arguments before it changes anything.
 

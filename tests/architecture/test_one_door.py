@@ -25,6 +25,7 @@ LAUNCHER_KNOWS = {
     "disttrain.__version__",
     "disttrain.command_line",
     "disttrain.console",
+    "disttrain.devices",
     "disttrain.durations",
     "disttrain.errors",
     "disttrain.flight_recorder.analysis",

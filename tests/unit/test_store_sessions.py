@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from disttrain.store.handshake import ClientHandshake
 from disttrain.store.hub import Hub
 from disttrain.store.limits import Limits
 from disttrain.store.sessions import MAX_REPLIES, MAX_REPLY_BYTES, SESSION_S, Session
-from disttrain.store.wire import Decoder, Op, Status, encode
+from disttrain.store.wire import NOT_A_REQUEST, Decoder, Op, Status, encode
 
 
 class Client:
@@ -68,6 +69,18 @@ def test_an_answer_to_a_request_that_was_parked_is_remembered_too() -> None:
     first.connect(3)
     assert first.ask(0, -Op.QUEUE_POP, "jobs", 9) == [[0, Status.OK, b"1"]]
     assert first.ask(1, Op.QUEUE_POP, "jobs", 9) == [[1, Status.OK, b"2"]]
+
+
+@pytest.mark.parametrize("first", [(Op.GET, "key", 9), (Op.QUEUE_POP, "jobs", 9)])
+@pytest.mark.parametrize("second", [(Op.QUEUE_POP, "jobs", 9), (Op.SET, "key", b"")])
+def test_an_id_that_waits_for_its_answer_is_no_other_request_s(first: list[Any], second: list[Any]) -> None:
+    hub = Hub()
+    client = Client(hub)
+    client.connect(1)
+    assert client.ask(3, *first) == []
+    assert client.ask(3, *second) == [[NOT_A_REQUEST, Status.REFUSED, "request 3 waits for its answer already"]]
+    assert (hub.num_clients, hub.state.num_parked) == (0, 0)
+    assert client.connect(2)[0] == Status.GONE
 
 
 def test_a_new_connection_takes_the_place_of_one_that_only_seems_alive() -> None:

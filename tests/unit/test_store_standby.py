@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disttrain.store.handshake import ClientHandshake
@@ -114,6 +114,7 @@ def waiting_request(choices: Choices, num_requests: int) -> Message:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
+@example(3015822)
 def test_a_replica_is_what_the_leader_is(seed: int) -> None:
     choices = Choices(random.Random(seed).randbytes(800))
     job = Job(LIMITS._replace(num_clients=6))

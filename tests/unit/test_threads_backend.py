@@ -10,7 +10,6 @@ import torch
 import disttrain
 from disttrain import ReduceOp
 from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, GroupError
-from disttrain.process_group import functional
 from disttrain.store import HashStore
 from disttrain.testing import run_threads
 
@@ -135,14 +134,3 @@ def test_torchs_name_for_the_default_group() -> None:
 
     assert run_threads(2, body) == [(True, [2.0, 2.0])] * 2
     assert disttrain.group.WORLD is None
-
-
-def test_a_graph_of_a_thread_has_its_world() -> None:
-    """The process itself has none."""
-
-    def body() -> float:
-        step = torch.compile(lambda x: functional.all_reduce(x * 2, "sum") + 1, backend="aot_eager", fullgraph=True)
-        return step(torch.tensor([disttrain.get_rank() + 1.0])).item()
-
-    assert run_threads(2, body) == [7.0] * 2
-    assert run_threads(3, body) == [13.0] * 3
