@@ -15,6 +15,7 @@ import disttrain
 from disttrain import NON_GROUP_MEMBER, ProcessGroup
 from disttrain.errors import BackendError, CollectiveMismatchError, CollectiveTimeoutError, GroupError
 from disttrain.process_group._c10d import StoreAdapter
+from disttrain.process_group.backends.gloo import GlooBackend
 from disttrain.testing.pytest_plugin import on_ranks
 
 
@@ -209,6 +210,23 @@ def test_who_has_its_part_may_leave_while_others_still_connect() -> None:
             disttrain.broadcast(sent, src=0, group=group)
             disttrain.destroy_process_group(group)
             assert sent == 0
+    disttrain.barrier()
+
+
+@on_ranks(2)
+def test_connecting_has_one_timeout() -> None:
+    """Rank 1 comes when half of it is over, connects, and does not come to where they meet."""
+    group = disttrain.new_group(timeout=4)
+    assert isinstance(group, ProcessGroup)
+    began_s = time.monotonic()
+    if disttrain.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match="within 4 s"):
+            disttrain.barrier(group)
+        assert time.monotonic() - began_s < 5.5
+    else:
+        time.sleep(2)
+        with mock.patch.object(GlooBackend, "_meet"):
+            group.backend("barrier", "cpu")
     disttrain.barrier()
 
 

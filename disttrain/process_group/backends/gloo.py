@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 
@@ -39,10 +41,11 @@ class GlooBackend(C10dBackend):
                 "Name one that all nodes of the job can be reached by.",
                 rank=membership.global_rank,
             )
+        deadline_s = time.monotonic() + membership.timeout_s
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
-        self._meet()
+        self._meet(deadline_s)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
@@ -92,15 +95,15 @@ class GlooBackend(C10dBackend):
         self._scope.is_given_up = True
         super().abort()
 
-    def _meet(self) -> None:
-        """Wait until all have connected to all.
+    def _meet(self, deadline_s: float) -> None:
+        """Wait until all have connected to all. Connecting and this have one timeout.
 
         Else a leaf of a broadcast's tree, which has its part and lets go of the group, breaks it for those that have
         not met it yet.
         """
         met = self._barrier()
         try:
-            met.wait()
+            met.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
         except BaseException:
             if not met.is_completed():
                 _c10d.keep_for_good(self._transport)  # nobody shuts it down, and its destructor would wait
