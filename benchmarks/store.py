@@ -2,18 +2,20 @@
 
     python benchmarks/store.py [--rounds 30] [--engines pyuv uvloop]
 
-Each server is a process of its own on loopback; torch's is its libuv TCPStore. "floor" is a bare round trip over a TCP
-connection between two processes: what the machine itself takes. torch has no barrier: its twin adds to a counter, and
-the last one sets the key that all wait for. A set of torch's does not wait for an answer; "set and get" compares like
-with like. torch's server looks up each peer's name, which its connects wait for: here that asks no DNS, which might not
-answer. The crowd's clients are threads of two processes; its times are those of the last client, and go with the CPU
-time that the server took.
+Each server is a process of its own on loopback; torch's is its libuv TCPStore. Left to itself the kernel has a client
+and its server share a core, or not, for seconds on end, and waking the other core takes longer than all the rest: both
+are measured. "floor" is a bare round trip over a TCP connection between two processes: what the machine itself takes.
+torch has no barrier: its twin adds to a counter, and the last one sets the key that all wait for. A set of torch's does
+not wait for an answer; "set and get" compares like with like. torch's server looks up each peer's name, which its
+connects wait for: here that asks no DNS, which might not answer. The crowd's clients are threads of two processes; its
+times are those of the last client, and go with the CPU time that the server took.
 """
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import resource
 import socket
 import statistics
@@ -21,7 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -139,6 +142,7 @@ def set_and_get(side: Side) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Side], object]] = {
+    "connect": lambda side: side.connect_and_leave(),
     "set": lambda side: side.store.set("key0", VALUES[0]),
     "get": lambda side: side.store.get("key0"),
     "set and get": set_and_get,
@@ -146,6 +150,34 @@ OPERATIONS: dict[str, Callable[[Side], object]] = {
     f"multi_set of {NUM_KEYS}": lambda side: side.store.multi_set(KEYS, VALUES),
     f"multi_get of {NUM_KEYS}": lambda side: side.store.multi_get(KEYS),
 }
+
+
+def places() -> dict[str, tuple[int, int]]:
+    """Where a client and its server may run: a core for each."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    found = {"one core": (first, first)}
+    if others:
+        found["two cores"] = (first, others[0])
+    return found
+
+
+@contextmanager
+def placed(server: int, cores: tuple[int, int]) -> Iterator[None]:
+    """This process, and the one of that pid, on these cores alone."""
+    all_cores = os.sched_getaffinity(0)
+    for pid, core in zip((os.getpid(), server), cores, strict=True):
+        _bind(pid, {core})
+    try:
+        yield
+    finally:
+        for pid in (os.getpid(), server):
+            _bind(pid, all_cores)
+
+
+def _bind(pid: int, cores: set[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def microseconds(call: Callable[[], object], num_calls: int) -> float:
@@ -176,16 +208,19 @@ def barrier_microseconds(side: Side, first_number: int) -> float:
 
 def measure(sides: list[Side], num_rounds: int) -> dict[str, dict[str, list[float]]]:
     """Microseconds per case, side and round; each round goes through all cases, and each case through all sides."""
-    cases = ["connect", *OPERATIONS, f"barrier of {NUM_MEMBERS}"]
+    meeting = f"barrier of {NUM_MEMBERS}"
+    cases = [*(f"{case}, {place}" for case in OPERATIONS for place in places()), meeting]
     taken: dict[str, dict[str, list[float]]] = {case: {side.name: [] for side in sides} for case in cases}
     for number in range(num_rounds):
-        for side in sides:
-            taken["connect"][side.name].append(microseconds(side.connect_and_leave, CONNECTS_PER_ROUND))
         for case, operation in OPERATIONS.items():
-            for side in sides:
-                taken[case][side.name].append(microseconds(functools.partial(operation, side), CALLS_PER_ROUND))
+            num_calls = CONNECTS_PER_ROUND if case == "connect" else CALLS_PER_ROUND
+            for place, cores in places().items():
+                for side in sides:
+                    with placed(side.server.pid, cores):
+                        took_us = microseconds(functools.partial(operation, side), num_calls)
+                    taken[f"{case}, {place}"][side.name].append(took_us)
         for side in sides:
-            taken[cases[-1]][side.name].append(barrier_microseconds(side, number * BARRIERS_PER_ROUND))
+            taken[meeting][side.name].append(barrier_microseconds(side, number * BARRIERS_PER_ROUND))
     return taken
 
 
@@ -291,14 +326,19 @@ def measure_crowd(sides: list[Side], num_rounds: int) -> dict[str, dict[str, lis
     return taken
 
 
-def floor_microseconds() -> float:
-    """A bare round trip of 30 bytes."""
+def floor_microseconds() -> dict[str, float]:
+    """A bare round trip of 30 bytes in each place."""
     echo = Child(ECHO)
+    trips = {}
     with socket.create_connection((HOST, echo.port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        trip = microseconds(lambda: (connection.sendall(b"x" * 30), connection.recv(100)), CALLS_PER_ROUND * 10)
+        for place, cores in places().items():
+            with placed(echo.pid, cores):
+                trips[place] = microseconds(
+                    lambda: (connection.sendall(b"x" * 30), connection.recv(100)), CALLS_PER_ROUND * 10
+                )
     echo.close()
-    return trip
+    return trips
 
 
 def main() -> None:
@@ -316,13 +356,16 @@ def main() -> None:
     ]
     for side in sides:
         side.store.multi_set(KEYS, VALUES)
-    floor_us = floor_microseconds()
+    floors_us = floor_microseconds()
     taken = measure(sides, arguments.rounds) | measure_crowd(sides, arguments.rounds)
     for side in sides:
         side.close()
     rows = [row(case, "us", times) for case, times in taken.items()]
-    floor = row("a bare round trip of 30 bytes over loopback", "us", {"floor": [floor_us]})
-    finish([*rows, floor], arguments.json)
+    floors = [
+        row(f"a bare round trip of 30 bytes over loopback, {place}", "us", {"floor": [taken_us]})
+        for place, taken_us in floors_us.items()
+    ]
+    finish([*rows, *floors], arguments.json)
 
 
 if __name__ == "__main__":
