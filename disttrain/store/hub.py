@@ -128,6 +128,10 @@ class Hub:
         actions: list[Action] = []
         farewell: list[Action] = []
         for message in messages:
+            if message and self.state.waits(connection, message[0]):
+                # Of two answers by one id nobody could say whose each is, the standby neither.
+                farewell = self._hang_up(connection, f"request {message[0]} waits for its answer already", now_s)
+                break
             changes = _changes(message)
             if changes is None:
                 told = self._special(connection, session, message, now_s)
@@ -137,10 +141,6 @@ class Hub:
                         break
                     continue
                 changes = message[1] not in READING
-            if message and self.state.waits(connection, message[0]):
-                # Of two answers by one id nobody could say whose each is, the standby neither.
-                farewell = self._hang_up(connection, f"request {message[0]} waits for its answer already", now_s)
-                break
             if changes and self._lead.journal is not None:
                 self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
@@ -232,7 +232,7 @@ class Hub:
             self._sessions.end(session)
             self.disconnected(connection, now_s)
             return self._encode([request_id, int(Status.OK), None])
-        if op == Op.CANCEL and len(message) > 2 and type(message[2]) is int and message[2] in session.waiting:
+        if op == Op.CANCEL and len(message) == 3 and type(message[2]) is int and message[2] in session.waiting:
             session.waiting.discard(message[2])
             if self._lead.journal is not None:
                 self._lead.journal.note(Entry.REQUEST, session.name, message)

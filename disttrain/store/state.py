@@ -75,7 +75,10 @@ class StoreState:
         return self._parking.next_deadline_s
 
     def handle(self, connection: int, request: Message, now_s: float) -> list[Outgoing]:
-        """The reply to `request`, if it can be answered now, and to whom it woke. Never raises, whatever is asked."""
+        """The reply to `request`, if it can be answered now, and to whom it woke. Never raises, whatever is asked.
+
+        Those that wait on a connection have an id each: see `waits`.
+        """
         request_id = request[0] if request and type(request[0]) is int else -1
         try:
             if request_id < 0 or len(request) < 2:

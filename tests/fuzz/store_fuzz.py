@@ -93,7 +93,7 @@ class Choices:
         op = self.one_of(list(ARGUMENTS))
         arguments = [self.argument(kind) for kind in ARGUMENTS[op]]
         if op is Op.CANCEL:
-            arguments = [max(request_id - self.number(8), 0)]
+            arguments = [max(request_id - self.number(8), 0), 0][: self.one_of([1, 1, 1, 2])]
         return [request_id, int(op), *arguments]
 
 

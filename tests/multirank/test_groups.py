@@ -215,7 +215,7 @@ def test_who_has_its_part_may_leave_while_others_still_connect() -> None:
 
 @on_ranks(2)
 def test_connecting_has_one_timeout() -> None:
-    """Rank 1 comes when half of it is over, connects, and does not come to where they meet."""
+    """Rank 1 comes when half of it is over, connects, and comes too late to where they meet."""
     group = disttrain.new_group(timeout=4)
     assert isinstance(group, ProcessGroup)
     began_s = time.monotonic()
@@ -227,6 +227,11 @@ def test_connecting_has_one_timeout() -> None:
         time.sleep(2)
         with mock.patch.object(GlooBackend, "_meet"):
             group.backend("barrier", "cpu")
+        time.sleep(4)
+        # Rank 0 has given up, and said so.
+        with pytest.raises(CollectiveMismatchError, match="rank 0 refused barrier: not every rank came within 4 s"):
+            disttrain.barrier(group)
+        assert time.monotonic() - began_s < 8
     disttrain.barrier()
 
 

@@ -72,7 +72,7 @@ def test_an_answer_to_a_request_that_was_parked_is_remembered_too() -> None:
 
 
 @pytest.mark.parametrize("first", [(Op.GET, "key", 9), (Op.QUEUE_POP, "jobs", 9)])
-@pytest.mark.parametrize("second", [(Op.QUEUE_POP, "jobs", 9), (Op.SET, "key", b"")])
+@pytest.mark.parametrize("second", [(Op.QUEUE_POP, "jobs", 9), (Op.SET, "key", b""), (-Op.SET, "key", b"")])
 def test_an_id_that_waits_for_its_answer_is_no_other_request_s(first: list[Any], second: list[Any]) -> None:
     hub = Hub()
     client = Client(hub)

@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from typing import Any
 
-from hypothesis import example, given, settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.store.handshake import ClientHandshake
@@ -106,7 +107,9 @@ def waiting_request(choices: Choices, num_requests: int) -> Message:
             [num_requests, int(Op.QUEUE_POP), name, timeout_s],
             [num_requests, int(Op.QUEUE_PUSH), name, b"%d" % num_requests, choices.number(3), timeout_s],
             [num_requests, int(Op.BARRIER), name, 2 + choices.number(2), timeout_s],
-            [num_requests, int(Op.CANCEL), max(0, num_requests - 1 - choices.number(9))],
+            [num_requests, int(Op.CANCEL), max(0, num_requests - 1 - choices.number(9)), 0][
+                : choices.one_of([3, 3, 4])
+            ],
             [num_requests, int(Op.GET), name, timeout_s],
         ]
     )
@@ -114,7 +117,6 @@ def waiting_request(choices: Choices, num_requests: int) -> Message:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
-@example(3015822)
 def test_a_replica_is_what_the_leader_is(seed: int) -> None:
     choices = Choices(random.Random(seed).randbytes(800))
     job = Job(LIMITS._replace(num_clients=6))
@@ -162,6 +164,25 @@ def test_a_replica_is_what_the_leader_is(seed: int) -> None:
     job.catch_up()
     assert job.replica.is_synced
     assert shape(job.replica.state, job.replica.sessions) == shape(job.hub.state, job.hub._sessions)
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(3, Op.QUEUE_POP, "a", 1), (4, Op.CANCEL, 3, 0)],
+        [(3, Op.BARRIER, "b", 2, 9), (3, Op.QUEUE_POP, "a", 1), (4, Op.BARRIER, "b", 2, 9)],
+    ],
+)
+def test_a_request_that_times_out_does_so_for_both_whatever_its_client_has_said(requests: list[Any]) -> None:
+    job = Job()
+    job.follow()
+    job.connect(2)
+    for request in requests:
+        job.ask(2, *request)
+    job.tick(2.0)
+    job.ask(FOLLOWER, 0, Op.ACK, 0, 0)
+    job.catch_up()
+    assert job.hub.state.num_parked == job.replica.state.num_parked == 0
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, ClassVar, Self
 
 import torch
@@ -224,8 +225,11 @@ class C10dBackend(Backend):
     def _recipe(self, operation: str, dtype: torch.dtype, op: Reduction) -> Recipe | None:
         return recipe_for(operation, dtype, op, self.natives, self.short_name(), self._global_rank)
 
-    def _barrier(self, device_ids: Sequence[int] = ()) -> TransportWork:
+    def _barrier(self, device_ids: Sequence[int] = (), timeout: timedelta | None = None) -> TransportWork:
+        """`timeout` None: the group's."""
         options = _c10d.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
         options.device_ids = list(device_ids)
         options.asyncOp = False
         return self._begun(self._transport.barrier(options))

@@ -101,9 +101,10 @@ class GlooBackend(C10dBackend):
         Else a leaf of a broadcast's tree, which has its part and lets go of the group, breaks it for those that have
         not met it yet.
         """
-        met = self._barrier()
+        # Where it is over Gloo hangs up on the others, so that they fail as well. (No time at all would be no timeout.)
+        met = self._barrier(timeout=timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
         try:
-            met.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+            met.wait()
         except BaseException:
             if not met.is_completed():
                 _c10d.keep_for_good(self._transport)  # nobody shuts it down, and its destructor would wait
