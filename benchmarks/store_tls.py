@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import trustme
 from harness import command_line, finish, row
+from store import placed, places
 
 from disttrain.store import Certificates, TCPStore, new_token, spawn_server
 
@@ -48,8 +49,12 @@ class Side:
             "get 16 MiB": lambda: self.store.get("large"),
         }
 
-    def time(self, case: str) -> tuple[float, float]:
-        """(median wall time, mean CPU time of client and server) of a call, in microseconds."""
+    def time(self, case: str, cores: tuple[int, int]) -> tuple[float, float]:
+        """(median wall time, mean CPU time of client and server on these cores) of a call, in microseconds."""
+        with placed(self._server.pid, cores):
+            return self._time(case)
+
+    def _time(self, case: str) -> tuple[float, float]:
         times = []
         cpu_s = self._cpu_s()
         for _ in range(CALLS[case]):
@@ -81,11 +86,12 @@ def make_certificates(folder: Path) -> Certificates:
 
 def measure(sides: list[Side], num_rounds: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """What each round took, per case and side."""
-    taken: dict[str, dict[str, list[tuple[float, float]]]] = {case: {side.name: [] for side in sides} for case in CALLS}
+    cases = {f"{case}, {place}": (case, cores) for case in CALLS for place, cores in places().items()}
+    taken: dict[str, dict[str, list[tuple[float, float]]]] = {case: {side.name: [] for side in sides} for case in cases}
     for _ in range(num_rounds):
-        for case, of_sides in taken.items():
+        for name, of_sides in taken.items():
             for side in sides:
-                of_sides[side.name].append(side.time(case))
+                of_sides[side.name].append(side.time(*cases[name]))
     for side in sides:
         side.close()
     return taken
