@@ -157,7 +157,8 @@ class Hub:
                 actions += map(self._woken, replies[1:])
         if own:
             actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
-        return actions + farewell if farewell else actions
+        actions += farewell
+        return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""

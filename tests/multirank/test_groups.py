@@ -218,20 +218,20 @@ def test_connecting_has_one_timeout() -> None:
     """Rank 1 comes when half of it is over, connects, and comes too late to where they meet."""
     group = disttrain.new_group(timeout=4)
     assert isinstance(group, ProcessGroup)
-    began_s = time.monotonic()
+    store, began_s = group.world.store, time.monotonic()
     if disttrain.get_rank() == 0:
         with pytest.raises(CollectiveTimeoutError, match="within 4 s"):
             disttrain.barrier(group)
         assert time.monotonic() - began_s < 5.5
+        store.set("rank 0 has given up", b"")
     else:
         time.sleep(2)
         with mock.patch.object(GlooBackend, "_meet"):
             group.backend("barrier", "cpu")
-        time.sleep(4)
-        # Rank 0 has given up, and said so.
-        with pytest.raises(CollectiveMismatchError, match="rank 0 refused barrier: not every rank came within 4 s"):
+        store.wait(["rank 0 has given up"])
+        # Rank 0 has hung up; why, is told as well, and may come first.
+        with pytest.raises((BackendError, CollectiveMismatchError), match=r"transport failed|rank 0 refused barrier"):
             disttrain.barrier(group)
-        assert time.monotonic() - began_s < 8
     disttrain.barrier()
 
 
