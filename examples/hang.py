@@ -34,7 +34,7 @@ def tell(summary: dict[str, Any]) -> None:
     late = max(summary["lateness_s"], key=summary["lateness_s"].get)
     print(
         f"step {summary['step']}: {1e3 * summary['step_s']:.1f} ms each on {summary['num_ranks']} ranks, "
-        f"{summary['communication_share']:.0%} of it in collectives; the latest is rank {late}",
+        f"{summary['waiting_share']:.0%} of it waiting for communication; the latest is rank {late}",
         flush=True,
     )
 

@@ -300,7 +300,7 @@ def results(flags: Namespace, record: Record, meter: Meter, duration_s: float) -
     losses = [loss for _, loss in record.held_out_losses()]
     facts = {
         "held out": f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token",
-        "time": clock(duration_s) + communication(meter),
+        "time": clock(duration_s) + waiting(meter),
         "curve": f"{flags.out / 'loss.png'}",
         "numbers": f"{flags.out / 'loss.csv'}",
     }
@@ -310,9 +310,9 @@ def results(flags: Namespace, record: Record, meter: Meter, duration_s: float) -
     return facts if flags.export is None else {**facts, "exported": f"{flags.export}"}
 
 
-def communication(meter: Meter) -> str:
-    share = meter.communication_share
-    return "" if share is None else f", {share:.0%} of the last steps in collectives"
+def waiting(meter: Meter) -> str:
+    share = meter.waiting_share
+    return "" if share is None else f", {share:.0%} of the last steps spent waiting for communication"
 
 
 def how_to_go_on(out: Path) -> str:

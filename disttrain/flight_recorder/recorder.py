@@ -161,10 +161,14 @@ class FlightRecorder:
             self._lasting.append(entry)
             self._ring.describe(*entry)
 
-    def called_at(self, site: int) -> tuple[str, str, str] | None:
-        """Group, mesh axis and operation of a call site, by its number in the ring; None when it is forgotten."""
+    def called_at(self, site: int) -> tuple[str, str, str, int] | None:
+        """Group, mesh axis, operation and the group's size of a call site, by its number in the ring; None when it is
+        forgotten."""
         entry = self._described.get(site)
-        return None if entry is None else (entry[2], self._groups[entry[2]][3], entry[3])
+        if entry is None:
+            return None
+        _, name, ranks, axis_name, _ = self._groups[entry[2]]
+        return name, axis_name, entry[3], len(ranks)
 
     def begin(
         self,

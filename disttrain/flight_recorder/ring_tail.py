@@ -24,15 +24,16 @@ class RingTail:
         self._next = max(begun, default=-1) + 1
         self._num_slots = ring.num_slots
         self._under_way: list[int] = []
-        self._called: dict[int, tuple[str, str, str]] = {}
+        self._called: dict[int, tuple[str, str, str] | None] = {}
 
     def ended(self) -> list[Ended]:
-        """The calls that have ended since the last time. Those that the ring has lost by now are left out."""
+        """The calls that have ended since the last time. Those that the ring has lost by now are left out, and those of
+        groups of one rank, which send nothing."""
         found: list[Ended] = []
         under_way, self._under_way = self._under_way, []
         for number in itertools.chain(under_way, itertools.count(self._next)):
             place = _SLOT_BYTES * (number % self._num_slots)
-            held, site, _, _, _, began_ns, ended_ns, again = _unpack(self._slots, place)
+            held, site, _, _, flags, began_ns, ended_ns, again = _unpack(self._slots, place)
             if held != number or again != number or not began_ns:
                 if number < self._next:
                     continue
@@ -44,14 +45,16 @@ class RingTail:
                 return found + self.ended()
             if not ended_ns:
                 self._under_way.append(number)
-            elif called := self._called.get(site) or self._learnt(site):
-                found.append(Ended(*called, began_ns, ended_ns))
+            elif called := self._called[site] if site in self._called else self._learnt(site):
+                found.append(Ended(*called, began_ns, began_ns + 1000 * (flags >> 1), ended_ns))
         return found
 
     def _learnt(self, site: int) -> tuple[str, str, str] | None:
         if len(self._called) > MAX_SITES:
             self._called.clear()
-        called = self._recorder.called_at(site)
-        if called is not None:
-            self._called[site] = called
-        return called
+        entry = self._recorder.called_at(site)
+        if entry is None:
+            return None
+        *called, group_size = entry
+        self._called[site] = tuple(called) if group_size > 1 else None
+        return self._called[site]

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from disttrain.errors import SettingError, StoreError, StoreTimeoutError
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_tail import RingTail
@@ -35,12 +37,13 @@ class StepSummaries:
     """Call `step` at the end of each step, on every rank; rank 0 gives each hook a summary of every `every_steps`.
 
     A summary is a plain dict. Times are seconds per step, of the host: on CUDA, where the host does not wait for
-    collectives, they are what issuing takes.
+    collectives, they are what issuing takes. Calls of groups of one rank, which send nothing, are not counted.
 
         step                 the last one, counted from 1;  num_steps  how many it sums up
         num_ranks            that have told; one that hangs or has died is missing
         step_s               mean over ranks
-        communication_share  of that time, in which at least one call was under way
+        waiting_share        of that time, in which a rank waited for communication and computed nothing; None on CUDA
+        communication_share  of that time, in which at least one call was under way, computed beside or waited for
         communication_s      {mesh axis, or group without one: seconds, mean over ranks}
         lateness_s           {rank: by how much less it waited than the one that waited longest, over its groups}
 
@@ -77,7 +80,9 @@ class StepSummaries:
             self._tally.take(call)
         if self._num_steps % self._every_steps == 0:
             now_ns = time.monotonic_ns()
-            self._told.put(self._tally.told(self._rank, self._num_steps, self._every_steps, now_ns))
+            host_waits = not torch.cuda.is_initialized()
+            told = self._tally.told(self._rank, self._num_steps, self._every_steps, now_ns, host_waits=host_waits)
+            self._told.put(told)
             self._tally = Tally(now_ns)
 
     def close(self) -> None:

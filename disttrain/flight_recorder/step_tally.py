@@ -19,12 +19,13 @@ MAX_OPEN: Final = 8
 
 
 class Ended(NamedTuple):
-    """A call that has ended: `began_ns` and `ended_ns` are of this rank's monotonic clock."""
+    """A call with other ranks that has ended: it was called, waited for, and left, by this rank's monotonic clock."""
 
     group_name: str
     axis_name: str
     operation: str
     began_ns: int
+    waits_ns: int
     ended_ns: int
 
 
@@ -34,22 +35,26 @@ class Tally:
 
     began_ns: int
     spans: dict[tuple[str, str], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    waits: list[tuple[int, int]] = field(default_factory=list)
     waited_ns: Counter[str] = field(default_factory=Counter)
 
     def take(self, call: Ended) -> None:
         """Count a call."""
         self.spans[call.group_name, call.axis_name].append((call.began_ns, call.ended_ns))
+        self.waits.append((call.waits_ns, call.ended_ns))
         if call.operation in SYNCHRONIZING:
             self.waited_ns[call.group_name] += call.ended_ns - call.began_ns
 
-    def told(self, rank: int, step: int, num_steps: int, now_ns: int) -> bytes:
-        """What this rank tells rank 0 of `num_steps` steps up to `step`."""
+    def told(self, rank: int, step: int, num_steps: int, now_ns: int, *, host_waits: bool = True) -> bytes:
+        """What this rank tells rank 0 of `num_steps` steps up to `step`. `host_waits` is False where the host goes on and
+        a device waits."""
         everything = [span for spans in self.spans.values() for span in spans]
         groups = [
             (name, axis_name, covered_ns(spans), self.waited_ns[name])
             for (name, axis_name), spans in self.spans.items()
         ]
-        return json.dumps([rank, step, num_steps, now_ns - self.began_ns, covered_ns(everything), groups]).encode()
+        shares_ns = covered_ns(everything), covered_ns(self.waits) if host_waits else None
+        return json.dumps([rank, step, num_steps, now_ns - self.began_ns, shares_ns, groups]).encode()
 
 
 @dataclass
@@ -87,13 +92,15 @@ def summary_of(windows: Sequence[list[Any]]) -> dict[str, Any]:
         longest_ns = max(waited.values())
         for rank, own_ns in waited.items():
             late_s[rank] += (longest_ns - own_ns) * per_step_s
-    total_ns, busy_ns = sum(window[3] for window in windows), sum(window[4] for window in windows)
+    total_ns = sum(window[3] for window in windows) or 1
+    busy_ns, waiting_ns = zip(*(window[4] for window in windows), strict=True)
     return {
         "step": step,
         "num_steps": num_steps,
         "num_ranks": len(windows),
         "step_s": total_ns * per_step_s / len(windows),
-        "communication_share": busy_ns / total_ns if total_ns else 0.0,
+        "waiting_share": None if None in waiting_ns else sum(waiting_ns) / total_ns,
+        "communication_share": sum(busy_ns) / total_ns,
         "communication_s": dict(sorted(communication_s.items())),
         "lateness_s": late_s,
     }

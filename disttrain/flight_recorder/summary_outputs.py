@@ -33,14 +33,18 @@ class PrometheusFile:
         groups = [({"group": name}, value) for name, value in summary["communication_s"].items()]
         ranks = [({"rank": str(rank)}, value) for rank, value in summary["lateness_s"].items()]
         alone: dict[str, str] = {}
+        waiting = summary["waiting_share"]
         for name, help_text, values in (
             ("step_number", "Steps so far.", [(alone, summary["step"])]),
             ("step_seconds", "Time per step, mean over ranks.", [(alone, summary["step_s"])]),
             ("step_ranks", "Ranks that have told of these steps.", [(alone, summary["num_ranks"])]),
-            ("communication_ratio", "Share of a step in communication.", [(alone, summary["communication_share"])]),
+            ("waiting_ratio", "Share of a step in which ranks wait.", [] if waiting is None else [(alone, waiting)]),
+            ("communication_ratio", "Share of a step with a call under way.", [(alone, summary["communication_share"])]),
             ("communication_seconds", "Time per step in communication, mean over ranks.", groups),
             ("lateness_seconds", "By how much less a rank waits per step than the others.", ranks),
         ):
+            if not values:
+                continue
             yield f"# HELP disttrain_{name} {help_text}\n# TYPE disttrain_{name} gauge\n"
             for labels, value in values:
                 inside = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
@@ -57,7 +61,9 @@ class TensorBoardScalars:
         """Add `summary`'s numbers at its step."""
         step = summary["step"]
         self._writer.add_scalar("time/step_s", summary["step_s"], step)
-        self._writer.add_scalar("time/communication_share", summary["communication_share"], step)
+        for name in ("waiting_share", "communication_share"):
+            if summary[name] is not None:
+                self._writer.add_scalar(f"time/{name}", summary[name], step)
         for name, value in summary["communication_s"].items():
             self._writer.add_scalar(f"communication_s/{name}", value, step)
         for rank, value in summary["lateness_s"].items():

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from disttrain.dtensor import DTensor, Replicate
-from disttrain.errors import ShapeError
+from disttrain.errors import BackendError, ShapeError
 from disttrain.kernels import optimizer_twin
 from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
@@ -75,8 +75,10 @@ class FusedOptimizer(Optimizer):
 
         Args: grad_scale  a number on the parameters' device, such as 1 / loss scale, by which gradients are multiplied
                           before all else.
+        Raises: BackendError while a CUDA graph is captured, before anything has been changed.
         Collective with max_norm and DTensors: all ranks of their meshes.
         """
+        self._refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,6 +113,13 @@ class FusedOptimizer(Optimizer):
     def write_copies(self, copies: Copies) -> None:
         """Write parameters once more in each step, where `copies` say."""
         self._copies.append(copies)
+
+    def _refuse_capture(self) -> None:
+        """What the host puts into a launch (step count, rates, seeds, addresses) would be the same in all replays."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            problem = "a CUDA graph is being captured, and each replay would repeat this step's count, rates and seeds."
+            remedy = "Capture forward and backward, and step outside; or take torch's optimizers with capturable=True."
+            raise BackendError(f"{type(self).__name__}.step", problem, remedy)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """A loaded state may bring options of torch's optimizers that there are not here."""

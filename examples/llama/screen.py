@@ -29,12 +29,12 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
         self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
-        self.communication_share: float | None = None
-        """Of a step's time, by the last summary; None before the first."""
+        self.waiting_share: float | None = None
+        """How much of a step's time ranks wait for each other, by the last summary; None before the first."""
 
     def take_summary(self, summary: Mapping[str, Any]) -> None:
         """What the flight recorder says of the last steps."""
-        self.communication_share = summary["communication_share"]
+        self.waiting_share = summary["waiting_share"]
 
     def add(self, loss: float, time_s: float) -> None:
         self.step += 1

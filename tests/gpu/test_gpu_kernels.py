@@ -19,6 +19,7 @@ from disttrain.errors import BackendError
 from disttrain.kernels import (
     SGD,
     AdamW,
+    Lion,
     choice,
     geglu,
     layer_norm,
@@ -283,3 +284,25 @@ def test_copies_in_a_graph_find_their_tensors_at_each_replay() -> None:
             target.zero_()
         graph.replay()
         assert all(torch.equal(found, wished.float()) for found, wished in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("make", [AdamW, Lion, SGD])
+def test_a_step_in_a_graph_is_refused_as_nothing_has_been_changed(make: Any) -> None:
+    parameter = nn.Parameter(drawn(64, 3).float().cuda())
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter], lr=0.1)
+    optimizer.step()
+    before, steps = parameter.detach().clone(), optimizer.state[parameter]["step"].item()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = parameter * 2
+        with pytest.raises(BackendError, match=rf"{make.__name__}.step: a CUDA graph is being captured"):
+            optimizer.step()
+    graph.replay()
+    assert torch.equal(doubled, 2 * before)
+    assert torch.equal(parameter, before)
+    assert optimizer.state[parameter]["step"].item() == steps == 1
+    optimizer.step()
+    assert optimizer.state[parameter]["step"].item() == 2
+    assert not torch.equal(parameter, before)

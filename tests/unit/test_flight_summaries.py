@@ -21,7 +21,7 @@ import disttrain
 from disttrain.errors import SettingError
 from disttrain.flight_recorder import FlightRecorder, PrometheusFile, StepSummaries, TensorBoardScalars
 from disttrain.flight_recorder.ring_tail import RingTail
-from disttrain.flight_recorder.step_tally import MAX_OPEN, Ended, Tally, Windows, covered_ns
+from disttrain.flight_recorder.step_tally import MAX_OPEN, Ended, Tally, Windows, covered_ns, summary_of
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 
@@ -31,6 +31,7 @@ SUMMARY = {
     "num_steps": 10,
     "num_ranks": 2,
     "step_s": 0.5,
+    "waiting_share": 0.125,
     "communication_share": 0.25,
     "communication_s": {"dp": 0.125, 'a"b': 0.0},
     "lateness_s": {0: 0.0, 1: 0.0625},
@@ -42,8 +43,9 @@ def told(rank: int, step: int, waits_s: dict[str, float], num_steps: int = 10, w
     tally = Tally(0)
     at_ns = 0
     for name, wait_s in waits_s.items():
-        tally.take(Ended(name, "dp" if name.startswith("dp") else "", "all_reduce", at_ns, at_ns + int(wait_s * 1e9)))
-        at_ns += int(wait_s * 1e9)
+        end_ns = at_ns + int(wait_s * 1e9)
+        tally.take(Ended(name, "dp" if name.startswith("dp") else "", "all_reduce", at_ns, at_ns, end_ns))
+        at_ns = end_ns
     return tally.told(rank, step, num_steps, int(window_s * 1e9))
 
 
@@ -58,6 +60,7 @@ def test_all_ranks_together() -> None:
         "num_steps": 10,
         "num_ranks": 4,
         "step_s": pytest.approx(0.5),
+        "waiting_share": pytest.approx(4.5 / 20),
         "communication_share": pytest.approx(4.5 / 20),
         "communication_s": {"dp": pytest.approx(0.0375), "world": pytest.approx(0.075)},
         "lateness_s": pytest.approx({0: 0.0, 1: 0.075, 2: 0.05, 3: 0.025}),
@@ -76,9 +79,19 @@ def test_a_rank_that_tells_nothing_is_left_out() -> None:
 
 def test_messages_do_not_tell_who_is_late() -> None:
     tally = Tally(0)
-    tally.take(Ended("world", "", "recv", 0, 10**9))
-    _, _, _, _, busy_ns, groups = json.loads(tally.told(0, 1, 1, 2 * 10**9))
-    assert (busy_ns, groups) == (10**9, [["world", "", 10**9, 0]])
+    tally.take(Ended("world", "", "recv", 0, 0, 10**9))
+    _, _, _, _, shares_ns, groups = json.loads(tally.told(0, 1, 1, 2 * 10**9))
+    assert (shares_ns, groups) == ([10**9, 10**9], [["world", "", 10**9, 0]])
+
+
+def test_what_goes_on_beside_computing_is_not_waited_for() -> None:
+    tally = Tally(0)
+    for began_ns, waits_ns, ended_ns in ((0, 6, 10), (2, 8, 9), (10, 14, 14), (16, 16, 18)):
+        tally.take(Ended("dp", "dp", "all_reduce", began_ns * 10**9, waits_ns * 10**9, ended_ns * 10**9))
+    summary = summary_of([json.loads(tally.told(0, 1, 1, 20 * 10**9))])
+    assert (summary["waiting_share"], summary["communication_share"]) == (pytest.approx(0.3), pytest.approx(0.8))
+    on_device = json.loads(tally.told(1, 1, 1, 20 * 10**9, host_waits=False))
+    assert summary_of([on_device])["waiting_share"] is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=8))
@@ -89,9 +102,21 @@ def test_time_that_several_cover_counts_once(spans: list[tuple[int, int]]) -> No
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(HashStore(), 0, 1, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+    made = World(HashStore(), 0, 2, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
     with entered_world(made):
         yield made
+
+
+def test_a_group_of_one_rank_waits_for_nobody(world: World) -> None:
+    recorder = FlightRecorder()
+    recorder.attach(world)
+    alone = disttrain.new_group([0])
+    tail = RingTail(recorder)
+    for _ in range(2):
+        disttrain.all_reduce(torch.ones(4), group=alone)
+        assert tail.ended() == []
+    disttrain.barrier()
+    assert [call.operation for call in tail.ended()] == ["barrier"]
 
 
 def test_the_tail_of_a_ring(world: World) -> None:
@@ -108,7 +133,7 @@ def test_the_tail_of_a_ring(world: World) -> None:
     work.wait()
     (late,) = tail.ended()
     assert (late.group_name, late.operation) == ("world", "all_reduce")
-    assert late.ended_ns > late.began_ns
+    assert late.began_ns < late.waits_ns <= late.ended_ns
     for _ in range(20):
         disttrain.all_reduce(torch.ones(4))
     assert 0 < len(tail.ended()) <= 8
@@ -127,16 +152,18 @@ def test_a_hook_gets_a_summary_of_every_few_steps(world: World, caplog: pytest.L
 
     with caplog.at_level(logging.ERROR):
         summaries = StepSummaries(recorder, broken, heard.put, every_steps=2)
-        for _ in range(4):
+        for step in range(1, 5):
             disttrain.all_reduce(torch.ones(4))
             summaries.step()
+            if step % 2 == 0:
+                world.store.queue_push("flight/summaries", told(1, step, {"world": 0.0}, num_steps=2))
         found = [heard.get(timeout=ANSWER_S) for _ in range(2)]
     assert [(summary["step"], summary["num_steps"], summary["num_ranks"]) for summary in found] == [
-        (2, 2, 1),
-        (4, 2, 1),
+        (2, 2, 2),
+        (4, 2, 2),
     ]
     assert all(0 < summary["communication_s"]["world"] < summary["step_s"] for summary in found)
-    assert all(summary["lateness_s"] == {0: 0.0} for summary in found)
+    assert all(summary["lateness_s"][0] == 0.0 < summary["lateness_s"][1] for summary in found)
     assert "broken at 2" in caplog.text
     recorder.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "disttrain flight summaries"]

@@ -68,8 +68,8 @@ def test_the_status_fits_into_a_line() -> None:
     meter = Meter(num_steps=10, first_step=0, tokens_per_step=100)
     meter.add(2.5, 0.5)
     assert meter.status(1000) == "1/10 · loss 2.500 · 200 tokens/s · 1.00kB · 0:04 left"
-    meter.take_summary({"communication_share": 0.123})
-    assert meter.communication_share == 0.123
+    meter.take_summary({"waiting_share": 0.123})
+    assert meter.waiting_share == 0.123
 
 
 def test_no_control_sequence_reaches_the_screen() -> None:
