@@ -1,6 +1,7 @@
 """What each rank of `disttrain-launch doctor` runs: look, measure, and let rank 0 tell.
 
-Exit code of rank 0: 0 when nothing is in the way of a job, 1 when something is.
+Started without a launcher, it looks at this machine alone. Exit code of rank 0: 0 when nothing is in the way of a job,
+1 when something is.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from disttrain.doctor.network import TIMEOUT_S, measure_pairs, measure_whole
 from disttrain.doctor.pairs import MAX_ROUNDS, Measured, Pair, judge
 from disttrain.errors import StoreTimeoutError
 from disttrain.process_group import World, current_world, destroy_process_group, init_process_group
-from disttrain.settings import LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
-from disttrain.store import PrefixStore, Store
+from disttrain.settings import LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, RANK
+from disttrain.store import HashStore, PrefixStore, Store
 from disttrain.store.clock import ask_clock, serve_clock
 
 LOOK_S = 60.0
@@ -37,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print an object: is_fit, and findings")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    init_process_group()
+    if RANK.read() is None:
+        # Nobody has started it as one of several ranks: this machine by itself.
+        init_process_group(rank=0, world_size=1, store=HashStore())
+    else:
+        init_process_group()
     world = current_world("doctor")
     try:
         findings = _examine_all(world)

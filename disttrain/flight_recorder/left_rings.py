@@ -14,9 +14,10 @@ from typing import Final
 
 from disttrain.flight_recorder import ring_layout as layout
 from disttrain.flight_recorder.private_file import replace_file
-from disttrain.flight_recorder.process_state import state_of
+from disttrain.flight_recorder.process_state import GONE, state_of
 from disttrain.flight_recorder.ring_reader import Owner, ring_owner
 
+MAX_AGE_S: Final = 2 * 86400.0
 KEPT: Final = ".kept"
 """In the names of copies that were made while the job ran."""
 
@@ -35,6 +36,19 @@ def keep_silent(rings: Path, folder: Path, silent_s: float, job: str = "*") -> N
             kept = f"{ring.name.removesuffix(layout.SUFFIX)}{KEPT}"
             _copy(ring, folder / f"{kept}{layout.SUFFIX}", layout.framed(("process", state)))
             _copy(ring.with_suffix(layout.STACKS_SUFFIX), folder / f"{kept}{layout.STACKS_SUFFIX}")
+
+
+def remove_forgotten(rings: Path) -> None:
+    """Remove what processes have left in `rings` that ended badly, days ago; whoever wanted to look has done so."""
+    oldest_s = time.time() - MAX_AGE_S
+    for ring in rings.glob(f"*{layout.SUFFIX}"):
+        try:
+            is_old = ring.stat().st_mtime < oldest_s
+        except FileNotFoundError:
+            continue  # Another rank has removed it.
+        if is_old and state_of(0, 0, ring) == GONE:
+            ring.unlink(missing_ok=True)
+            ring.with_suffix(layout.STACKS_SUFFIX).unlink(missing_ok=True)
 
 
 def collect(rings: Path, folder: Path) -> None:

@@ -54,7 +54,6 @@ _ENDED_WORD: Final = layout.ENDED_WORD
 _DEPTH: Final = 3
 """From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
 
-
 _Site = tuple[list[Any], int, int, Any]
 """What the hot path needs of a call site: its stack as code object, offset, code object, offset, ..., innermost first;
 its number; the counter of its group or channel; what numbers messages. A named tuple takes longer to be taken apart."""
@@ -161,14 +160,10 @@ class FlightRecorder:
             self._lasting.append(entry)
             self._ring.describe(*entry)
 
-    def called_at(self, site: int) -> tuple[str, str, str, int] | None:
-        """Group, mesh axis, operation and the group's size of a call site, by its number in the ring; None when it is
-        forgotten."""
+    def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
+        """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
         entry = self._described.get(site)
-        if entry is None:
-            return None
-        _, name, ranks, axis_name, _ = self._groups[entry[2]]
-        return name, axis_name, entry[3], len(ranks)
+        return None if entry is None else (self._groups[entry[2]], entry[3])
 
     def begin(
         self,

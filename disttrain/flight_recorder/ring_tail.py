@@ -55,6 +55,6 @@ class RingTail:
         entry = self._recorder.called_at(site)
         if entry is None:
             return None
-        *called, group_size = entry
-        self._called[site] = tuple(called) if group_size > 1 else None
-        return self._called[site]
+        (_, name, ranks, axis_name, _), operation = entry
+        self._called[site] = called = (name, axis_name, operation) if len(ranks) > 1 else None
+        return called

@@ -46,8 +46,10 @@ class Tally:
             self.waited_ns[call.group_name] += call.ended_ns - call.began_ns
 
     def told(self, rank: int, step: int, num_steps: int, now_ns: int, *, host_waits: bool = True) -> bytes:
-        """What this rank tells rank 0 of `num_steps` steps up to `step`. `host_waits` is False where the host goes on and
-        a device waits."""
+        """What this rank tells rank 0 of `num_steps` steps up to `step`.
+
+        `host_waits` is False where the host goes on and a device waits.
+        """
         everything = [span for spans in self.spans.values() for span in spans]
         groups = [
             (name, axis_name, covered_ns(spans), self.waited_ns[name])

@@ -39,7 +39,11 @@ class PrometheusFile:
             ("step_seconds", "Time per step, mean over ranks.", [(alone, summary["step_s"])]),
             ("step_ranks", "Ranks that have told of these steps.", [(alone, summary["num_ranks"])]),
             ("waiting_ratio", "Share of a step in which ranks wait.", [] if waiting is None else [(alone, waiting)]),
-            ("communication_ratio", "Share of a step with a call under way.", [(alone, summary["communication_share"])]),
+            (
+                "communication_ratio",
+                "Share of a step with a call under way.",
+                [(alone, summary["communication_share"])],
+            ),
             ("communication_seconds", "Time per step in communication, mean over ranks.", groups),
             ("lateness_seconds", "By how much less a rank waits per step than the others.", ranks),
         ):

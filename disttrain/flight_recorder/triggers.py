@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import signal
-import stat
 import sys
 import threading
 from contextlib import suppress
@@ -23,7 +22,8 @@ from typing import Final
 
 from disttrain.errors import DisttrainError, StoreError
 from disttrain.flight_recorder.dump_words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
-from disttrain.flight_recorder.folders import private_folder
+from disttrain.flight_recorder.folders import made_private_folder, private_folder
+from disttrain.flight_recorder.left_rings import remove_forgotten
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.watchdog import Watchdog
 from disttrain.process_group import World, current_world
@@ -81,7 +81,8 @@ def _attach_in_folder(recorder: FlightRecorder, world: World, asked_folder: Path
         recorder.attach(world, rings, asked_folder)
         return rings
     for _ in range(_MAX_TRIES):
-        rings = _made_private_folder()
+        rings = made_private_folder()
+        remove_forgotten(rings)
         # Where the last of other ranks there has just removed it: again.
         with suppress(FileNotFoundError):
             recorder.attach(world, rings, asked_folder)
@@ -109,16 +110,6 @@ def _made_asked_folder() -> Path | None:
             problem.strerror,
         )
         return None
-    return folder
-
-
-def _made_private_folder() -> Path:
-    """This user's own. Raises OSError when it is another's."""
-    folder = private_folder()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "is not this user's alone", str(folder))
     return folder
 
 

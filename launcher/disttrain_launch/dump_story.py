@@ -14,6 +14,7 @@ from disttrain.flight_recorder.analysis import analyze
 from disttrain.flight_recorder.dump import SUFFIX as DUMP_SUFFIX
 from disttrain.flight_recorder.dump_reader import reason_of
 from disttrain.flight_recorder.dump_words import END_REASONS, EXIT
+from disttrain.flight_recorder.folders import keep_dumps
 from disttrain.flight_recorder.record import ranks_text
 from disttrain.flight_recorder.verdict import Kind
 from disttrain_launch.dumps import FOLDER
@@ -40,17 +41,14 @@ def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, start
         found = Story("there are dumps from while the job ran.")
     if not found.text:
         return found
+    text = f"{OPERATION}: flight recorder: {found.text}\n"
     if is_own:
-        folder = _kept(own_folder) / folder.relative_to(own_folder / FOLDER)
-    text = f"{OPERATION}: flight recorder: {found.text}\n    more: disttrain-flight {folder}\n"
-    return Story(text, {**found.facts, "dumps": str(folder)})
-
-
-def _kept(own_folder: Path) -> Path:
-    """Move the dumps out of `own_folder`, to a place that others cannot read either. Returns: where they are."""
-    dumps = own_folder / FOLDER
-    dumps.chmod(0o700)
-    return dumps.rename(own_folder.with_name(f"disttrain-flight-{own_folder.name.rpartition('-')[2]}"))
+        dumps = own_folder / FOLDER
+        try:
+            folder = keep_dumps(dumps, own_folder.name.rpartition("-")[2]) / folder.relative_to(dumps)
+        except OSError as problem:
+            return Story(f"{text}    its dumps cannot be kept: {problem}\n", found.facts)
+    return Story(f"{text}    more: disttrain-flight {folder}\n", {**found.facts, "dumps": str(folder)})
 
 
 def _verdict(folder: Path, spec: JobSpec, started_s: float) -> Story:

@@ -33,6 +33,7 @@ LAUNCHER_KNOWS = {
     "disttrain.flight_recorder.dump",
     "disttrain.flight_recorder.dump_reader",
     "disttrain.flight_recorder.dump_words",
+    "disttrain.flight_recorder.folders",
     "disttrain.flight_recorder.left_rings",
     "disttrain.flight_recorder.match",
     "disttrain.flight_recorder.process_state",

@@ -44,6 +44,12 @@ def test_ranks_of_one_node(warm_python: WarmPython) -> None:
     assert found["all-reduce"][0]["value"].endswith(" GB/s on 2 ranks")
 
 
+def test_started_by_itself_it_looks_at_this_machine(warm_python: WarmPython) -> None:
+    done = warm_python.run("-m", "disttrain.doctor", "--json", environ=environment())
+    assert done.returncode == 0, done.stderr
+    assert {"versions", "host name", "cores", "open files"} <= report_of(done.stdout).keys()
+
+
 def test_a_node_that_no_other_reaches_is_named(warm_python: WarmPython) -> None:
     port = free_port()
     agents = []

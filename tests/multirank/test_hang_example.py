@@ -25,7 +25,8 @@ def test_it_says_why_it_hangs(tmp_path: Path, warm_python: WarmPython) -> None:
     assert "Rank 1 did not come to all_reduce #399 of group world" in found
     assert f"examples/hang.py:{line} in next_batch" in found
     assert re.search(
-        r"step 150: [\d.]+ ms each on 3 ranks, \d+% of it waiting for communication; the latest is rank [0-2]", done.stdout
+        r"step 150: [\d.]+ ms each on 3 ranks, \d+% of it waiting for communication; the latest is rank [0-2]",
+        done.stdout,
     )
 
     page = tmp_path / "hang.html"
