@@ -31,6 +31,7 @@ __all__ = [
     "catch_operator",
     "change_wrapper",
     "composed",
+    "composed_in_inference",
     "facts_of",
     "handle_of",
     "hint_of",
@@ -281,6 +282,20 @@ def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher):
         return op.decompose(*args, **kwargs)
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def composed_in_inference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`op` by other operators, for a call that has come undivided, as it does where autograd is off.
+
+    torch counts the writes of those, and knows their views, as though they were called by themselves; unless it does so
+    for `op`.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return composed(op, *args, **kwargs)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return composed(op, *args, **kwargs)
 
 
 # What is registered holds as long as this does.

@@ -18,7 +18,7 @@ from disttrain.dtensor import foreach
 from disttrain.dtensor._torch import (
     OpFacts,
     OpOverload,
-    composed,
+    composed_in_inference,
     facts_of,
     is_called_by_autograd,
     is_traced,
@@ -102,12 +102,11 @@ def _dispatch_once(
 ) -> Any:
     op_facts = facts(op)
     if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
-        return composed(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
+        return composed_in_inference(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
-    # `_fused_rms_norm` and the like are operators as others are.
-    if type(args[0] if args else None) is list and op_facts.name.startswith(("aten._foreach_", "aten._fused_")):
+    if foreach.is_of_lists(op_facts, args):
         return foreach.run(wrap, op, op_facts, args, kwargs)
     written = written_tensors(op_facts, args, kwargs)
     if are_scalars_apart(tensors, written):

@@ -20,10 +20,12 @@ from disttrain.dtensor._torch import (
 from disttrain.dtensor.agreement import agreed_shape, spread_first
 from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
+from disttrain.dtensor.data import data_of
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.lent import up_to_date
 from disttrain.dtensor.lone_errors import tell_of
 from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
@@ -152,7 +154,7 @@ class DTensor(Traced, torch.Tensor):
         tensor's gradient is whole on every rank.
         """
         if not torch.is_grad_enabled() or not self.requires_grad:
-            return _up_to_date(self).detach()
+            return up_to_date(self).detach()
         layout = gradient_layout("to_local", self._spec.layout, grad_placements, self.ndim)
         return cast(torch.Tensor, _ToLocal.apply(self, layout))  # type: ignore[no-untyped-call]
 
@@ -229,7 +231,7 @@ class DTensor(Traced, torch.Tensor):
 
     def __copy__(self) -> Self:
         """Another tensor of the same part."""
-        twin = type(self)(_up_to_date(self), self._spec.owned(), requires_grad=self.requires_grad)
+        twin = cast(Self, torch.Tensor.requires_grad_(self.detach(), self.requires_grad))
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
 
@@ -255,7 +257,7 @@ class DTensor(Traced, torch.Tensor):
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
         """The same memory without autograd's history; assigning a DTensor takes over its part and layout."""
-        return cast(torch.Tensor, torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+        return data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -268,6 +270,7 @@ class DTensor(Traced, torch.Tensor):
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = value._local_tensor, value._spec
+        vars(self).pop("_kin", None)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -301,20 +304,13 @@ def _made(local: torch.Tensor, spec: Spec) -> DTensor:
     return tensor
 
 
-def _up_to_date(tensor: DTensor) -> torch.Tensor:
-    """This rank's part; of a view that had to move, as what it views is now."""
-    if tensor._spec.loan is not None:
-        tensor._spec.loan.refresh()
-    return tensor._local_tensor
-
-
 def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
     """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
     _check_gradient(grad, layout.mesh)
     assert isinstance(grad, DTensor)
     if torch.is_grad_enabled():
         return grad.redistribute(placements=layout.placements).to_local()
-    return redistribute_local(_up_to_date(grad), grad._spec, layout)
+    return redistribute_local(up_to_date(grad), grad._spec, layout)
 
 
 def _check_gradient(grad: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -360,7 +356,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, grad_layout: Layout) -> torch.Tensor:
         ctx.spec = tensor._spec
         ctx.grad_layout = grad_layout
-        return _up_to_date(tensor).detach()
+        return up_to_date(tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
@@ -381,9 +377,11 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = ctx.spec = tensor._spec
         ctx.backward_dtype = backward_dtype or spec.dtype
-        local = _up_to_date(tensor)
+        local = up_to_date(tensor)
         if forward_dtype is not None and forward_dtype is not spec.dtype:
             local, spec = local.to(forward_dtype), Spec(spec.layout, spec.shape, spec.stride, forward_dtype)
+        if spec.layout is layout and forward_dtype is None:
+            return cast(DTensor, tensor.detach())
         local = redistribute_local(local, spec, layout)
         return DTensor(local.detach(), spec.with_layout(layout), requires_grad=tensor.requires_grad)
 

@@ -14,6 +14,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of, handle_of
 from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.loan import count_writes
 from disttrain.dtensor.placement import NormPartial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.errors import LayoutError
@@ -22,6 +23,11 @@ _local_of: Final = attrgetter("_local_tensor")
 _spec_of: Final = attrgetter("_spec")
 _NORM: Final = torch.ops.aten._foreach_norm.Scalar
 Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
+
+
+def is_of_lists(facts: OpFacts, args: Sequence[Any]) -> bool:
+    """True for a call on lists of tensors; `_fused_rms_norm` and the like are operators as others are."""
+    return type(args[0] if args else None) is list and facts.name.startswith(("aten._foreach_", "aten._fused_"))
 
 
 def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,9 +41,12 @@ def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if any(value is MOVES for value in (*local_args, *local_kwargs.values())):
         return MOVES
     results = known.compute(*local_args, **local_kwargs)
+    if known.mutates:
+        count_writes(args[0])
+        return None
     if known.norms is not None:
         return [*map(wrap, results, known.norms)]
-    return None if known.mutates else _wrapped(wrap, results, specs)
+    return _wrapped(wrap, results, specs)
 
 
 def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -66,6 +75,7 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
         specs[0].plans[_key(op, specs, args, kwargs)] = _Known(binding_of(op), bool(facts.mutated))
     if facts.mutated:
         _write_back(facts, args, local_args, leaders)
+        count_writes(args[0])
         return None
     return [
         part if spec is None else wrap(part, Spec(spec.layout, spec.shape, spec.stride, part.dtype))
@@ -106,7 +116,8 @@ def _unwrapped(value: Any, specs: list[Spec]) -> Any:
         spec = getattr(value, "_spec", None)
         if spec is None:
             return value
-        return value._local_tensor if spec.layout.is_replicated else MOVES  # type: ignore[attr-defined]
+        is_known = spec.layout.is_replicated and spec.loan is None
+        return value._local_tensor if is_known else MOVES  # type: ignore[attr-defined]
     if not isinstance(value, list | tuple) or not value or not isinstance(value[0], torch.Tensor):
         return value
     if _specs_of(value) == specs:
@@ -161,6 +172,7 @@ def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     op = getattr(torch.ops.aten, _name_for_one(facts))
     for place in range(len(args[0])):
         op(*[value[place] if isinstance(value, list | tuple) else value for value in args], **kwargs)
+        count_writes(args[0][place : place + 1])
 
 
 def _name_for_one(facts: OpFacts) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,14 +10,21 @@ import torch
 from disttrain.dtensor._torch import OpFacts, OpOverload, change_wrapper
 from disttrain.dtensor.call_plan import Wrap, replaced, tensors_of, written_tensors
 from disttrain.dtensor.counted_places import counts_from_start, is_a_view
-from disttrain.dtensor.loan import Loan
-from disttrain.errors import LayoutError
+from disttrain.dtensor.foreach import is_of_lists
+from disttrain.dtensor.loan import Loan, count_writes
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
     """True for a DTensor that is a view by way of a copy."""
     spec = getattr(tensor, "_spec", None)
     return spec is not None and spec.loan is not None
+
+
+def up_to_date(tensor: Any) -> torch.Tensor:
+    """A DTensor's part on this rank; of a view on loan, as what it views is now, which is collective."""
+    if tensor._spec.loan is not None:
+        tensor._spec.loan.refresh()
+    return cast(torch.Tensor, tensor._local_tensor)
 
 
 def run_lent(
@@ -33,21 +40,31 @@ def run_lent(
     if facts.is_view and torch.is_inference_mode_enabled() and not tensors[0].is_inference():
         with torch.inference_mode(mode=False):
             return run_lent(run, wrap, op, facts, args, kwargs)
-    loans = list(dict.fromkeys(tensor._spec.loan for tensor in tensors if is_lent(tensor)))
     if counts_from_start(facts, args, kwargs) and is_lent(tensors[0]):
         raise is_a_view(facts.name, tensors[0]._spec.mesh)
-    written = _written_loans(facts, args, kwargs)
-    for loan in loans:
+    written = written_tensors(facts, args, kwargs)
+    if is_of_lists(facts, args) and len(args[0]) > 1 and any(is_lent(tensor) for tensor in written):
+        return _one_by_one(run, written, args, kwargs)
+    for loan in _loans_of(tensors):
         loan.refresh()
-    stand_ins = [wrap(tensor._local_tensor, tensor._spec.owned()) if is_lent(tensor) else tensor for tensor in tensors]
-    new_args, new_kwargs = replaced(args, kwargs, stand_ins)
+    # Loans from one tensor would each put back what they have, and undo what the others wrote.
+    is_alone = len(written) < 2
+    apart = set() if is_alone else {id(tensor) for tensor in written}
+    stand_ins = {id(tensor): _stand_in(wrap, tensor, is_apart=id(tensor) in apart) for tensor in tensors}
+    new_args, new_kwargs = replaced(args, kwargs, [stand_ins[id(tensor)] for tensor in tensors])
+    if is_alone:
+        for loan in _loans_of(written):
+            loan.begin()
     result = run(tuple(new_args), new_kwargs)
     if facts.changes_shape:
-        return _changed(op, tensors[0], stand_ins[0], args, kwargs)
+        return _changed(op, tensors[0], stand_ins[id(tensors[0])], args, kwargs)
     if facts.mutated:
-        for loan in written:
-            loan.settle()
-        originals = {id(stand_in): tensor for stand_in, tensor in zip(stand_ins, tensors, strict=True)}
+        if is_alone:
+            for loan in _loans_of(written):
+                loan.settle()
+        else:
+            _copy_in_turn(written, stand_ins)
+        originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
         return _each(result, lambda tensor: originals.get(id(tensor), tensor))
     if facts.is_view:
         owed: Loan = tensors[0]._spec.loan
@@ -55,19 +72,42 @@ def run_lent(
     return result
 
 
-def _written_loans(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Loan]:
-    """The loans of what the operator writes to."""
-    written = [tensor for tensor in written_tensors(facts, args, kwargs) if is_lent(tensor)]
-    loans = list(dict.fromkeys(tensor._spec.loan for tensor in written))
-    if len({id(loan.root) for loan in loans}) < len(loans):
-        # Each would put back what it has, and undo what the others wrote.
-        raise LayoutError(
-            facts.name,
-            "several views of one tensor, each across the dim along which it is cut, are written to at once.",
-            "Write to one after the other, or redistribute the tensor first.",
-            rank=written[0]._spec.mesh.world.rank,
-        )
-    return loans
+def _loans_of(tensors: Sequence[Any]) -> list[Loan]:
+    return list(dict.fromkeys(tensor._spec.loan for tensor in tensors if is_lent(tensor)))
+
+
+def _stand_in(wrap: Wrap, tensor: Any, *, is_apart: bool) -> Any:
+    """The tensor itself where it is on no loan; `is_apart`: one that has memory of its own."""
+    if not is_lent(tensor):
+        return tensor
+    part: torch.Tensor = tensor._local_tensor
+    return wrap(part.clone() if is_apart else part, tensor._spec.owned())
+
+
+def _one_by_one(
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    written: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """An operator of lists on one element of each list at a time: what one is written to, the next may be a view of."""
+    num_elements = len(args[0])
+
+    def at(place: int, value: Any) -> Any:
+        has_elements = isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.ndim == 1)
+        return value[place : place + 1] if has_elements and len(value) == num_elements else value
+
+    for place in range(num_elements):
+        run(tuple(at(place, value) for value in args), {name: at(place, value) for name, value in kwargs.items()})
+        count_writes([tensor for tensor in written if not is_lent(tensor)])
+
+
+def _copy_in_turn(written: Sequence[Any], stand_ins: Mapping[int, torch.Tensor]) -> None:
+    """Put what has been written to stand-ins with memory of their own where it belongs."""
+    count_writes([tensor for tensor in written if not is_lent(tensor)])
+    for tensor in written:
+        if is_lent(tensor):
+            tensor.copy_(stand_ins[id(tensor)])
 
 
 def _changed(op: OpOverload, tensor: Any, stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -80,7 +120,7 @@ def _changed(op: OpOverload, tensor: Any, stand_in: Any, args: tuple[Any, ...], 
 def _owing(wrap: Wrap, view: Any, loan: Loan) -> torch.Tensor:
     """A view of something on loan: on the same loan where it shares the memory, else on one from that."""
     if is_lent(view):
-        view._spec.loan.parent = loan
+        view._spec.loan.pass_on(loan)
         return cast(torch.Tensor, view)
     return wrap(view._local_tensor, view._spec.lent(loan))
 

@@ -7,11 +7,16 @@ it reads and writes as a view does. The loan hangs on the result's spec, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
+
+from disttrain.dtensor.data import num_writes
+from disttrain.dtensor.overlaps import check_can_merge, overlaps_itself, write_changes
 
 
 @dataclass(frozen=True)
@@ -42,35 +47,73 @@ class Loan:
 
     def __init__(self, owner: Any, fetch: Fetch) -> None:
         """`owner` is the DTensor that is viewed."""
-        self.moved = fetch.read(owner._local_tensor)
-        self.parent: Loan | None = None
+        # What counts its versions must be kept by what can be written to in every mode.
+        with torch.inference_mode(mode=owner.is_inference()):
+            self.moved = fetch.read(owner._local_tensor)
+        self._parent: Loan | None = None
         """The loan that the owner itself is on."""
-        self._owner = owner
+        self.owner = owner
+        self._counter = owner
+        """What counts the writes that are put back."""
+        self._spec = owner._spec
         self._part: torch.Tensor = owner._local_tensor
         self._fetch = fetch
         self._version = _version_of(owner)
+        self._before: torch.Tensor | None = None
 
-    @property
-    def root(self) -> torch.Tensor:
-        """The part that writes reach in the end."""
-        return self._part if self.parent is None else self.parent.root
+    def pass_on(self, parent: Loan) -> None:
+        """Say that the part is of what `parent`, which is up to date, has moved.
+
+        Both then go by the versions of the tensor that owns its memory: a call knows what is on loan by a stand-in,
+        which no later write counts on.
+        """
+        self._parent = parent
+        self.owner, self._counter, self._version = parent.owner, parent._counter, parent._version
+
+    def counted_by(self, counter: Any) -> Loan:
+        """The same loan for a tensor whose writes are counted by `counter`."""
+        loan = copy(self)
+        loan._counter = counter
+        return loan
 
     def refresh(self) -> None:
         """Fetch again what has changed. Collective: writes are seen by all ranks alike."""
-        if self.parent is not None:
-            self.parent.refresh()
-        version = _version_of(self._owner)
+        if self._parent is not None:
+            self._parent.refresh()
+        version = _version_of(self.owner)
         if version is None or version != self._version:
             self.moved.copy_(self._fetch.read(self._part))
             self._version = version
 
+    def begin(self) -> None:
+        """To be called before a write to what has been moved."""
+        if self._parent is not None:
+            self._parent.begin()
+        if overlaps_itself(self._spec.shape, self._spec.stride):
+            check_can_merge(self._spec)
+            self._before = self.moved.clone()
+
     def settle(self) -> None:
         """Put back what has been written. Collective."""
-        self._fetch.write(self.moved, self._part)
-        if self.parent is not None:
-            self.parent.settle()
+        if self._before is None:
+            self._fetch.write(self.moved, self._part)
+        else:
+            new, old = (self._part.new_empty(self._part.shape) for _ in range(2))
+            self._fetch.write(self.moved, new)
+            self._fetch.write(self._before, old)
+            write_changes(new, old, self._part)
+            self._before = None
+        if self._parent is not None:
+            self._parent.settle()
+        else:
+            count_writes([self._counter])
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write to each, where torch does not: it knows nothing of what happens within a call."""
+    increment_version(tensors)
 
 
 def _version_of(owner: torch.Tensor) -> int | None:
     """How often the owner, or any view of it, has been written to; None where torch does not count."""
-    return None if owner.is_inference() else owner._version
+    return None if owner.is_inference() else num_writes(owner)

@@ -152,7 +152,7 @@ def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: t
             return _all_reduce(local, Partial("max"), mesh, axes)
         # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
         powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
-        return all_reduce(powers, "sum", group).pow(1.0 / partial.order).to(local.dtype)
+        return all_reduce(powers.contiguous(), "sum", group).pow(1.0 / partial.order).to(local.dtype)
     if _is_extremum_of_floats(local, partial):
         keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
         return from_order_keys(_all_reduce(keys, partial, mesh, axes), local.dtype)

@@ -14,7 +14,7 @@ from disttrain.dtensor.counted_places import check_begins_there, counts_from_sta
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.implicit import may_gather
 from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.loan import Fetch, Loan
+from disttrain.dtensor.loan import Fetch, Loan, count_writes
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.rules import OpCall
 from disttrain.dtensor.shard_sizes import is_permuted
@@ -72,6 +72,8 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     for tensor, spec in zip(tensors, call.operands, strict=True):
         if spec is not None and id(tensor) in written:
             _write_back(wrap, call.facts, tensor, spec, wholes[id(tensor)])
+    if -1 in call.facts.mutated and torch.is_inference_mode_enabled():
+        count_writes([tensor for tensor in tensors if id(tensor) in written])  # torch does so in other modes alone
     stand_ins = {id(wholes.get(id(tensor), tensor)): tensor for tensor in tensors if id(tensor) in written}
     return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
 

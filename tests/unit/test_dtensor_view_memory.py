@@ -122,13 +122,17 @@ def test_to_the_same_layout_a_view_stays_a_view() -> None:
     run_threads(2, body)
 
 
-def test_several_views_across_a_cut_cannot_be_written_to_at_once() -> None:
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+def test_several_views_across_a_cut_can_be_written_to_at_once() -> None:
     def body() -> None:
-        tensor = laid(counted(4, 5), disttrain.init_device_mesh("cpu", (2,)), [Shard(0)])
-        with pytest.raises(LayoutError, match="several views of one tensor"):
-            torch._foreach_mul_([tensor[0], tensor[1]], 3.0)
-        torch._foreach_mul_([tensor[:, 0], tensor[:, 1]], 3.0)
-        assert tensor.full_tensor()[0].tolist() == [3, 6, 3, 4, 5]
+        for placement in (Shard(0), Shard(1), Replicate()):
+            plain = counted(4, 5)
+            tensor = laid(plain, disttrain.init_device_mesh("cpu", (2,)), [placement])
+            for one in (plain, tensor):
+                torch._foreach_mul_([one[0], one[1], one, one[0]], [3.0, 2.0, 5.0, 7.0])
+                torch._foreach_addcdiv_([one[:, 1], one[2]], [one[:, 0], one[3]], [one[:, 2], one[1]], [1.0, 2.0])
+                torch.aminmax(one * 1, dim=0, out=(one[3], one[2]))
+            torch.testing.assert_close(tensor.full_tensor(), plain)
 
     run_threads(2, body)
 
