@@ -92,7 +92,6 @@ VIEWS: dict[str, tuple[Callable[..., Any], Callable[[Draw, torch.Tensor], tuple[
     "reshape": (lambda t, *a: t.reshape(a), _regrouped),
     "transpose": (lambda t, *a: t.transpose(*a), lambda d, t: (_dim(d, t), _dim(d, t))),
     "t": (lambda t: t.t(), lambda *_: ()),
-    "mT": (lambda t: t.mT, lambda _, t: t.shape[1:] and ()),
     "permute": (lambda t, *a: t.permute(a), _order),
     "movedim": (lambda t, *a: t.movedim(*a), lambda d, t: (_dim(d, t), _dim(d, t))),
     "expand": (lambda t, times: t.unsqueeze(0).expand(times, *t.shape), lambda d, _: (d.randrange(1, 3),)),

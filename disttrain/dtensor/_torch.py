@@ -26,6 +26,7 @@ __all__ = [
     "OpFacts",
     "OpOverload",
     "become",
+    "are_counted_together",
     "as_one_call",
     "binding_of",
     "catch_operator",
@@ -305,6 +306,19 @@ _ATEN: Final = torch.library.Library("aten", "IMPL")
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give wrapper `tensor` the shape and dtype of wrapper `other`."""
     torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
+
+
+def are_counted_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one counter counts the writes to both, as those to a tensor and to its views."""
+    version = tensor._version
+    if other._version != version:
+        return False
+    set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+    set_versions((tensor,), (version + 1,))
+    try:
+        return other._version != version
+    finally:
+        set_versions((tensor,), (version,))
 
 
 @dataclass(frozen=True)

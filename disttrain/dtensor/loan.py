@@ -95,6 +95,10 @@ class Loan:
 
     def settle(self) -> None:
         """Put back what has been written. Collective."""
+        self._put_back()
+        count_writes([self._counter])
+
+    def _put_back(self) -> None:
         if self._before is None:
             self._fetch.write(self.moved, self._part)
         else:
@@ -104,9 +108,7 @@ class Loan:
             write_changes(new, old, self._part)
             self._before = None
         if self._parent is not None:
-            self._parent.settle()
-        else:
-            count_writes([self._counter])
+            self._parent._put_back()
 
 
 def count_writes(tensors: Iterable[torch.Tensor]) -> None:

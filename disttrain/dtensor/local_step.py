@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from disttrain.dtensor._torch import without_overrides
 from disttrain.dtensor.dtensor import DTensor
+from disttrain.dtensor.loan import count_writes
 
 _BY_ELEMENT: Final = frozenset(
     {
@@ -183,4 +184,7 @@ def _send_stand_in(
 def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stand_in: _StandIn | None = optimizer.__dict__.get("_stand_in")
     if stand_in is not None:
+        for known in stand_in.known.values():
+            # Of what is written to parts nobody knows who has kept the wholes: graphs, and views on loan.
+            count_writes(known.params)
         stand_in.let_go()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import disttrain
 from disttrain.dtensor import Partial, Placement, Replicate, Shard, distribute_tensor
@@ -86,11 +88,7 @@ def _check_alike(found: list[Any], expected: list[Any], note: str) -> None:
 def _check_writes(chain: View, mesh: DeviceMesh, placements: tuple[Placement, ...], *, reads_between: bool) -> None:
     plain, tensor = counted(7, 6), laid(counted(7, 6), mesh, placements)
     expected, found = [[one, chain(one), chain(one[:])] for one in (plain, tensor)]
-    # A tensor that is no view to autograd, and `.data` of what it is of, do not know of each other.
-    is_known = chain not in (CHAINS["detach, slice, select"], CHAINS["bits"])
     for name, write in WRITES.items():
-        if "data" in name and not is_known:
-            continue
         write(*expected)
         write(*found)
         if reads_between:
@@ -200,6 +198,48 @@ def test_a_list_is_counted_as_written_to() -> None:
             squares.sum().backward()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+def test_steps_of_optimizers_are_seen(options: dict[str, bool]) -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (3,))
+        whole = counted(7, 6)
+        expected, found = nn.Parameter(whole.clone()), nn.Parameter(laid(whole, mesh, [Shard(0)]))
+        views = [parameter.detach()[5:][0] for parameter in (expected, found)]
+        optimizers = [torch.optim.Adam([parameter], lr=0.1, **options) for parameter in (expected, found)]
+        for _ in range(3):
+            for parameter, optimizer in zip((expected, found), optimizers, strict=True):
+                parameter.grad = torch.ones_like(parameter)
+                kept = (parameter * parameter).sum()
+                optimizer.step()
+                if "fused" not in options:  # of which torch's count nothing
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        kept.backward()
+            torch.testing.assert_close(views[1].full_tensor(), views[0])
+
+    run_threads(3, body)
+
+
+def test_copies_and_redistributions_that_share_memory_are_counted_with_it() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (3,))
+        plain, tensor = counted(7, 6), laid(counted(7, 6), mesh, [Shard(0)])
+        row, expected = tensor[5:][0], plain[5:][0]
+        for one in (
+            copy.copy(tensor),
+            tensor.redistribute(placements=[Shard(0)]),
+            copy.copy(tensor[1:]),
+            tensor.view_as(tensor),
+        ):
+            one.add_(1)
+            (plain[1:] if one.shape[0] == 6 else plain).add_(1)
+            assert torch.equal(row.full_tensor(), expected)
+            copy.copy(row).mul_(2)
+            expected.mul_(2)
+            assert torch.equal(tensor.full_tensor(), plain)
+
+    run_threads(3, body)
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
