@@ -146,13 +146,15 @@ def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(partial, NormPartial):
+        local = local.contiguous()  # so that its powers are, of which no other copy is made
     group = mesh.group_along(axes)
     if isinstance(partial, NormPartial):
         if partial.order == float("inf"):
             return _all_reduce(local, Partial("max"), mesh, axes)
         # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
         powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
-        return all_reduce(powers.contiguous(), "sum", group).pow(1.0 / partial.order).to(local.dtype)
+        return all_reduce(powers, "sum", group).pow(1.0 / partial.order).to(local.dtype)
     if _is_extremum_of_floats(local, partial):
         keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
         return from_order_keys(_all_reduce(keys, partial, mesh, axes), local.dtype)
