@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from disttrain.dtensor import DTensor, Replicate
+from disttrain.dtensor.loan import count_writes
 from disttrain.errors import BackendError, ShapeError
 from disttrain.kernels import optimizer_twin
 from disttrain.kernels._torch import version_of
@@ -103,6 +104,8 @@ class FusedOptimizer(Optimizer):
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
             for (step, _, _), pieces in by_step.items():
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
+            # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
+            count_writes(parameter for parameter in group["params"] if parameter.grad is not None)
             for parameter in group["params"]:
                 if "master" in self.state.get(parameter, ()):
                     self._written[parameter] = version_of(parameter, _local(parameter))

@@ -315,3 +315,30 @@ def test_refusals() -> None:
         AdamW([nn.Parameter(torch.ones(1))], state_dtype=torch.float16)
     with pytest.raises(ShapeError, match="Lion: lr is -1"):
         Lion([nn.Parameter(torch.ones(1))], lr=-1)
+
+
+def test_a_step_is_a_write_to_all_who_look() -> None:
+    parameter = nn.Parameter(torch.ones(8))
+    optimizer = SGD([parameter], lr=1.0)
+    kept = parameter * parameter
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+def test_views_of_a_cut_parameter_see_a_step() -> None:
+    def on_rank() -> tuple[torch.Tensor, torch.Tensor]:
+        parameter = nn.Parameter(laid_out(torch.ones(4, 3), mesh_of((2,)), [Shard(0)]))
+        view = parameter.detach()[1:][0]
+        optimizer = SGD([parameter], lr=0.5)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        seen = view.full_tensor().clone()
+        with torch.no_grad():
+            view.mul_(2)
+        return seen, parameter.detach().full_tensor()
+
+    for seen, after in run_threads(2, on_rank):
+        assert torch.equal(seen, torch.full((3,), 0.5))
+        assert torch.equal(after, torch.tensor([0.5, 1.0, 0.5, 0.5])[:, None].expand(4, 3))
