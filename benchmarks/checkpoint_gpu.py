@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, get_state_dict
+from disttrain.checkpoint import Checkpointer, training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 
@@ -76,7 +76,7 @@ class Training:
 
     def local_state(self) -> dict[str, torch.Tensor]:
         """This rank's tensors under names that no other rank has."""
-        state = get_state_dict(self.model, self.optimizer)
+        state = training_state(self.model, self.optimizer)
         found = dict(state["model"])
         for name, entry in state["optimizer"].items():
             found |= {f"{name}/{key}": value for key, value in entry["state"].items()}
@@ -118,7 +118,7 @@ class Ours(Side):
         self.pending: Any = None
 
     def begin(self, training: Training, step: int) -> None:
-        state = get_state_dict(training.model, training.optimizer)
+        state = training_state(training.model, training.optimizer)
         self.pending = self.checkpointer.async_save(step, state, training.optimizer)
 
     def staged(self) -> None:
@@ -209,7 +209,7 @@ def plain_write_s(folder: Path, num_bytes: int) -> float:
 def synchronous_save_s(training: Training, side: Ours, step: int) -> float:
     disttrain.barrier()
     start_s = time.perf_counter()
-    side.checkpointer.save(step, get_state_dict(training.model, training.optimizer))
+    side.checkpointer.save(step, training_state(training.model, training.optimizer))
     return slowest(time.perf_counter() - start_s)
 
 

@@ -22,7 +22,8 @@
     ├── CompileError                 compile_blocks on a model it cannot take, or in an order that would be wrong
     ├── ScheduleError                a pipeline schedule that cannot be made, or must not be run (a ValueError too)
     ├── CheckpointError              a save that cannot be written or read
-    │   └── CheckpointCorruptError       bytes that are not those that were saved
+    │   ├── CheckpointCorruptError       bytes that are not those that were saved
+    │   └── StateDictError               a state dict that does not fit its model or optimizers (a RuntimeError too)
     ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
     └── LaunchError                  a job that cannot be started
 
@@ -143,6 +144,10 @@ class CheckpointError(DisttrainError):
 
 class CheckpointCorruptError(CheckpointError):
     """Bytes on disk are not those that were saved."""
+
+
+class StateDictError(CheckpointError, RuntimeError):
+    """A state dict does not fit the model or the optimizers that it is for."""
 
 
 class FlightDumpError(DisttrainError):

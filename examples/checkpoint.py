@@ -15,7 +15,7 @@ from torch import nn
 
 import disttrain
 from disttrain import tp
-from disttrain.checkpoint import Checkpointer, get_state_dict, load_full, set_state_dict
+from disttrain.checkpoint import Checkpointer, training_state, load_full, set_training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 
@@ -67,14 +67,14 @@ def main() -> None:
         for step in range(STEPS):
             if step == STEPS // 2:
                 # The values are safe at once; a process beside this one writes them.
-                pending = checkpointer.async_save(step, get_state_dict(model, optimizer), optimizer)
+                pending = checkpointer.async_save(step, training_state(model, optimizer), optimizer)
             losses.append(train(model, optimizer, sharded, step))
         say(f"{pending.result()} was written while training went on")
 
     again, its_optimizer = make(cut, seed=1)
-    state = get_state_dict(again, its_optimizer)
+    state = training_state(again, its_optimizer)
     first = Checkpointer(out).load(state, step=STEPS // 2)
-    set_state_dict(again, its_optimizer, state)
+    set_training_state(again, its_optimizer, state)
     for step in range(first, STEPS):
         loss = train(again, its_optimizer, cut, step)
         say(f"step {step}: loss {losses[step]:.6f} on {sharded.layout}, {loss:.6f} on {cut.layout}")

@@ -18,7 +18,7 @@ from torch import nn
 
 import disttrain
 from disttrain import settings
-from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
+from disttrain.checkpoint import Checkpointer, training_state, set_training_state
 from disttrain.fsdp2 import fully_shard
 
 STEPS, SAVE_EVERY, FATAL_STEP = 8, 2, 5
@@ -38,9 +38,9 @@ def main() -> None:
     first = 0
     with Checkpointer(out, every=SAVE_EVERY) as checkpointer:
         if checkpointer.latest() is not None:
-            state = get_state_dict(model, optimizer)
+            state = training_state(model, optimizer)
             first = checkpointer.load(state)
-            set_state_dict(model, optimizer, state)
+            set_training_state(model, optimizer, state)
         if rank == 0:
             print(f"attempt {attempt}: {size} ranks begin at step {first}", flush=True)
         if first == STEPS:
@@ -59,7 +59,7 @@ def main() -> None:
             if rank == 0:
                 print(f"step {step}: loss {mean.item():.6f}", flush=True)
             if checkpointer.is_due(step + 1):
-                checkpointer.save(step + 1, get_state_dict(model, optimizer))
+                checkpointer.save(step + 1, training_state(model, optimizer))
     disttrain.destroy_process_group()
 
 

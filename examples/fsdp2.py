@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, get_state_dict
+from disttrain.checkpoint import Checkpointer, training_state
 from disttrain.fsdp2 import MixedPrecisionPolicy, estimate, fully_shard
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 64, 4, 3
@@ -97,7 +97,7 @@ def main() -> None:
         disttrain.all_reduce(total, disttrain.ReduceOp.AVG)
         if step % 2 == 0:
             say(f"step {step}: loss {total.item():.4f}, norm of the gradients {norm.item():.3f}")
-    Checkpointer(flags.out).save(STEPS, get_state_dict(model, optimizer))
+    Checkpointer(flags.out).save(STEPS, training_state(model, optimizer))
     disttrain.destroy_process_group()
 
 

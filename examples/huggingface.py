@@ -17,7 +17,7 @@ from torch import nn
 
 import disttrain
 from disttrain import tp
-from disttrain.checkpoint import get_state_dict
+from disttrain.checkpoint import training_state
 from disttrain.checkpoint.interop import save_safetensors
 from disttrain.fsdp2 import fully_shard
 
@@ -81,7 +81,7 @@ def main() -> None:
 
     with torch.no_grad():
         trained = model(rows_of(0)[:, :-1].to(device)).logits
-    save_safetensors(get_state_dict(model)["model"], out)
+    save_safetensors(training_state(model)["model"], out)
     if disttrain.get_rank() == 0:
         CONFIG.save_pretrained(out)
         theirs = AutoModelForCausalLM.from_pretrained(out)

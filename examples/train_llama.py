@@ -38,7 +38,7 @@ from torch import Tensor
 
 import disttrain
 from disttrain import kernels
-from disttrain.checkpoint import Checkpointer, get_state_dict, set_state_dict
+from disttrain.checkpoint import Checkpointer, training_state, set_training_state
 from disttrain.console import clock, short
 from disttrain.errors import CheckpointError, SettingError
 from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable
@@ -192,7 +192,7 @@ def agreed(token: Tensor, *, is_known: bool) -> int:
 def state_of(run: Run) -> dict[str, object]:
     """What a checkpoint has: nothing in it depends on the mesh, so that any other can go on from it."""
     position = {"rows": run.position, "tokens": run.batches.tokens.training.size}
-    return {**get_state_dict(run.model, run.optimizer), "data": position}
+    return {**training_state(run.model, run.optimizer), "data": position}
 
 
 def resume(run: Run) -> int:
@@ -206,7 +206,7 @@ def resume(run: Run) -> int:
     if saved["tokens"] != own_size:
         problem = f"the run in {run.flags.out} has read a text of {saved['tokens']} tokens; now it has {own_size}."
         raise SettingError("train_llama --resume", problem, "Name the text as it was, or start another run.")
-    set_state_dict(run.model, run.optimizer, state)
+    set_training_state(run.model, run.optimizer, state)
     run.position = saved["rows"]
     return num_steps
 

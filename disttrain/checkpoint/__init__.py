@@ -4,12 +4,12 @@ A state is a dict, to any depth, of tensors, DTensors, modules, plain values and
 (`Stateful`). `docs/checkpoints.md` says how to use it, `docs/checkpoint_format.md` what lies on the disk.
 
     checkpointer = Checkpointer("runs/lm")
-    state = {**get_state_dict(model, optimizer), "rng": RngState(), "step": step}
+    state = {**training_state(model, optimizer), "rng": RngState(), "step": step}
     checkpointer.save(step, state)
     ...
-    state = {**get_state_dict(model, optimizer), "rng": RngState(), "step": 0}
+    state = {**training_state(model, optimizer), "rng": RngState(), "step": 0}
     checkpointer.load(state)
-    set_state_dict(model, optimizer, state)
+    set_training_state(model, optimizer, state)
 
 The command `python -m disttrain.checkpoint` does without torch where it can: each name below is fetched from its module
 when it is first used.
@@ -32,8 +32,15 @@ if TYPE_CHECKING:
     from disttrain.checkpoint.rng import rng_state as rng_state
     from disttrain.checkpoint.rng import set_rng_state as set_rng_state
     from disttrain.checkpoint.saving import save as save
-    from disttrain.checkpoint.state import get_state_dict as get_state_dict
-    from disttrain.checkpoint.state import set_state_dict as set_state_dict
+    from disttrain.checkpoint.state import set_training_state as set_training_state
+    from disttrain.checkpoint.state import training_state as training_state
+    from disttrain.checkpoint.state_dict import StateDictOptions as StateDictOptions
+    from disttrain.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
+    from disttrain.checkpoint.state_dict import get_optimizer_state_dict as get_optimizer_state_dict
+    from disttrain.checkpoint.state_dict import get_state_dict as get_state_dict
+    from disttrain.checkpoint.state_dict import set_model_state_dict as set_model_state_dict
+    from disttrain.checkpoint.state_dict import set_optimizer_state_dict as set_optimizer_state_dict
+    from disttrain.checkpoint.state_dict import set_state_dict as set_state_dict
     from disttrain.checkpoint.stateful import PerRank as PerRank
     from disttrain.checkpoint.stateful import Stateful as Stateful
     from disttrain.checkpoint.stateful import Unfilled as Unfilled
@@ -50,18 +57,25 @@ _MODULE_OF = {
     "PendingSave": "pending",
     "PerRank": "stateful",
     "RngState": "rng",
+    "StateDictOptions": "state_dict",
     "Stateful": "stateful",
     "Storage": "storage",
     "Unfilled": "stateful",
     "Value": "stateful",
     "async_save": "async_saving",
-    "get_state_dict": "state",
+    "get_model_state_dict": "state_dict",
+    "get_optimizer_state_dict": "state_dict",
+    "get_state_dict": "state_dict",
     "load": "loading",
     "load_full": "whole",
     "rng_state": "rng",
     "save": "saving",
     "set_rng_state": "rng",
-    "set_state_dict": "state",
+    "set_model_state_dict": "state_dict",
+    "set_optimizer_state_dict": "state_dict",
+    "set_state_dict": "state_dict",
+    "set_training_state": "state",
+    "training_state": "state",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

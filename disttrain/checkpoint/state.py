@@ -21,7 +21,7 @@ _OWN_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturab
 """Options of a group that say how to compute, not what: each optimizer keeps its own."""
 
 
-def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> dict[str, Any]:
+def training_state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> dict[str, Any]:
     """The state of a model and its optimizers, to be saved, or to be loaded into.
 
     Returns: {"model": {name: tensor}, "optimizer": {parameter name: {"options": Value, "state": {...}}}}. Tensors are
@@ -35,7 +35,7 @@ def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]
         name = _name(names, parameter)
         if name in entries:
             raise CheckpointError(
-                "get_state_dict", f"parameter {name!r} is in two optimizers.", "Let one of them have it."
+                "training_state", f"parameter {name!r} is in two optimizers.", "Let one of them have it."
             )
         state = optimizer.state.get(parameter)
         entries[name] = {
@@ -45,8 +45,8 @@ def get_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]
     return {"model": model_state(model), "optimizer": entries}
 
 
-def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], state: dict[str, Any]) -> None:
-    """Give a model and its optimizers the state that `get_state_dict` returned and a load filled.
+def set_training_state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], state: dict[str, Any]) -> None:
+    """Give a model and its optimizers the state that `training_state` returned and a load filled.
 
     No step need have been taken before. Raises CheckpointError when names don't fit, or when parameters that are in one
     group had different options.
@@ -56,7 +56,7 @@ def set_state_dict(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]
     wanted = {_name(names, parameter) for _, _, parameter in _members(optimizers)}
     if wanted != set(entries):
         raise CheckpointError(
-            "set_state_dict",
+            "set_training_state",
             f"the optimizers have {sorted(wanted - set(entries))} that the state has not, the state "
             f"{sorted(set(entries) - wanted)} that they have not.",
             "Give the same parameters to the optimizers.",
@@ -80,7 +80,7 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
     except RuntimeError as error:
-        raise CheckpointError("set_state_dict", f"{error}.", "Build the model as it was when it was saved.") from error
+        raise CheckpointError("set_training_state", f"{error}.", "Build the model as it was when it was saved.") from error
 
 
 def _set_options(group: dict[str, Any], members: Sequence[str], options: Sequence[dict[str, Any]]) -> None:
@@ -89,7 +89,7 @@ def _set_options(group: dict[str, Any], members: Sequence[str], options: Sequenc
     for name, other in zip(members, options, strict=True):
         if pack(other) != pack(options[0]):
             raise CheckpointError(
-                "set_state_dict",
+                "set_training_state",
                 f"{members[0]!r} and {name!r} are in one group now, but had options {options[0]} and {other}.",
                 "Group the parameters as they were, or make their options equal in the state.",
             )
@@ -155,7 +155,7 @@ def _members(optimizers: Optimizer | Iterable[Optimizer]) -> Iterator[tuple[Opti
 def _name(names: dict[torch.Tensor, str], parameter: torch.Tensor) -> str:
     if parameter not in names:
         raise CheckpointError(
-            "get_state_dict",
+            "training_state",
             f"an optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not.",
             "Make the optimizer after the model has been sharded, from its parameters.",
         )

@@ -115,7 +115,7 @@ def _descend(tree: Tree, prefix: str, node: dict[str, Any]) -> None:
             raise CheckpointError(
                 tree.operation,
                 f"{name!r} is an optimizer, whose own state names parameters by number.",
-                "Give get_state_dict(model, optimizers), which names them as the model does.",
+                "Give training_state(model, optimizers), which names them as the model does.",
             )
         elif not isinstance(child, dict | torch.Tensor) and isinstance(child, Stateful):
             state = child.state_dict()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import disttrain
-from disttrain.checkpoint import get_state_dict
+from disttrain.checkpoint import training_state
 from disttrain.checkpoint.interop import load_safetensors, save_safetensors
 from disttrain.errors import SettingError
 from llama.config import LlamaConfig, RotaryScaling, checked
@@ -117,7 +117,7 @@ def has_weights(folder: Path) -> bool:
 
 def load_weights(model: Llama, folder: Path) -> None:
     """Fill the parameters that this rank has, on any mesh. Raises CheckpointError. Collective."""
-    load_safetensors(get_state_dict(model)["model"], folder, rename=our_name, convert="*")
+    load_safetensors(training_state(model)["model"], folder, rename=our_name, convert="*")
 
 
 def save_weights(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
@@ -125,7 +125,7 @@ def save_weights(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
 
     Collective: every rank of the job.
     """
-    own = get_state_dict(model)["model"]
+    own = training_state(model)["model"]
     if model.config.is_tied:
         own.pop("head.weight", None)  # they know by the config
     save_safetensors({their_name(name): tensor for name, tensor in own.items()}, folder)

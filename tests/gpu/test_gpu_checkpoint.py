@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, RngState, get_state_dict, set_state_dict
+from disttrain.checkpoint import Checkpointer, RngState, training_state, set_training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
@@ -49,16 +49,16 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def save_training(directory: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     model, optimizer = sharded_model(1, options)
     train(model, optimizer, range(3))
-    Checkpointer(directory).save(3, {**get_state_dict(model, optimizer), "rng": RngState()})
+    Checkpointer(directory).save(3, {**training_state(model, optimizer), "rng": RngState()})
     train(model, optimizer, range(3, 5))
     return everything(model, optimizer)
 
 
 def resume_training(directory: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     model, optimizer = sharded_model(2, options)
-    state = {**get_state_dict(model, optimizer), "rng": RngState()}
+    state = {**training_state(model, optimizer), "rng": RngState()}
     assert Checkpointer(directory).load(state) == 3
-    set_state_dict(model, optimizer, state)
+    set_training_state(model, optimizer, state)
     train(model, optimizer, range(3, 5))
     return everything(model, optimizer)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, get_state_dict
+from disttrain.checkpoint import Checkpointer, training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
@@ -55,7 +55,7 @@ def save_each_step(directory: str, names_optimizers: bool) -> list[str]:
     expected, pending = {}, []
     with Checkpointer(directory, keep=None) as checkpointer:
         for step in range(1, NUM_STEPS):
-            state = get_state_dict(model, optimizer)
+            state = training_state(model, optimizer)
             expected[step] = on_host(state)
             # Much to do on the GPU before the copies can begin, and a step that changes everything right after.
             product = torch.randn(WIDTH, WIDTH, device=disttrain.current_world().device)
@@ -66,7 +66,7 @@ def save_each_step(directory: str, names_optimizers: bool) -> list[str]:
         assert [save.result(LIMIT_S) is not None for save in pending] == [True] * (NUM_STEPS - 1)
     wrong = []
     for step, values in expected.items():
-        state = get_state_dict(model, optimizer)
+        state = training_state(model, optimizer)
         checkpointer.load(state, step)
         found = on_host(state)
         wrong += [f"step {step}: {name}" for name in values if not values[name].equal(found[name])]

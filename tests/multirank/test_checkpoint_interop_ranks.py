@@ -17,7 +17,7 @@ from disttrain import (
     init_device_mesh,
     init_process_group,
 )
-from disttrain.checkpoint import Checkpointer, PerRank, get_state_dict, load, load_full, save, set_state_dict
+from disttrain.checkpoint import Checkpointer, PerRank, training_state, load, load_full, save, set_training_state
 from disttrain.checkpoint.interop import (
     convert,
     load_dcp,
@@ -120,11 +120,11 @@ def load_what_torch_saved(path: str) -> dict[str, Any]:
     made = model()
     fully_shard(made)
     optimizer = torch.optim.Adam(made.parameters())
-    state = get_state_dict(made, optimizer)
+    state = training_state(made, optimizer)
     report = load_dcp(state, path, rename=torch_optimizer_names, allow=["missing", "unexpected"])
     assert {name.rpartition("/")[2] for name in report.missing} == {"options"}
     assert {name.split("/")[1] for name in report.unexpected} == {"param_groups"}
-    set_state_dict(made, optimizer, state)
+    set_training_state(made, optimizer, state)
     weight = made[0].weight  # type: ignore[index]
     return {"weight": weight.full_tensor().detach(), "exp_avg": optimizer.state[weight]["exp_avg"].full_tensor()}
 

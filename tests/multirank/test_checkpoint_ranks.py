@@ -22,11 +22,11 @@ from disttrain.checkpoint import (
     Checkpointer,
     LocalStorage,
     RngState,
-    get_state_dict,
+    training_state,
     load,
     rng_state,
     save,
-    set_state_dict,
+    set_training_state,
     spreading,
 )
 from disttrain.checkpoint.storage import ReadableFile
@@ -245,7 +245,7 @@ def save_training(directory: str) -> dict[str, torch.Tensor]:
     """Save after 3 steps, go on to 5."""
     model, optimizer = sharded_model(0)
     train(model, optimizer, range(3))
-    Checkpointer(directory).save(3, get_state_dict(model, optimizer))
+    Checkpointer(directory).save(3, training_state(model, optimizer))
     train(model, optimizer, range(3, 5))
     return everything(model, optimizer)
 
@@ -253,9 +253,9 @@ def save_training(directory: str) -> dict[str, torch.Tensor]:
 def resume_training(directory: str) -> dict[str, torch.Tensor]:
     """Load into a fresh optimizer, go on to 5."""
     model, optimizer = sharded_model(1)
-    state = get_state_dict(model, optimizer)
+    state = training_state(model, optimizer)
     assert Checkpointer(directory).load(state) == 3
-    set_state_dict(model, optimizer, state)
+    set_training_state(model, optimizer, state)
     train(model, optimizer, range(3, 5))
     return everything(model, optimizer)
 

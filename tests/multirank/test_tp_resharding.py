@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import get_state_dict, load, save, set_state_dict
+from disttrain.checkpoint import training_state, load, save, set_training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
@@ -54,7 +54,7 @@ def test_saved_on_two_axes_and_loaded_on_one_and_on_none(tmp_path: Path) -> None
         fully_shard(model, mesh=mesh["dp"])
         optimizer = adam(model)
         step(model, optimizer, TOKENS.chunk(2)[mesh["dp"].get_local_rank()])
-        save(get_state_dict(model, optimizer), path)
+        save(training_state(model, optimizer), path)
 
     run_threads(4, save_from_two_axes)
     for _ in range(2):
@@ -62,9 +62,9 @@ def test_saved_on_two_axes_and_loaded_on_one_and_on_none(tmp_path: Path) -> None
 
     def continue_with(model: nn.Module) -> None:
         optimizer = adam(model)
-        state = get_state_dict(model, optimizer)
+        state = training_state(model, optimizer)
         load(state, path)
-        set_state_dict(model, optimizer, state)
+        set_training_state(model, optimizer, state)
         step(model, optimizer)
         for name, value in reference.state_dict().items():
             torch.testing.assert_close(whole(model.state_dict()[name]), value)

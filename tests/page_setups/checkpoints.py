@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 import disttrain
 from disttrain import checkpoint
-from disttrain.checkpoint import get_state_dict
+from disttrain.checkpoint import training_state
 from disttrain.checkpoint.interop import torch_optimizer_names
 from disttrain.fsdp2 import fully_shard
 
@@ -29,7 +29,7 @@ def names(section: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
-    state = get_state_dict(model, optimizer)
+    state = training_state(model, optimizer)
     # What the launcher says to its workers.
     os.environ["DISTTRAIN_MEMORY_DIR"] = str(Path("memory").absolute())
     return {

@@ -17,12 +17,12 @@ from disttrain.checkpoint import (
     Stateful,
     Unfilled,
     Value,
-    get_state_dict,
+    training_state,
     load,
     rng_state,
     save,
     set_rng_state,
-    set_state_dict,
+    set_training_state,
 )
 from disttrain.errors import CheckpointError
 
@@ -76,13 +76,13 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path, kind: str, num_steps_before
     model, optimizer = make(kind, 1)
     for number in range(3):
         step(model, optimizer, number)
-    save(get_state_dict(model, optimizer), tmp_path / "save")
+    save(training_state(model, optimizer), tmp_path / "save")
     other, other_optimizer = make(kind, 2)
     for number in range(num_steps_before_load):
         step(other, other_optimizer, 100 + number)
-    state = get_state_dict(other, other_optimizer)
+    state = training_state(other, other_optimizer)
     load(state, tmp_path / "save")
-    set_state_dict(other, other_optimizer, state)
+    set_training_state(other, other_optimizer, state)
     for number in range(3, 6):
         step(model, optimizer, number)
         step(other, other_optimizer, number)
@@ -92,7 +92,7 @@ def test_training_goes_on_bit_by_bit(tmp_path: Path, kind: str, num_steps_before
 def test_names_are_the_models(tmp_path: Path) -> None:
     model, optimizer = make("adamw", 1)
     step(model, optimizer, 0)
-    state = get_state_dict(model, optimizer)
+    state = training_state(model, optimizer)
     assert list(state["model"]) == list(model.state_dict())
     assert list(state["optimizer"]) == [name for name, _ in model.named_parameters()]
     assert set(state["optimizer"]["scale"]["state"]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -103,11 +103,11 @@ def test_names_are_the_models(tmp_path: Path) -> None:
 
 def test_state_before_the_first_step(tmp_path: Path) -> None:
     model, optimizer = make("adamw", 1)
-    save(get_state_dict(model, optimizer), tmp_path / "save")
+    save(training_state(model, optimizer), tmp_path / "save")
     other, other_optimizer = make("adamw", 2)
-    state = get_state_dict(other, other_optimizer)
+    state = training_state(other, other_optimizer)
     load(state, tmp_path / "save")
-    set_state_dict(other, other_optimizer, state)
+    set_training_state(other, other_optimizer, state)
     assert values(other) == values(model)
     assert len(other_optimizer.state) == 0
 
@@ -119,14 +119,14 @@ def test_groups_and_their_order_may_change(tmp_path: Path) -> None:
     rest = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": weights, "lr": 0.5, "weight_decay": 0.1}, {"params": rest, "lr": 0.25}])
     step(model, optimizer, 0)
-    save(get_state_dict(model, optimizer), tmp_path / "save")
+    save(training_state(model, optimizer), tmp_path / "save")
     other = Model()
     weights = [parameter for parameter in other.parameters() if parameter.ndim == 2]
     rest = [parameter for parameter in other.parameters() if parameter.ndim < 2]
     others = [torch.optim.AdamW(rest[::-1]), torch.optim.AdamW([{"params": [weight]} for weight in weights])]
-    state = get_state_dict(other, others)
+    state = training_state(other, others)
     load(state, tmp_path / "save")
-    set_state_dict(other, others, state)
+    set_training_state(other, others, state)
     assert [group["lr"] for one in others for group in one.param_groups] == [0.25, 0.5, 0.5]
     step(model, optimizer, 1)
     others[0].zero_grad()
@@ -138,48 +138,48 @@ def test_groups_and_their_order_may_change(tmp_path: Path) -> None:
 def test_parameters_with_different_options_cannot_share_a_group(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     apart = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 2.0}])
-    state = get_state_dict(model, apart)
+    state = training_state(model, apart)
     with pytest.raises(CheckpointError, match="'weight' and 'bias' are in one group now, but had options"):
-        set_state_dict(model, torch.optim.SGD(model.parameters()), state)
+        set_training_state(model, torch.optim.SGD(model.parameters()), state)
 
 
 def test_how_to_compute_stays_the_optimizers_own(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    state = get_state_dict(model, torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True))
+    state = training_state(model, torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True))
     other = torch.optim.AdamW(model.parameters(), foreach=False)
-    set_state_dict(model, other, state)
+    set_training_state(model, other, state)
     assert (other.param_groups[0]["lr"], other.param_groups[0]["foreach"]) == (0.5, False)
 
 
 def test_a_strangers_parameter_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"an optimizer has a parameter of shape \(7,\) that the model has not"):
-        get_state_dict(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(7))]))
+        training_state(nn.Linear(2, 2), torch.optim.SGD([nn.Parameter(torch.ones(7))]))
 
 
 def test_a_parameter_has_one_optimizer() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="parameter 'weight' is in two optimizers"):
-        get_state_dict(model, [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())])
+        training_state(model, [torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())])
 
 
 def test_optimizers_and_state_have_the_same_parameters() -> None:
     model = nn.Linear(2, 2)
-    state = get_state_dict(model, torch.optim.SGD([model.weight]))
+    state = training_state(model, torch.optim.SGD([model.weight]))
     with pytest.raises(CheckpointError, match=r"the optimizers have \['bias'\] that the state has not"):
-        set_state_dict(model, torch.optim.SGD(model.parameters()), state)
+        set_training_state(model, torch.optim.SGD(model.parameters()), state)
 
 
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     compiled = torch.compile(model, backend="eager")
-    save(get_state_dict(compiled, torch.optim.SGD(compiled.parameters())), tmp_path / "save")
+    save(training_state(compiled, torch.optim.SGD(compiled.parameters())), tmp_path / "save")
     other = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(other.parameters())
-    state = get_state_dict(other, optimizer)
+    state = training_state(other, optimizer)
     load(state, tmp_path / "save")
-    set_state_dict(other, optimizer, state)
+    set_training_state(other, optimizer, state)
     assert values(other) == values(model)
-    set_state_dict(compiled, (), {"model": get_state_dict(other)["model"], "optimizer": {}})
+    set_training_state(compiled, (), {"model": training_state(other)["model"], "optimizer": {}})
 
 
 def test_modules_and_schedulers_may_stand_in_a_state(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def load_safetensors(
 ) -> LoadReport:
     """Load a safetensors file, or a folder of them with or without an index; otherwise as `load`.
 
-    The state is mostly `get_state_dict(model)["model"]`: its names are the files'. A tensor that the state has under
+    The state is mostly `training_state(model)["model"]`: its names are the files'. A tensor that the state has under
     two names needs to be there under one.
     """
     return _load("load_safetensors", open_safetensors, state_dict, path, storage, Rules.of(allow, convert, rename))
