@@ -15,7 +15,7 @@ from torch import nn
 
 import disttrain
 from disttrain import tp
-from disttrain.checkpoint import Checkpointer, training_state, load_full, set_training_state
+from disttrain.checkpoint import Checkpointer, load_full, set_training_state, training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import disttrain
 from disttrain import settings
-from disttrain.checkpoint import Checkpointer, training_state, set_training_state
+from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.fsdp2 import fully_shard
 
 STEPS, SAVE_EVERY, FATAL_STEP = 8, 2, 5

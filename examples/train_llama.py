@@ -38,7 +38,7 @@ from torch import Tensor
 
 import disttrain
 from disttrain import kernels
-from disttrain.checkpoint import Checkpointer, training_state, set_training_state
+from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.console import clock, short
 from disttrain.errors import CheckpointError, SettingError
 from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable

@@ -18,18 +18,29 @@ import xxhash
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.alike import shared_names
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
-from disttrain.checkpoint.saving import all_outlines, contents_of, digest_of, items_of, metadata_of
+from disttrain.checkpoint.saving import (
+    all_outlines,
+    contents_of,
+    digest_of,
+    findings,
+    items_of,
+    metadata_of,
+    packed_groups,
+    warn_of_no_tensor,
+)
 from disttrain.checkpoint.session import Session, Turn
 from disttrain.checkpoint.staging import Stager
 from disttrain.checkpoint.storage import LocalStorage, Portable, Storage, locate
 from disttrain.checkpoint.submission import Slot, Submission, as_ours
-from disttrain.checkpoint.tree import Tree, take_apart
+from disttrain.checkpoint.taking_apart import take_apart
+from disttrain.checkpoint.tree import Tree
 from disttrain.checkpoint.writer import image_of, in_file_order
 from disttrain.errors import CheckpointError
 from disttrain.garbage import uncollected
@@ -99,12 +110,14 @@ def _is_same(one: Storage, other: Storage) -> bool:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank writes as long as its outline has the digest `own`; `digest` is equal on all ranks."""
+    """What this rank writes as long as its outline has the digest `own`; `digest` is equal on all ranks; `shared`:
+    see `shared_names`."""
 
     own: bytes
     digest: bytes
     part: RankPlan
     contents: Contents | None
+    shared: list[tuple[int, list[str]]]
 
 
 class AsyncSaver:
@@ -259,7 +272,7 @@ class AsyncSaver:
     def _make_plan(self, council: Council, described: _Described, claim: Claim | None) -> None:
         """Plan together with all ranks. Raises CheckpointError, on all of them."""
 
-        def work() -> bytes:
+        def work() -> list[Any]:
             if described.error is not None:
                 raise described.error
             if not isinstance(self._storage, Portable):
@@ -268,9 +281,11 @@ class AsyncSaver:
             self._storage.recipe()
             if council.world is not None:
                 store_to_plain(council.world.store)
-            return described.digest
+            return [described.digest, findings(described.tree)]
 
-        def decide(digests: list[bytes]) -> list[Any]:
+        def decide(ballots: list[list[Any]]) -> list[Any]:
+            digests, found = zip(*ballots, strict=True)
+            warn_of_no_tensor(found)
             if claim is not None:
                 claim.ensure()
             return [uuid4().hex, len(set(digests)) == 1, xxhash.xxh3_128_digest(b"".join(digests))]
@@ -279,7 +294,8 @@ class AsyncSaver:
         outline = described.outline
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
         contents = contents_of(outlines) if council.rank == 0 else None
-        self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents)
+        shared = shared_names([outline.values for outline in outlines])[council.rank] if council.size > 1 else []
+        self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents, shared)
         if self._session is None:
             self._session = Session(council.world, token, self._memory)
 
@@ -308,7 +324,8 @@ class AsyncSaver:
         image = image_of(items, metadata_of(target.save_id)) if items else None
         assert isinstance(self._storage, Portable)
         recipe, number = self._storage.recipe(), self._slots.index(slot)
-        job = Job(pending.number, target, keep, plan.digest, number, image, plan.contents, recipe)
+        shared = packed_groups(tree, plan.shared)
+        job = Job(pending.number, target, keep, plan.digest, number, image, plan.contents, recipe, shared)
         submission = Submission(self._stager, session, pending, slot, items, image, job)
         if image is not None:
             pending.total_bytes = image.num_bytes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disttrain.checkpoint.alike import Group
 from disttrain.checkpoint.commit import Contents, Target
 from disttrain.checkpoint.image import Image
 
@@ -22,7 +24,7 @@ class Job:
 
     `digest` is equal on ranks that go by the same plan; `contents` is there on rank 0; `image` is None on a rank that
     has nothing to write; `keep`: how many of a Checkpointer's saves stay; `storage`: how to make it, see
-    `Portable.recipe`.
+    `Portable.recipe`; `shared`: the plain values that other ranks have as well.
     """
 
     number: int
@@ -33,17 +35,19 @@ class Job:
     image: Image | None
     contents: Contents | None
     storage: tuple[str, dict[str, Any]]
+    shared: Sequence[Group] = ()
 
     def to_plain(self) -> list[Any]:
         return [
             self.number, str(self.target.path), self.target.save_id, self.target.claim, self.keep, self.digest,
             self.arena, None if self.image is None else self.image.to_plain(),
             None if self.contents is None else self.contents.to_plain(), list(self.storage),
+            [list(group) for group in self.shared],
         ]  # fmt: skip
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Job:
-        number, path, save_id, claim, keep, digest, arena, image, contents, (name, arguments) = plain
+        number, path, save_id, claim, keep, digest, arena, image, contents, (name, arguments), shared = plain
         return cls(
             number,
             Target(Path(path), save_id, claim),
@@ -53,4 +57,5 @@ class Job:
             None if image is None else Image.from_plain(image),
             None if contents is None else Contents.from_plain(contents),
             (name, arguments),
+            [Group(*group) for group in shared],
         )

@@ -14,7 +14,8 @@ from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules
 from disttrain.checkpoint.manifest import Manifest, read_manifest
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.storage import Readable, Storage, locate
-from disttrain.checkpoint.tree import Tree, take_apart
+from disttrain.checkpoint.taking_apart import take_apart
+from disttrain.checkpoint.tree import Tree
 from disttrain.errors import CheckpointError
 from disttrain.garbage import uncollected
 from disttrain.process_group import ProcessGroup

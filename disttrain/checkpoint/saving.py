@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 import xxhash
 
 from disttrain import __version__
 from disttrain.checkpoint.agreement import Council
+from disttrain.checkpoint.alike import Group, described_values, refuse_differing
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
@@ -20,8 +23,10 @@ from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import Storage, locate
-from disttrain.checkpoint.tree import Tree, local_parts, take_apart
+from disttrain.checkpoint.taking_apart import holds, take_apart
+from disttrain.checkpoint.tree import Tree, local_parts
 from disttrain.checkpoint.writer import Item, value_item, write_items
+from disttrain.errors import CheckpointError, ShapeError
 from disttrain.garbage import uncollected
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.packing import pack
@@ -40,13 +45,15 @@ def save(
 ) -> None:
     """Save a state into the new folder `path`.
 
-    Args:    state_dict  dicts, to any depth, of tensors, DTensors, modules, Statefuls, PerRank and plain values. A
-                         plain tensor or value is taken to be equal on all ranks: one of them writes it.
+    Args:    state_dict  dicts, to any depth, of tensors, DTensors, modules, Statefuls, PerRank and plain values. Plain
+                         values must be equal on all ranks, plain tensors are taken to be: one rank writes them. A
+                         data loader of torchdata is taken as PerRank.
              storage     where `path` is; default: what a URL such as `s3://bucket/x` means to fsspec, else files.
              checkpoint_id, process_group, no_dist  as in torch.distributed.checkpoint: another word for path; the
                          default group; this process alone. storage_writer and planner are refused.
     Returns: once all is on the disk, and `path` is a whole save.
-    Raises:  CheckpointError, on every rank, when it could not be saved on some; then `path` is not there.
+    Raises:  CheckpointError, on every rank, when it could not be saved on some; then `path` is not there. Rank 0 warns
+             when there is no tensor in what is saved.
     Collective: every rank of the default world, or one process without a world.
     """
     council, where = meet(
@@ -64,23 +71,27 @@ def save_folder(
     outline = Outline()
     with ExitStack() as held, uncollected():
 
-        def describe() -> tuple[bytes, str]:
+        def describe() -> list[Any]:
             nonlocal tree, outline
             tree = take_apart(council.operation, state)
             outline = tree.outline()
-            return digest_of(outline), path.name
+            return [path.name, digest_of(outline), digest_of_values(tree), findings(tree)]
 
-        def begin(described: list[tuple[bytes, str]]) -> tuple[str, bool]:
-            digests, names = zip(*described, strict=True)
+        def begin(described: list[list[Any]]) -> list[Any]:
+            names, digests, of_values, found = zip(*described, strict=True)
             check_names(names)
+            warn_of_no_tensor(found)
             if claim is not None:
                 claim.ensure()
             target = Target(path, uuid4().hex, None if claim is None else claim.name)
             held.enter_context(temporary_folder(storage, target))
-            return target.save_id, len(set(digests)) == 1
+            return [target.save_id, len(set(digests)) == 1, len(set(of_values)) == 1]
 
-        save_id, are_alike = council.agree(describe, begin)
-        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+        save_id, are_alike, values_are_alike = council.agree(describe, begin)
+        values = {} if values_are_alike else packed_values(tree)
+        if are_alike and not values_are_alike:
+            council.agree(lambda: described_values(values), lambda found: refuse_differing(council.operation, found))
+        outlines = [outline] * council.size if are_alike else all_outlines(council, outline, values)
         target = Target(path, save_id, None if claim is None else claim.name)
 
         def write() -> list[Any]:
@@ -101,10 +112,71 @@ def metadata_of(save_id: str) -> dict[str, str]:
     return {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
 
 
-def all_outlines(council: Council, outline: Outline) -> list[Outline]:
-    """Everybody's outline, where they differ (ranks with different parts of a model)."""
+def digest_of_values(tree: Tree) -> bytes:
+    """Equal for plain values that are packed alike."""
+    values = tree.values
+    try:
+        return xxhash.xxh3_128_digest(pack([list(values), list(values.values())]))
+    except ShapeError:
+        packed_values(tree)  # raises for the one that cannot be packed, by name
+        raise
+
+
+def packed_values(tree: Tree) -> dict[str, bytes]:
+    """Each plain value. Raises CheckpointError for one that cannot be saved."""
+    return {name: _packed(tree, name, value) for name, value in tree.values.items()}
+
+
+def packed_groups(tree: Tree, shared: Sequence[tuple[int, Sequence[str]]]) -> list[Group]:
+    """The values that other ranks have as well; see `shared_names`."""
+    values = tree.values if shared else {}
+    try:
+        return [Group(number, names, pack([values[name] for name in names])) for number, names in shared]
+    except ShapeError:
+        packed_values(tree)  # raises for the one that cannot be packed, by name
+        raise
+
+
+def _packed(tree: Tree, name: str, value: Any) -> bytes:
+    try:
+        return pack(value)
+    except ShapeError as error:
+        raise CheckpointError(tree.operation, f"{name!r}: {error.problem}", error.remedy) from None
+
+
+def findings(tree: Tree) -> list[Any]:
+    """Of a state without tensors: values that nobody may have meant to save alone, if it is not empty; else nothing."""
+    if any(holds((torch.Tensor, np.ndarray), leaf) for leaf in tree.leaves.values() if not isinstance(leaf, PerRank)):
+        return [True, []]
+    return [bool(tree.leaves) and not tree.bare, tree.bare[:8]]
+
+
+def warn_of_no_tensor(found: Sequence[Sequence[Any]]) -> None:
+    """On rank 0: a save without weights that should have some is missed when it is too late."""
+    if any(is_meant for is_meant, _ in found):
+        return
+    names = ", ".join(map(repr, dict.fromkeys(name for _, names in found for name in names)))
+    what = f"only plain values ({names})" if names else "nothing"
+    warnings.warn(
+        f"There is no tensor in the state that is saved, {what}. Look whether the model's state is in it: "
+        "get_state_dict returns two dicts. Values that are to be saved alone may stand in Value.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def all_outlines(council: Council, outline: Outline, values: Mapping[str, bytes] | None = None) -> list[Outline]:
+    """Everybody's outline, where they differ (ranks with different parts of a model).
+
+    Raises CheckpointError where ranks have different plain values by one name, of those in `values`.
+    """
+
+    def decide(ballots: list[list[Any]]) -> tuple[list[Any], list[int]]:
+        refuse_differing(council.operation, [described for _, described in ballots])
+        return _shared([plain for plain, _ in ballots])
+
     unique: list[Any]
-    unique, places = council.agree(outline.to_plain, _shared)
+    unique, places = council.agree(lambda: [outline.to_plain(), described_values(values or {})], decide)
     outlines = [Outline.from_plain(plain) for plain in unique]
     return [outlines[place] for place in places]
 

@@ -80,7 +80,9 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
     except RuntimeError as error:
-        raise CheckpointError("set_training_state", f"{error}.", "Build the model as it was when it was saved.") from error
+        raise CheckpointError(
+            "set_training_state", f"{error}.", "Build the model as it was when it was saved."
+        ) from error
 
 
 def _set_options(group: dict[str, Any], members: Sequence[str], options: Sequence[dict[str, Any]]) -> None:

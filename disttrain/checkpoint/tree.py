@@ -1,25 +1,22 @@
 """A state as a flat list of named leaves, and back.
 
-Dicts with text keys are taken apart; a leaf's name is its keys joined by `/` (`~` and `/` within a key are written `~0`
-and `~1`, as in RFC 6901). Everything else is a leaf: a tensor, or a value that msgpack can carry.
+`taking_apart.py` makes the list. A leaf's name is its keys joined by `/` (`~` and `/` within a key are written `~0` and
+`~1`, as in RFC 6901); it is a tensor, or a value that msgpack can carry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name
 from disttrain.checkpoint.layout import Sharding, parts_at
 from disttrain.checkpoint.plan import Outline
-from disttrain.checkpoint.state import load_model_state, model_state
-from disttrain.checkpoint.stateful import PerRank, Stateful, Unfilled, Value, make_plain
+from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor import DTensor, Partial
 from disttrain.dtensor.shard_sizes import num_blocks
 from disttrain.errors import CheckpointError
@@ -44,6 +41,8 @@ class Tree:
     places: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
     openings: dict[str, Opening] = field(default_factory=dict)
     listeners: list[Callable[[], Any]] = field(default_factory=list)
+    bare: list[str] = field(default_factory=list)
+    """Names of values that stand in the state as they are: no Value or PerRank says that they are meant to."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -66,6 +65,16 @@ class Tree:
             [name for name, leaf in rest.items() if isinstance(leaf, PerRank)],
             same_as,
         )
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The plain values, which are to be alike on all ranks, in the order of names."""
+        leaves = {name: self.leaves[name] for name in sorted(self.leaves)}
+        return {
+            name: leaf.value if isinstance(leaf, Value) else leaf
+            for name, leaf in leaves.items()
+            if not isinstance(leaf, torch.Tensor | PerRank)
+        }
 
     def make_for(self, name: str) -> Make | None:
         """How to make a tensor for a leaf that the state does not have; None where no place is open for it."""
@@ -93,56 +102,6 @@ class Tree:
         return above or None
 
 
-def take_apart(operation: str, state: Mapping[str, Any]) -> Tree:
-    """The leaves of `state`; modules and Statefuls give theirs. Raises CheckpointError for what cannot be saved."""
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            operation, f"the state is a {type(state).__name__}, not a dict.", "Give each part a name."
-        )
-    tree = Tree(operation)
-    _descend(tree, "", state)
-    return tree
-
-
-def _descend(tree: Tree, prefix: str, node: dict[str, Any]) -> None:
-    for key, child in list(node.items()):
-        name = prefix + name_of([key])
-        if isinstance(child, nn.Module):
-            state = model_state(child)
-            tree.listeners.append(partial(load_model_state, child, state))
-            _descend(tree, name + "/", state)
-        elif isinstance(child, torch.optim.Optimizer):
-            raise CheckpointError(
-                tree.operation,
-                f"{name!r} is an optimizer, whose own state names parameters by number.",
-                "Give training_state(model, optimizers), which names them as the model does.",
-            )
-        elif not isinstance(child, dict | torch.Tensor) and isinstance(child, Stateful):
-            state = child.state_dict()
-            tree.listeners.append(partial(child.load_state_dict, state))
-            tree.openings[name] = Opening(partial(_itself, state), make_plain)
-            _descend(tree, name + "/", state)
-        elif isinstance(child, Unfilled):
-            tree.openings[name] = Opening(partial(_slot_root, node, key), child.make)
-        elif isinstance(child, dict) and all(isinstance(inner, str) for inner in child):
-            _descend(tree, name + "/", child)
-        else:
-            _check_leaf(tree.operation, name, child)
-            tree.leaves[name] = child
-            tree.places[name] = node, key
-
-
-def _itself(state: dict[str, Any]) -> dict[str, Any]:
-    return state
-
-
-def _slot_root(node: dict[str, Any], key: str) -> dict[str, Any]:
-    """The dict that has taken the place of an Unfilled."""
-    if isinstance(node[key], Unfilled):
-        node[key] = {}
-    return cast(dict[str, Any], node[key])
-
-
 def parts_of(name: str) -> list[str]:
     """The keys that a name joins."""
     return [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
@@ -151,29 +110,6 @@ def parts_of(name: str) -> list[str]:
 def name_of(keys: Iterable[str]) -> str:
     """The name of the leaf under these keys."""
     return "/".join(key.replace("~", "~0").replace("/", "~1") for key in keys)
-
-
-def _check_leaf(operation: str, name: str, leaf: Any) -> None:
-    if name == "__metadata__":
-        raise CheckpointError(operation, "the name '__metadata__' is safetensors' own.", "Rename the entry.")
-    if isinstance(leaf, torch.Tensor):
-        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
-            kind = "on the meta device" if leaf.is_meta else f"{leaf.layout}, quantized={leaf.is_quantized}"
-            raise CheckpointError(
-                operation,
-                f"tensor {name!r} is {kind}.",
-                "Give strided tensors with values (module.to_empty makes some).",
-            )
-    elif _has_dtensor(leaf):
-        raise CheckpointError(operation, f"the value {name!r} has a DTensor in it.", "Put it in a dict, under a name.")
-
-
-def _has_dtensor(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_dtensor, value))
-    if isinstance(value, dict):
-        return any(map(_has_dtensor, value.values()))
-    return isinstance(value, DTensor) or (isinstance(value, Value | PerRank) and _has_dtensor(value.value))
 
 
 def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:

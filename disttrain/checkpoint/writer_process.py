@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from disttrain.checkpoint.alike import Group, differing_groups, refuse_differing
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
 from disttrain.checkpoint.commit import check_names, check_target, commit, retire_old, temporary_folder
 from disttrain.checkpoint.image import Image, Written, file_name
@@ -129,11 +130,12 @@ class Writer:
                 nonlocal storage
                 storage = self._storage(name, arguments)
                 ready = [] if self._copies is None else self._copies.make_ready()
-                return [job.digest, job.target.path.name, ready]
+                values = [[group.number, group.digest()] for group in job.shared]
+                return [job.digest, job.target.path.name, values, ready]
 
-            def begin(ballots: list[list[Any]]) -> list[Any] | None:
+            def begin(ballots: list[list[Any]]) -> tuple[Any, list[int]] | None:
                 assert storage is not None
-                digests, names, ready = zip(*ballots, strict=True)
+                digests, names, values, ready = zip(*ballots, strict=True)
                 check_names(names)
                 _check_plans(digests)
                 self._store.delete_key(fate_key(job.number - 8))
@@ -141,12 +143,15 @@ class Writer:
                     return None
                 arrangement = [] if self._copies is None else arranged(ready)
                 held.enter_context(temporary_folder(storage, job.target))
-                return arrangement
+                return arrangement, differing_groups(values)
 
-            arrangement = self._assembly.agree(prepare, begin)
-            if arrangement is None:
+            begun = self._assembly.agree(prepare, begin)
+            if begun is None:
                 self._say(DROPPED, job.number)
                 return
+            arrangement, differing = begun
+            if differing:
+                self._compare_values([group for group in job.shared if group.number in differing])
             assert storage is not None
             if self._copies is not None:
                 self._copies.begin(arrangement)
@@ -154,6 +159,14 @@ class Writer:
             dying = self._write(job, storage)
         self._say(COMMITTED, job.number)
         remove_all(storage, dying)
+
+    def _compare_values(self, groups: list[Group]) -> None:
+        """Of values that are packed differently: raises CheckpointError, on all ranks, where they are not alike."""
+
+        def describe() -> dict[str, list[Any]]:
+            return {name: value for group in groups for name, value in group.described().items()}
+
+        self._assembly.agree(describe, lambda found: refuse_differing("async_save", found))
 
     def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
         """What `Portable.recipe` has described."""

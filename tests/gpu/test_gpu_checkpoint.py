@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, RngState, training_state, set_training_state
+from disttrain.checkpoint import Checkpointer, RngState, set_training_state, training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool

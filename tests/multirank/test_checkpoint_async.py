@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from disttrain import barrier, current_world, get_rank, get_world_size, init_device_mesh
-from disttrain.checkpoint import Checkpointer, PerRank, async_save, load
+from disttrain.checkpoint import Checkpointer, PerRank, Value, async_save, load
 from disttrain.checkpoint.session import Session, Turn
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import CheckpointError
@@ -71,7 +72,7 @@ def test_values_are_those_at_the_call(rank_pool: RankPool, tmp_path: Path, proto
 
 def save_to_memory() -> str:
     with Checkpointer("memory://runs") as checkpointer, pytest.raises(CheckpointError) as caught:
-        checkpointer.async_save(1, {"step": 1})
+        checkpointer.async_save(1, {"step": Value(1)})
     return str(caught.value)
 
 
@@ -271,8 +272,42 @@ def wait_for_end(process: int) -> None:
 def test_a_store_that_no_other_process_can_use_is_refused(tmp_path: Path) -> None:
     def body() -> str:
         with pytest.raises(CheckpointError) as raised:
-            async_save({"x": 1}, tmp_path / "save")
+            async_save({"x": Value(1)}, tmp_path / "save")
         return raised.value.problem
 
     for problem in run_threads(2, body):
         assert "no other process can use" in problem
+
+
+def save_what_differs(directory: str) -> list[str]:
+    told = []
+    checkpointer = Checkpointer(directory, keep=None)
+    checkpointer.async_save(1, state_of(1)).result(LIMIT_S)
+    # Those of one plan: nothing but the value tells them apart.
+    pending = checkpointer.async_save(2, {**state_of(2), "step": get_rank()})
+    assert pending.wait(LIMIT_S)
+    told.append(getattr(pending.failure(), "problem", "saved"))
+    with pytest.raises(CheckpointError) as raised:
+        checkpointer.async_save(3, state_of(3))
+    told.append(raised.value.problem)
+    # A part of the ranks has a value; its own plan, and its first save.
+    extra: dict[str, Any] = {"some": get_rank()} if get_rank() else {"order": 1}
+    with pytest.raises(CheckpointError) as raised:
+        checkpointer.async_save(4, {**state_of(4), **extra}).result(LIMIT_S)
+    told.append(raised.value.problem)
+    with pytest.raises(CheckpointError):
+        checkpointer.async_save(5, state_of(5))
+    order = dict.fromkeys([1, 2] if get_rank() else [2, 1], math.nan)
+    checkpointer.async_save(6, {**state_of(6), "order": Value(order)}).result(LIMIT_S)
+    checkpointer.close()
+    return [*told, str(checkpointer.latest())]
+
+
+def test_values_that_differ_fail_the_save_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    told = rank_pool.run(3, save_what_differs, {"directory": str(tmp_path)})
+    assert told[0] == told[1] == told[2]
+    problem = "values differ among ranks: 'step' is 0 on rank 0, 1 on rank 1, 2 on rank 2."
+    assert told[0][0] == problem
+    assert told[0][1].endswith(problem)
+    assert told[0][2:] == ["values differ among ranks: 'some' is 1 on rank 1, 2 on rank 2.", "6"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000006"]

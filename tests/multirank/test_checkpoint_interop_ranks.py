@@ -17,7 +17,7 @@ from disttrain import (
     init_device_mesh,
     init_process_group,
 )
-from disttrain.checkpoint import Checkpointer, PerRank, training_state, load, load_full, save, set_training_state
+from disttrain.checkpoint import Checkpointer, PerRank, load, load_full, save, set_training_state, training_state
 from disttrain.checkpoint.interop import (
     convert,
     load_dcp,

@@ -22,12 +22,12 @@ from disttrain.checkpoint import (
     Checkpointer,
     LocalStorage,
     RngState,
-    training_state,
     load,
     rng_state,
     save,
     set_training_state,
     spreading,
+    training_state,
 )
 from disttrain.checkpoint.storage import ReadableFile
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from disttrain import get_rank
-from disttrain.checkpoint import LocalStorage, load, save
+from disttrain.checkpoint import LocalStorage, Value, load, save
 from disttrain.checkpoint.agreement import Council
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.process_group import current_world
@@ -163,7 +163,7 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, ending: str) -> None:
 
 
 def test_names_that_one_rank_alone_lacks(tmp_path: Path) -> None:
-    save({"x": 1, "y": 2}, tmp_path / "save")
+    save({"x": Value(1), "y": Value(2)}, tmp_path / "save")
 
     def body() -> str:
         state = {"x": 0} if get_rank() else {"x": 0, "y": 0, "z": 0}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disttrain import barrier, get_rank, get_world_size, new_group
-from disttrain.checkpoint import load, save
+from disttrain.checkpoint import Value, load, save
 from disttrain.errors import CheckpointError
 from disttrain.process_group import current_world
 from disttrain.testing import run_threads
@@ -42,7 +42,7 @@ def test_the_default_group_is_every_rank_and_no_dist_is_one(tmp_path: Path) -> N
     def on_each_rank() -> None:
         state = {"w": torch.ones(2), f"own{get_rank()}": torch.ones(1)}
         save(state, checkpoint_id=tmp_path / "both", process_group=current_world("test").default_group)
-        save({"rank": get_rank()}, checkpoint_id=tmp_path / f"alone{get_rank()}", no_dist=True)
+        save({"rank": Value(get_rank())}, checkpoint_id=tmp_path / f"alone{get_rank()}", no_dist=True)
         part = new_group([get_rank()])
         with pytest.raises(CheckpointError, match="not the default group"):
             save(state, tmp_path / "part", process_group=part)

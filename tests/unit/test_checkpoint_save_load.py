@@ -67,7 +67,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
         "ratio": 0.1,
         "text": "ä/~",
         "raw": b"\x00\xff",
-        "list": [1, [2.5, "x"]],
+        "list": [1, [2.5, "x"], torch.arange(3)],
         "tuple": (1, (2, 3)),
         "numbers": {1: "one", 2: "two"},
         "dtype": torch.bfloat16,
@@ -83,6 +83,7 @@ def test_values_of_every_kind_come_back(tmp_path: Path) -> None:
     }
     save(values, tmp_path / "save")
     load(blank, tmp_path / "save")
+    assert blank["list"].pop().tolist() == values["list"].pop().tolist() == [0, 1, 2]
     assert blank == values
 
 
@@ -154,9 +155,9 @@ def test_data_are_aligned(tmp_path: Path) -> None:
 
 
 def test_a_save_is_never_overwritten(tmp_path: Path) -> None:
-    save({"x": 1}, tmp_path / "save")
+    save({"x": Value(1)}, tmp_path / "save")
     with pytest.raises(CheckpointError, match=r"save: .*/save is there already\. Save to a new place"):
-        save({"x": 2}, tmp_path / "save")
+        save({"x": Value(2)}, tmp_path / "save")
     loaded = {"x": 0}
     load(loaded, tmp_path / "save")
     assert loaded == {"x": 1}
@@ -260,7 +261,7 @@ def test_a_file_of_another_save_is_found(tmp_path: Path) -> None:
 
 def test_bytes_that_are_not_a_value_any_more_are_corrupt(tmp_path: Path) -> None:
     """Even under a right checksum."""
-    save({"v": 1}, tmp_path / "save")
+    save({"v": Value(1)}, tmp_path / "save")
     folder = tmp_path / "save"
     raw = bytearray((folder / "rank-00000.safetensors").read_bytes())
     raw[-1] = 0xC1  # msgpack never uses it

@@ -17,12 +17,12 @@ from disttrain.checkpoint import (
     Stateful,
     Unfilled,
     Value,
-    training_state,
     load,
     rng_state,
     save,
     set_rng_state,
     set_training_state,
+    training_state,
 )
 from disttrain.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.checkpoint import Checkpointer, LocalStorage
+from disttrain.checkpoint import Checkpointer, LocalStorage, Value
 from disttrain.errors import CheckpointError
 
 
@@ -53,7 +53,7 @@ def test_the_newest_saves_are_kept(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path / "new" / "runs", keep=2)
     assert checkpointer.latest() is None
     for step in (5, 10, 15):
-        checkpointer.save(step, {"step": step})
+        checkpointer.save(step, {"step": Value(step)})
     checkpointer.close()  # what is old is removed beside what comes next
     assert names_in(checkpointer.directory) == ["step-00000010", "step-00000015"]
     assert checkpointer.latest() == 15
@@ -69,14 +69,14 @@ def test_as_many_saves_are_kept_as_asked(tmp_path: Path, keep: int) -> None:
     """Also while there are fewer of them."""
     for step in range(1, 9):
         with Checkpointer(tmp_path, keep) as checkpointer:
-            checkpointer.save(step, {"step": step})
+            checkpointer.save(step, {"step": Value(step)})
         assert names_in(tmp_path) == [f"step-{kept:08d}" for kept in range(max(1, step - keep + 1), step + 1)]
 
 
 def test_a_save_of_an_older_step_stays(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=1)
     for step in (20, 10):
-        checkpointer.save(step, {"step": step})
+        checkpointer.save(step, {"step": Value(step)})
     checkpointer.close()
     assert names_in(tmp_path) == ["step-00000010"]
 
@@ -97,18 +97,18 @@ def test_a_save_does_not_wait_until_old_ones_are_removed(tmp_path: Path) -> None
     storage = SlowToRemove()
     with Checkpointer(tmp_path, keep=1, storage=storage) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"step": step})
+            checkpointer.save(step, {"step": Value(step)})
         assert len(names_in(tmp_path)) == 2
         assert checkpointer.latest() == 2
         storage.may_remove.set()
-        checkpointer.save(3, {"step": 3})
+        checkpointer.save(3, {"step": Value(3)})
     assert names_in(tmp_path) == ["step-00000003"]
 
 
 def test_all_saves_are_kept_when_asked(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, keep=None)
     for step in range(4):
-        checkpointer.save(step, {"step": step})
+        checkpointer.save(step, {"step": Value(step)})
     assert len(names_in(tmp_path)) == 4
 
 
@@ -122,7 +122,7 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.latest() is None
     with LocalStorage().hold(tmp_path / alive):
-        checkpointer.save(4, {"x": 1})
+        checkpointer.save(4, {"x": Value(1)})
         assert names_in(tmp_path) == [
             "mine.tmp-1",
             f"other.tmp-{'c' * 32}",
@@ -136,9 +136,9 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, {"x": 1})
+    checkpointer.save(1, {"x": Value(1)})
     with pytest.raises(CheckpointError, match="step-00000001 is there already"):
-        checkpointer.save(1, {"x": 2})
+        checkpointer.save(1, {"x": Value(2)})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_every_so_manieth_step_is_due(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, {"x": 1})
+    checkpointer.save(1, {"x": Value(1)})
     with pytest.raises(CheckpointError, match=r"has no save of step 2\. It has steps \[1\]"):
         checkpointer.load({"x": 0}, 2)
 

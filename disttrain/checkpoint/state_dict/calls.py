@@ -29,9 +29,9 @@ def get_state_dict(
     """The state dicts of a model and of its optimizers, by the names of parameters.
 
     The second is `{"state": {name: {"exp_avg": ..., ...}}, "param_groups": [{"params": [names], "lr": ..., ...}]}`, or
-    `{}` where there are no optimizers. An optimizer without a state takes a step with rates and gradients of zero first,
-    so that there is something to load into. Tensors are the model's and the optimizers' own, unless the options have
-    others made. `submodules`, of which alone the first is then, is deprecated.
+    `{}` where there are no optimizers. An optimizer without a state takes a step with rates and gradients of zero
+    first, so that there is something to load into. Tensors are the model's and the optimizers' own, unless the options
+    have others made. `submodules`, of which alone the first is then, is deprecated.
     Raises:  StateDictError for a parameter that is not the model's, or that two optimizers have.
     Collective with full_state_dict: every rank.
     """
@@ -116,9 +116,7 @@ def set_optimizer_state_dict(
         load_optimizers(model, listed, optim_state_dict, chosen)
 
 
-def _model_state(
-    model: nn.Module, options: StateDictOptions, submodules: Iterable[nn.Module] | None
-) -> dict[str, Any]:
+def _model_state(model: nn.Module, options: StateDictOptions, submodules: Iterable[nn.Module] | None) -> dict[str, Any]:
     if submodules:
         _warn_of_submodules()
     return model_state_dict(model, options, submodules)

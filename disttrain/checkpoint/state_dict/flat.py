@@ -15,7 +15,7 @@ _STATE = "state."
 _GROUPS = "param_groups."
 
 
-def is_flat(state: Mapping[str, Any]) -> bool:
+def is_flat(state: Mapping[Any, Any]) -> bool:
     return bool(state) and all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in state)
 
 

@@ -56,14 +56,15 @@ def load_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOpt
     Collective with broadcast_from_rank0: every rank.
     """
     own = model.state_dict(keep_vars=True)
-    key_of = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in own}
+    key_of: dict[Any, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in own}
     values = dict(state)
     if options.full_state_dict:
         device = _device_of(own.values())
 
-        def place(path: Path, tensor: torch.Tensor) -> torch.Tensor | None:
-            name = path[0]
-            return laid_as(own.get(key_of.get(name, name)), tensor, device) if len(path) == 1 else tensor
+        def place(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+            key = key_of.get(path[0]) if len(path) == 1 else None
+            like = None if key is None else own[key]
+            return laid_as(like, tensor, device)
 
         if options.broadcast_from_rank0:
             values = broadcast_whole(values, place, transport_device(device))

@@ -19,10 +19,18 @@ def canonical_name(model: nn.Module, name: str, modifiers: str = FQN_MODIFIERS) 
     parts = []
     module: nn.Module | None = model
     for part in name.replace(_CHECKPOINT_WRAPPER, "").split("."):
+        module = None if module is None else _named_child_or_itself(module, part, modifiers)
         if module is None or not _is_wrapper_of(module, part):
             parts.append(part)
-        module = None if module is None else _child(module, part, modifiers)
+        module = _module_in(module, part)
     return ".".join(parts)
+
+
+def _named_child_or_itself(module: nn.Module, part: str, modifiers: str) -> nn.Module:
+    """The module that has `part`: the child that keys leave out, where there is one."""
+    left_out = getattr(module, modifiers, None)
+    child = None if left_out is None else _module_in(module, left_out().get(part, ""))
+    return module if child is None else child
 
 
 def _is_wrapper_of(module: nn.Module, part: str) -> bool:
@@ -31,12 +39,8 @@ def _is_wrapper_of(module: nn.Module, part: str) -> bool:
     return part == "_orig_mod" and part in dict(module.named_children())
 
 
-def _child(module: nn.Module, part: str, modifiers: str) -> nn.Module | None:
-    renamed = getattr(module, modifiers, None)
-    hidden = None if renamed is None else renamed().get(part)
-    if hidden is not None and isinstance(getattr(module, hidden, None), nn.Module):
-        module = getattr(module, hidden)
-    child = getattr(module, part, None)
+def _module_in(module: nn.Module | None, name: str) -> nn.Module | None:
+    child = getattr(module, name, None)
     return child if isinstance(child, nn.Module) else None
 
 

@@ -97,7 +97,9 @@ def broadcast_whole(
             "Give whole tensors and plain values, as full_state_dict=True returns them.",
             rank=own_rank(),
         )
-    kept = [place(tuple(path), _sent(tensors, at, shape, dtype, device)) for at, (path, shape, dtype) in enumerate(rows)]
+    kept = [
+        place(tuple(path), _sent(tensors, at, shape, dtype, device)) for at, (path, shape, dtype) in enumerate(rows)
+    ]
     return dict(_filled(skeleton, kept))
 
 
