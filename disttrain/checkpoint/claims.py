@@ -30,8 +30,7 @@ import xxhash
 
 from disttrain.checkpoint.folders import CLAIM
 from disttrain.checkpoint.locks import UNNAMED
-from disttrain.checkpoint.manifest import read_small
-from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
+from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, read_small
 from disttrain.errors import CheckpointError
 
 _OWNER = "owner.json"

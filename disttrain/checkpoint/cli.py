@@ -12,7 +12,8 @@ from typing import Any
 
 from disttrain.checkpoint.folders import TEMPORARY, remove_leftovers, set_aside, steps
 from disttrain.checkpoint.listings import described_folder, described_save, folder_text, save_text
-from disttrain.checkpoint.manifest import MANIFEST, read_manifest
+from disttrain.checkpoint.manifest import MANIFEST
+from disttrain.checkpoint.manifest_reading import read_manifest
 from disttrain.checkpoint.progress import progress, speed_text
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, locate
 from disttrain.checkpoint.verifying import find_damage, total_bytes
@@ -62,7 +63,14 @@ def _verify(options: argparse.Namespace) -> int:
     folders = [path] if MANIFEST in storage.names(path) else list(steps(storage, path).values()) or [path]
     num_wrong = 0
     for folder in folders:
-        manifest = read_manifest(storage, folder)
+        try:
+            manifest = read_manifest(storage, folder)
+        except CheckpointCorruptError as error:
+            # The others are looked at all the same.
+            write(f"{folder}: {error.problem}")
+            write(f"{folder}: damaged")
+            num_wrong += 1
+            continue
         start_s, num_bytes = time.monotonic(), total_bytes(manifest)
         with progress(f"verifying {folder.name}", num_bytes) as advance:
             damage = find_damage(storage, folder, manifest, advance, options.threads)

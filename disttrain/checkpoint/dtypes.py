@@ -34,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of that name. Raises CheckpointError when this torch has none."""
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise CheckpointError("load", f"dtype {name!r} is unknown to torch {torch.__version__}.", "Use a newer torch.")
     return dtype
 

@@ -75,13 +75,19 @@ def _fetch(pieces: Sequence[Piece]) -> Fetch:
 
 
 def _pieces(reads: Sequence[Read], block_bytes: int, max_blocks: int) -> Iterator[Piece]:
-    for _, of_chunk in itertools.groupby(reads, key=lambda read: (read.chunk.file, read.chunk.offset)):
+    for _, of_chunk in itertools.groupby(reads, key=_chunk_of):
         mine = tuple(of_chunk)
         chunk = mine[0].chunk
         for first, last in _block_ranges(mine, block_bytes):
             for begin in range(first, last, max_blocks):
                 end = min(begin + max_blocks, last)
                 yield Piece(chunk, begin * block_bytes, min(end * block_bytes, chunk.num_bytes), mine)
+
+
+def _chunk_of(read: Read) -> tuple[object, ...]:
+    """Equal for reads of one chunk; other formats may have several that begin at one place."""
+    chunk = read.chunk
+    return chunk.file, chunk.offset, chunk.num_bytes, chunk.box, read.dtype
 
 
 def _block_ranges(reads: Sequence[Read], block_bytes: int) -> list[tuple[int, int]]:

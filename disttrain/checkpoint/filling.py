@@ -5,15 +5,17 @@ What several ranks want alike, one of them reads for all, where they have a proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.manifest import Chunk, Manifest
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import Outline, plan_load
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.saving import all_outlines, digest_of
@@ -22,7 +24,7 @@ from disttrain.checkpoint.sharing import plan_shared, shared_boxes
 from disttrain.checkpoint.spreading import Spreading
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.tree import Tree, local_parts, sharding_of
-from disttrain.errors import CheckpointCorruptError
+from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError
 
 
 @dataclass
@@ -111,8 +113,23 @@ def _made(manifest: Manifest, tree: Tree) -> dict[str, torch.Tensor]:
         make = None if name in tree.leaves else tree.make_for(name)
         saved = manifest.tensor_named(name)
         if make is not None and saved is not None:
-            made[name] = make(name.rpartition("/")[2], saved.shape, dtype_named(saved.dtype))
+            made[name] = allocated(partial(make, name.rpartition("/")[2]), name, saved)
     return made
+
+
+def allocated(
+    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], name: str, saved: SavedTensor
+) -> torch.Tensor:
+    """An uninitialised tensor for a saved one. Raises CheckpointError where there is no memory for it."""
+    dtype = dtype_named(saved.dtype)
+    try:
+        return make(saved.shape, dtype)
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, DisttrainError):
+            raise
+        num_bytes = math.prod(saved.shape) * dtype.itemsize
+        problem = f"there is no memory for the {num_bytes} bytes of {name!r}: {error}."
+        raise CheckpointError("load", problem, "Load it on more ranks, or a part of it.") from error
 
 
 def _known(manifest: Manifest, tree: Tree, left_alone: set[str]) -> dict[str, torch.Tensor]:

@@ -114,7 +114,12 @@ def compare(tree: Tree, manifest: Manifest, rules: Rules) -> Misfits:
     # A tied tensor is filled under whichever of its names the save has.
     filled = {id(tensor) for name, tensor in tree.tensors.items() if name in saved}
     found = Misfits(
-        [name for name, leaf in tree.leaves.items() if name not in saved and id(leaf) not in filled],
+        [
+            name
+            for name, leaf in tree.leaves.items()
+            # An empty dict wants nothing; saves had no place for them once.
+            if name not in saved and id(leaf) not in filled and not (isinstance(leaf, dict) and not leaf)
+        ],
         [name for name in saved if name not in tree.leaves and tree.make_for(name) is None],
         {},
         [],

@@ -7,6 +7,7 @@ which is there as a whole or not at all. What dies before leaves objects that no
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -27,7 +28,10 @@ _INSTEAD = "Use `save`, or a file system that strings and numbers describe, such
 class _RemoteFile:
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
-        self.num_bytes = int(system.size(path))
+        found = system.info(path)
+        if found["type"] != "file":
+            raise OSError(errno.EINVAL, f"It is no file, but of type {found['type']!r}", path)
+        self.num_bytes = int(found["size"])
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         if not len(buffer):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.folders import CLAIM, TEMPORARY
-from disttrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from disttrain.checkpoint.manifest import MANIFEST, Manifest
+from disttrain.checkpoint.manifest_reading import read_manifest
 from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
 from disttrain.checkpoint.verifying import all_chunks
 from disttrain.console import size_text, table

@@ -11,7 +11,8 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.filling import Loaded, fill
 from disttrain.checkpoint.fits import LoadReport, Misfit, Misfits, Rename, Rules, compare, judge, report_of, with_names
-from disttrain.checkpoint.manifest import Manifest, read_manifest
+from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.manifest_reading import read_manifest
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.storage import Readable, Storage, locate
 from disttrain.checkpoint.taking_apart import take_apart

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,14 +22,28 @@ DIRECT_BYTES = 1 << 19
 """Smaller requests go through the cache, where other ranks of the node may find them again."""
 
 
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
 class LocalFile:
     """An open file; any thread may read."""
 
     def __init__(self, path: Path) -> None:
-        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Raises OSError, also for what is no file: a pipe would have whoever opens it wait for its other end."""
+        self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         self._direct: int | None = None
         self._refuses = False
-        self.num_bytes = os.fstat(self._cached).st_size
+        status = os.fstat(self._cached)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._cached)
+            raise OSError(errno.EINVAL, f"It is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}", str(path))
+        self.num_bytes = status.st_size
         if self.num_bytes >= DIRECT_BYTES:
             try:
                 self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)

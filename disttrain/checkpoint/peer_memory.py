@@ -17,7 +17,8 @@ from typing import Any
 import xxhash
 
 from disttrain.checkpoint.keepers import Holding, KeptName
-from disttrain.checkpoint.manifest import MANIFEST, decode, plain_name
+from disttrain.checkpoint.manifest import MANIFEST, plain_name
+from disttrain.checkpoint.manifest_reading import decode
 from disttrain.errors import CheckpointError
 from disttrain.settings import LOCAL_WORLD_SIZE, MEMORY_DIR
 

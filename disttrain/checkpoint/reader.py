@@ -65,7 +65,8 @@ class Reader:
     def bring(self, files: OpenFiles, fetch: Fetch, data: memoryview) -> None:
         """Fill `data` with what is fetched, verified. Any thread may call it."""
         with files.use(fetch.file) as file:
-            num_read = file.read_at(fetch.start, data)
+            with self.readable(fetch.file):
+                num_read = file.read_at(fetch.start, data)
             for piece in fetch.pieces:
                 begin = piece.offset - fetch.start
                 end = begin + piece.stop - piece.start
@@ -88,7 +89,7 @@ class Reader:
         """The value that was packed."""
         try:
             return unpack(data)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # whatever comes of bytes that nobody packed
             raise CheckpointError(
                 "load",
                 f"the value {name!r} of {self.folder / file_name} cannot be unpacked: {type(error).__name__} {error}.",
@@ -99,10 +100,8 @@ class Reader:
     def opened(self, name: str) -> Iterator[ReadableFile]:
         saved = self._manifest.files[name]
         with ExitStack() as stack:
-            try:
+            with self.readable(name):
                 file = stack.enter_context(self.storage.open_file(self.folder / name))
-            except FileNotFoundError:
-                raise CheckpointCorruptError("load", f"{self.folder / name} is missing.", _REMEDY) from None
             if file.num_bytes != saved.num_bytes:
                 raise CheckpointCorruptError(
                     "load", f"{self.folder / name} has {file.num_bytes} bytes, {saved.num_bytes} were saved.", _REMEDY
@@ -111,8 +110,20 @@ class Reader:
             self._read_chunk(file, "the header", header, memoryview(bytearray(saved.header_bytes)))
             yield file
 
+    @contextmanager
+    def readable(self, name: str) -> Iterator[None]:
+        """Has errors of the file system say which file of a save cannot be read."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointCorruptError("load", f"{self.folder / name} is missing.", _REMEDY) from None
+        except OSError as error:
+            problem = f"{self.folder / name} cannot be read: {error}."
+            raise CheckpointCorruptError("load", problem, _UNREADABLE) from error
+
     def _read_chunk(self, file: ReadableFile, name: str, chunk: Chunk, data: memoryview) -> None:
-        num_read = file.read_at(chunk.offset, data)
+        with self.readable(chunk.file):
+            num_read = file.read_at(chunk.offset, data)
         self._verify(name, chunk, 0, data, num_read == len(data))
 
     def _verify(self, name: str, chunk: Chunk, start: int, data: memoryview, is_whole: bool) -> None:
@@ -169,3 +180,4 @@ def devices_caught_up(targets: Targets) -> Iterator[None]:
 
 
 _REMEDY = "Load another save; this one was damaged after it was written."
+_UNREADABLE = "Load another save, or look after the file system."

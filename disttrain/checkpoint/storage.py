@@ -145,6 +145,14 @@ class LocalStorage:
         return not path.exists()
 
 
+def read_small(storage: Readable, path: Path) -> bytes:
+    """All of a file. Errors are OSError."""
+    with storage.open_file(path) as file:
+        data = bytearray(file.num_bytes)
+        num_read = file.read_at(0, memoryview(data))
+    return bytes(data[:num_read])
+
+
 def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, Path]:
     """Where `path` is: in `storage` if there is one, where a URL such as `s3://bucket/runs` says, else among files.
 

@@ -32,10 +32,9 @@ def _descend(tree: Tree, prefix: str, node: dict[Any, Any], *, is_bare: bool) ->
     for key, child in list(node.items()):
         if not isinstance(key, str):
             where = f"{prefix[:-1]!r}" if prefix else "the state"
+            problem = f"{where} has the key {key!r} ({type(key).__name__}); keys must be text, they become names."
             raise CheckpointError(
-                tree.operation,
-                f"{where} has the key {key!r}, a {type(key).__name__}; the keys of what has a name are text.",
-                f"Write {str(key)!r}, or wrap a dict without tensors in Value.",
+                tree.operation, problem, f"Write {str(key)!r}, or wrap a dict without sharded tensors in Value."
             )
         name = prefix + name_of([key])
         if isinstance(child, torch.Tensor):

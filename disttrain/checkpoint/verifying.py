@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor, block_checksums
+from disttrain.checkpoint.manifest import Chunk, Manifest, block_checksums
 from disttrain.checkpoint.storage import Storage
 
 _PIECE_BYTES = 8 << 20
@@ -37,7 +36,7 @@ def find_damage(
 
     `advance` is told, by any thread, how many more bytes have been read.
     """
-    damage = [sentence for name, tensor in manifest.tensors.items() for sentence in _gaps(name, tensor)]
+    damage: list[str] = []
     whole = []
     for name, saved in manifest.files.items():
         try:
@@ -45,6 +44,9 @@ def find_damage(
                 found_bytes = file.num_bytes
         except FileNotFoundError:
             damage.append(f"{name} is missing.")
+            continue
+        except OSError as error:
+            damage.append(f"{name} cannot be read: {error}.")
             continue
         if found_bytes == saved.num_bytes:
             whole.append(name)
@@ -82,16 +84,6 @@ def all_chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk]]:
     for name, by_rank in manifest.per_rank.items():
         for chunk in by_rank.values():
             yield name, chunk
-
-
-def _gaps(name: str, tensor: SavedTensor) -> Iterator[str]:
-    num_elements = sum(chunk.box.num_elements for chunk in tensor.chunks)
-    if num_elements != math.prod(tensor.shape):
-        yield f"{name} has chunks for {num_elements} of its {math.prod(tensor.shape)} elements."
-    whole = Box.whole(tensor.shape)
-    for chunk in tensor.chunks:
-        if len(chunk.box.shape) != len(tensor.shape) or whole.intersection(chunk.box) != chunk.box:
-            yield f"{name} has a chunk of {chunk.box.shape} at {chunk.box.origin}, outside of {tensor.shape}."
 
 
 def _pieces(manifest: Manifest) -> Iterator[_Piece]:

@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, decode, encode
+from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, encode
+from disttrain.checkpoint.manifest_reading import decode
+from disttrain.checkpoint.manifest_rules import ITEM_BYTES, have_overlap
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
-SIZES = st.integers(0, 1 << 50)
 FILE = "rank-00000.safetensors"
 
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
+    """One that makes sense: of a tensor cut into rows, say, whose chunks lie one after the other in the file."""
     block_bytes = 1 << draw(st.integers(3, 20))
+    end = 64
 
-    def chunk(num_dims: int = 1) -> Chunk:
-        num_blocks = draw(st.integers(0, 3))
-        origin = tuple(draw(st.lists(SIZES, min_size=num_dims, max_size=num_dims)))
-        return Chunk(
-            FILE,
-            64,
-            num_blocks * block_bytes,
-            Box(origin, origin),
-            draw(st.binary(min_size=8, max_size=8)) * num_blocks,
-        )
+    def chunk(box: Box, item_bytes: int) -> Chunk:
+        nonlocal end
+        offset, num_bytes = end + draw(st.integers(0, 9)), box.num_elements * item_bytes
+        end = offset + num_bytes
+        num_blocks = -(-num_bytes // block_bytes)
+        return Chunk(FILE, offset, num_bytes, box, draw(st.binary(min_size=8, max_size=8)) * num_blocks)
 
-    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+    def value() -> Chunk:
+        return chunk(Box.whole((draw(st.integers(0, 300)),)), 1)
+
+    def tensor() -> SavedTensor:
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        most = draw(st.integers(1, 30))
+        boxes = [box for box in Box.whole(shape).split(most) if box.num_elements]
+        return SavedTensor(shape, "bfloat16", tuple(chunk(box, 2) for box in boxes))
+
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), unique=True, max_size=7))
+    names = [name for name in names if name not in ("w", "tied")]
     return Manifest(
         save_id="id",
         world_size=draw(st.integers(1, 9)),
         made_by="a test",
-        files={FILE: SavedFile(1 << 40, 64, b"12345678")},
-        tensors={
-            name: SavedTensor(shape, "bfloat16", (chunk(len(shape)), chunk(len(shape))))
-            for name in {"w", *draw(st.sets(names, max_size=3))}
-            for shape in [tuple(draw(st.lists(SIZES, max_size=3)))]
-        },
-        values={name: chunk() for name in draw(st.sets(names, max_size=2))},
-        per_rank={name: {0: chunk(), 11: chunk()} for name in draw(st.sets(names, max_size=2))},
+        tensors={name: tensor() for name in ["w", *names[:3]]},
+        values={name: value() for name in names[3:5]},
+        per_rank={name: {0: value(), 11: value()} for name in names[5:]},
+        files={FILE: SavedFile(end + draw(st.integers(0, 9)), 64, b"12345678" * -(-64 // block_bytes))},
         same_as={"tied": "w"},
         block_bytes=block_bytes,
     )
@@ -124,7 +134,7 @@ def test_chunks_lie_within_their_files(change: dict[str, object]) -> None:
     content = json.loads(encode(manifest))["content"]
     assert decode(sealed(content), "m") == manifest
     content["values"]["v"].update(change)
-    with pytest.raises(CheckpointError, match="lacks or misspells"):
+    with pytest.raises(CheckpointError, match=r"lacks or misspells|contradicts itself"):
         decode(sealed(content), "m")
 
 
@@ -140,3 +150,69 @@ def test_checksums_are_per_block() -> None:
     checksums = block_checksums(data, 4)
     assert checksums == b"".join(xxhash.xxh3_64(data[start : start + 4]).digest() for start in (0, 4, 8))
     assert block_checksums(memoryview(b""), 4) == b""
+
+
+def test_item_sizes_are_torchs() -> None:
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert {dtype_name(dtype): dtype.itemsize for dtype in found} == ITEM_BYTES
+
+
+@given(st.data())
+@settings(max_examples=50)
+def test_overlaps_are_found(data: st.DataObject) -> None:
+    shape = data.draw(st.tuples(*[st.integers(1, 5)] * data.draw(st.integers(0, 3))))
+    boxes = list(Box.whole(shape).split(data.draw(st.integers(1, 9))))
+    for _ in range(data.draw(st.integers(0, 2))):
+        origin = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(data.draw(st.integers(1, size - start)) for start, size in zip(origin, shape, strict=True))
+        boxes[data.draw(st.integers(0, len(boxes) - 1))] = Box(origin, sizes)
+    expected = any(one.intersection(other) for one, other in itertools.combinations(boxes, 2))
+    assert have_overlap(boxes) == expected
+
+
+def make_sense(change: Callable[[dict[str, Any]], Any]) -> None:
+    """Decode a manifest of a tensor in two chunks after a change, under a right checksum."""
+    rows = [Chunk(FILE, 64 + 8 * at, 8, Box((at, 0), (1, 2)), b"12345678") for at in range(2)]
+    file = SavedFile(80, 64, b"12345678")
+    tensors = {"w": SavedTensor((2, 2), "float32", tuple(rows)), "e": SavedTensor((0, 3), "float32", ())}
+    content = json.loads(encode(Manifest("id", 1, "a test", {FILE: file}, tensors, {}, {})))["content"]
+    change(content)
+    decode(sealed(content), "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda c: c["tensors"]["w"].update(shape=[200, 2]), "'w' has chunks for 4 of its 400 elements"),
+        (lambda c: c["tensors"]["w"]["chunks"][0].update(shape=[1, 1]), "a chunk of 1 elements in 8 bytes"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(origin=[0, 0]), "chunks that lie over each other"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(origin=[1, 1]), r"a chunk of \[1, 2\] at \[1, 1\], not in it"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(offset=68), "begins within what is before it"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(offset=76), "goes beyond the end"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(offset=True), "lacks or misspells the count True"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(offset=72.0), r"the count 72\.0"),
+        (lambda c: c["tensors"]["w"]["chunks"][1].update(file=["x"]), "which is no str"),
+        (lambda c: c["tensors"]["w"].update(dtype="float64"), "a chunk of 2 elements in 8 bytes"),
+        (lambda c: c["tensors"]["w"].update(shape={}), "{}, which is no list"),
+        (lambda c: c["tensors"]["e"].update(shape=[0, 10**30]), "no tensor has the shape"),
+        (lambda c: c["tensors"]["e"].update(shape=[0, 1 << 62]), "no tensor has the shape"),
+        (lambda c: c["tensors"]["e"].update(shape=[0] * 65), "no tensor has the shape"),
+        (lambda c: c["files"][FILE].update(checksums=""), "the header of .* has 0 bytes of checksums"),
+        (lambda c: c["files"][FILE].update(header_bytes=1 << 60), "the header of"),
+        (lambda c: c["files"].update({"a\0": c["files"][FILE]}), "file name 'a"),
+        (lambda c: c.update(block_bytes=0), "its blocks have 0 bytes"),
+        (lambda c: c.update(block_bytes=1 << 70), "its blocks have"),
+        (lambda c: c.update(block_bytes=9), "the header of|cut elements of 'w'"),
+        (lambda c: c.update(version=True), "has version True"),
+        (lambda c: c.update(values={"w": c["tensors"]["w"]["chunks"][0]}), "'w' is there twice"),
+        (lambda c: c.update(values={"\ud800": c["tensors"]["w"]["chunks"][0]}), "is no text"),
+        (lambda c: c.update(per_rank={"p": {}}), "a value per rank of no rank"),
+        (lambda c: c.update(per_rank={"p": {"01": c["tensors"]["w"]["chunks"][0]}}), "the rank '01'"),
+        (lambda c: c.update(same_as={"t": "none"}), "'t' is the same as 'none', which is no tensor"),
+        (lambda c: c.update(same_as=[["t", "w"]]), "lacks or misspells"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(change: Callable[[dict[str, Any]], Any], sentence: str) -> None:
+    make_sense(lambda content: None)
+    with pytest.raises(CheckpointError, match=sentence):
+        make_sense(change)

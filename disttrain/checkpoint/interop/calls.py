@@ -102,7 +102,7 @@ def save_safetensors(
     Collective: every rank of the default world, or one process without a world.
     """
     storage, target = locate(path, storage)
-    save_as(Council("save_safetensors"), state_dict, target, storage, _safetensors(max_file_bytes))
+    save_as(Council("save_safetensors"), _without_empty(state_dict), target, storage, _safetensors(max_file_bytes))
 
 
 def convert(
@@ -162,6 +162,14 @@ def _load(
 ) -> LoadReport:
     found, folder = locate(path, storage)
     return load_source(Council(operation), state, lambda: opened(found, folder), rules)
+
+
+def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
+    """Without empty dicts, which have no place among tensors and of which nothing is lost."""
+    if type(state) is not dict:
+        return state
+    inner = {key: _without_empty(value) if type(value) is dict else value for key, value in state.items()}
+    return {key: value for key, value in inner.items() if type(value) is not dict or value}
 
 
 def _safetensors(max_file_bytes: int) -> SafetensorsFormat:

@@ -19,9 +19,9 @@ from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.torch_zip import Archive
 from disttrain.checkpoint.loading import Source
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor, plain_name, read_small
+from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor, plain_name
 from disttrain.checkpoint.plan import Read
-from disttrain.checkpoint.storage import ReadableFile, Storage
+from disttrain.checkpoint.storage import ReadableFile, Storage, read_small
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError
 

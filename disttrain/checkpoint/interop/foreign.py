@@ -58,10 +58,8 @@ class ForeignReader(Reader):
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadableFile]:
         with ExitStack() as stack:
-            try:
+            with self.readable(name):
                 file = stack.enter_context(self.storage.open_file(self.folder / name))
-            except FileNotFoundError:
-                raise CheckpointError("load", f"{self.folder / name} is missing.", "Load another save.") from None
             yield file
 
     def read_tensors(self, reads: Sequence[Read], targets: Targets) -> None:

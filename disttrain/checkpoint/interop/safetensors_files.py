@@ -16,8 +16,8 @@ from disttrain.checkpoint.dtypes import dtype_named, dtype_of_safetensors
 from disttrain.checkpoint.interop.foreign import ForeignReader, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.loading import Source
-from disttrain.checkpoint.manifest import MANIFEST, Chunk, SavedTensor, plain_name, read_small
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.manifest import MANIFEST, Chunk, SavedTensor, plain_name
+from disttrain.checkpoint.storage import Storage, read_small
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError
 
