@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,21 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from disttrain.checkpoint.comparing import compared_bytes  # needs torch
     from disttrain.checkpoint.interop.calls import convert, open_any  # needs torch
+    from disttrain.checkpoint.interop.choosing import choose  # needs torch
 
-    start_s, num_bytes = time.monotonic(), compared_bytes(open_any(options.source))
+    source, start_s = open_any(options.source), time.monotonic()
+    chosen, left_out = choose(source.manifest, options.to, options.only, options.without)
+    num_bytes = compared_bytes(replace(source, manifest=chosen))
     with progress(f"converting to {options.to}", num_bytes) as advance:
-        convert(options.source, options.target, options.to, max_file_bytes=options.max_file_bytes, advance=advance)
+        convert(
+            options.source, options.target, options.to, only=options.only, without=options.without,
+            max_file_bytes=options.max_file_bytes, advance=advance,
+        )  # fmt: skip
     write(f"{options.target}: {options.to}; {speed_text(num_bytes, time.monotonic() - start_s)}")
+    if left_out:
+        more = f" and {len(left_out) - 8} more" if len(left_out) > 8 else ""
+        parts = ", ".join(left_out[:8]) + more
+        write(f"{options.target}: without {parts}; --only and --without say what else")
     return 0
 
 
@@ -167,6 +178,14 @@ def _parser() -> Parser:
     converting.add_argument("--to", required=True, choices=("disttrain", "dcp", "safetensors"))
     converting.add_argument(
         "--max-file-bytes", type=_count, default=5_000_000_000, metavar="N", help="how large a safetensors file gets"
+    )
+    converting.add_argument(
+        "--only", action="append", default=[], metavar="NAME",
+        help="take this part alone, such as model, or names like a pattern; may be repeated; default for safetensors, "
+        "which hold tensors alone: model, where there is more",
+    )  # fmt: skip
+    converting.add_argument(
+        "--without", action="append", default=[], metavar="NAME", help="leave this part out, such as optimizer"
     )
     removing = command("gc", "remove what dead saves left in a folder", "path")
     removing.add_argument("--keep", type=_count, metavar="N", help="remove all but the N newest steps, too")

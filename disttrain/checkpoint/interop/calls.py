@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
+from disttrain.checkpoint.interop.choosing import choose
 from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
 from disttrain.checkpoint.interop.dcp_writing import DcpFormat
 from disttrain.checkpoint.interop.exporting import Advance, Format, export, save_as
@@ -110,12 +112,19 @@ def convert(
     target: str | Path,
     to: FormatName,
     *,
+    only: str | Iterable[str] = (),
+    without: str | Iterable[str] = (),
     max_file_bytes: int = MAX_FILE_BYTES,
     advance: Advance = lambda num_bytes: None,
-) -> None:
+) -> tuple[str, ...]:
     """Write what is saved at `source`, in whichever format, to the new folder `target`.
 
     Holds a tensor, or a file of small ones, at a time. `advance` hears how many more bytes are written.
+    Args:    only, without  what of the save: names, what names begin with ("optimizer"), or patterns. For safetensors,
+                            which hold tensors alone, it is the part "model" where nothing is said and there is more;
+                            names then begin below it, and so for any one part.
+    Returns: which parts were left out.
+    Raises:  CheckpointError for what the format has no place for, and for parts that are not there.
     Collective: every rank of the default world, or one process without a world.
     """
     storage, folder = locate(target)
@@ -128,7 +137,17 @@ def convert(
     }
     if to not in forms:
         raise CheckpointError("convert", f"there is no format {to!r}.", f"There are {', '.join(FORMATS)}.")
-    export(council, lambda: open_any(source), folder, storage, forms[to](), advance)
+    parts = [(name,) if isinstance(name, str) else tuple(name) for name in (only, without)]
+    left_out: tuple[str, ...] = ()
+
+    def open_chosen() -> Source:
+        nonlocal left_out
+        opened = open_any(source)
+        chosen, left_out = choose(opened.manifest, to, *parts)
+        return replace(opened, manifest=chosen)
+
+    export(council, open_chosen, folder, storage, forms[to](), advance)
+    return left_out
 
 
 def open_any(path: str | Path) -> Source:

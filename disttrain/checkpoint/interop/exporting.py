@@ -131,6 +131,11 @@ def refuse_values_per_rank(operation: str, manifest: Manifest) -> None:
     """Raise CheckpointError where there are values that each rank has its own of."""
     if manifest.per_rank:
         name = next(iter(manifest.per_rank))
-        raise CheckpointError(
-            operation, f"{name!r} is a value per rank, which that format does not know.", "Leave it out."
-        )
+        problem = f"{name!r} is a value per rank, which that format does not know."
+        raise CheckpointError(operation, problem, leave_out(name))
+
+
+def leave_out(name: str) -> str:
+    """The remedy for what a format has no place for."""
+    part = name.partition("/")[0]
+    return f"Leave it out; of a save that is converted: --without {part} (in Python without={part!r})."

@@ -12,7 +12,7 @@ import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named, is_safetensors_dtype, safetensors_entry
-from disttrain.checkpoint.interop.exporting import Advance, read_box
+from disttrain.checkpoint.interop.exporting import Advance, leave_out, read_box
 from disttrain.checkpoint.interop.names import dotted, dotted_names
 from disttrain.checkpoint.interop.safetensors_files import INDEX
 from disttrain.checkpoint.loading import Source
@@ -66,9 +66,8 @@ def _check(manifest: Manifest) -> None:
     dotted_names(manifest.tensors)
     others = [*manifest.values, *manifest.per_rank]
     if others:
-        raise CheckpointError(
-            "save_safetensors", f"{others[0]!r} is no tensor, which is all that safetensors hold.", "Leave it out."
-        )
+        problem = f"{others[0]!r} is no tensor, which is all that safetensors hold."
+        raise CheckpointError("save_safetensors", problem, leave_out(others[0]))
     for name, tensor in manifest.tensors.items():
         if not is_safetensors_dtype(tensor.dtype):
             raise CheckpointError(
