@@ -145,6 +145,24 @@ def test_several_optimizers_are_one_state_and_may_be_cut_otherwise() -> None:
             ours.set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
 
 
+@pytest.mark.parametrize("options", ["plain", "flat", "full"])
+def test_optimizers_without_a_state(options: str) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    chosen = ours.StateDictOptions(**OPTIONS[options])
+    first = [torch.optim.SGD([model.scale], lr=0.5), torch.optim.SGD(model.inner.parameters(), lr=0.25)]
+    state = ours.get_optimizer_state_dict(model, first, options=chosen)
+    again = [torch.optim.SGD(model.inner.parameters()), torch.optim.SGD([model.scale])]
+    ours.set_optimizer_state_dict(model, again, state, options=chosen)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in again] == [0.25, 0.5]
+    assert [len(optimizer.state) for optimizer in again] == [0, 0]
+    adam = torch.optim.Adam([model.scale], betas=(0.5, 0.75))
+    state = ours.get_optimizer_state_dict(model, adam, options=chosen)
+    other = torch.optim.Adam([model.scale])
+    ours.set_optimizer_state_dict(model, other, state, options=chosen)
+    assert other.param_groups[0]["betas"] == (0.5, 0.75)
+
+
 def test_a_wrapped_model_has_the_names_of_the_plain_one() -> None:
     model, optimizer = make("adamw")
     expected = plain(ours.get_state_dict(model, optimizer))
