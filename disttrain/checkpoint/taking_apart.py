@@ -37,8 +37,10 @@ def _descend(tree: Tree, prefix: str, node: dict[Any, Any], *, is_bare: bool) ->
                 tree.operation, problem, f"Write {str(key)!r}, or wrap a dict without sharded tensors in Value."
             )
         name = prefix + name_of([key])
-        if isinstance(child, torch.Tensor):
+        if isinstance(child, torch.Tensor | Value):
             _add_leaf(tree, name, node, key)
+        elif type(child) is dict and child and all(isinstance(inner, str) for inner in child):
+            _descend(tree, name + "/", child, is_bare=is_bare)
         elif _is_own_of_each_rank(child):
             _take_own(tree, name, child)
         elif _gives_its_state(child):
@@ -59,7 +61,7 @@ def _descend(tree: Tree, prefix: str, node: dict[Any, Any], *, is_bare: bool) ->
             _descend(tree, name + "/", child, is_bare=is_bare)
         else:
             _add_leaf(tree, name, node, key)
-            if is_bare and not isinstance(child, Value | PerRank) and not holds(torch.Tensor, child):
+            if is_bare and not isinstance(child, PerRank) and not holds(torch.Tensor, child):
                 tree.bare.append(name)
 
 

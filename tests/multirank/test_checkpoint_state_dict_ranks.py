@@ -134,6 +134,26 @@ def compare_with_torch() -> None:
         assert found[0] == found[1], flags
 
 
+def wrap_in_ddp() -> None:
+    import torch.distributed.checkpoint.state_dict as theirs
+
+    register_with_torch()
+    made = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(made.parameters())
+    step(made, optimizer)
+    states = get_state_dict(made, optimizer)
+    assert plain(states) == plain(theirs.get_state_dict(made, optimizer))
+    assert "0.weight" in states[0]
+    given = {name: torch.zeros_like(tensor) for name, tensor in states[0].items()}
+    keys = set_state_dict(made, optimizer, model_state_dict=given, optim_state_dict=states[1])
+    assert [list(names) for names in keys] == [[], []]
+    assert not any(parameter.any() for parameter in made.parameters())
+
+
+def test_ddp_is_not_in_the_names(rank_pool: RankPool) -> None:
+    rank_pool.run(2, wrap_in_ddp, {})
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_results_are_torchs_under_fully_shard(rank_pool: RankPool, num_ranks: int) -> None:
     rank_pool.run(num_ranks, compare_with_torch, {})
