@@ -109,7 +109,7 @@ def _chunks(manifest: Manifest) -> Iterator[Chunk]:
 def _of_tensor(name: str, tensor: SavedTensor, block_bytes: int) -> Iterator[str]:
     item_bytes = ITEM_BYTES.get(tensor.dtype)
     shape = tensor.shape
-    if len(shape) > _MOST_DIMS or math.prod(max(size, 1) for size in shape) * (item_bytes or 1) >= _MOST_BYTES:
+    if not can_be_a_shape(shape, item_bytes or 1):
         yield f"no tensor has the shape {_short(shape)} of {name!r}"
         return
     if item_bytes is not None and block_bytes % item_bytes:
@@ -128,6 +128,11 @@ def _of_tensor(name: str, tensor: SavedTensor, block_bytes: int) -> Iterator[str
         yield f"{name!r} has chunks for {num_elements} of its {math.prod(shape)} elements"
     elif len(tensor.chunks) > 1 and have_overlap([box for box in tensor.boxes if box.num_elements]):
         yield f"{name!r} has chunks that lie over each other"
+
+
+def can_be_a_shape(shape: Sequence[int], item_bytes: int) -> bool:
+    """Whether a tensor of torch can have these sizes, which are not negative."""
+    return len(shape) <= _MOST_DIMS and math.prod(max(size, 1) for size in shape) * item_bytes < _MOST_BYTES
 
 
 def _are_cut_along_a_dim(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

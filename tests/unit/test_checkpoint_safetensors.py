@@ -82,6 +82,9 @@ def test_a_damaged_header_is_one_error(tmp_path: Path) -> None:
         b'{"w": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}',
         b'{"w": {"dtype": "F32", "shape": [true, 2], "data_offsets": [0, 8]}}',
         b'{"w": {"dtype": "F32", "shape": "22", "data_offsets": [0, 8]}}',
+        b'{"w": {"dtype": "F32", "shape": [0, 4611686018427387904], "data_offsets": [0, 0]}}',
+        b'{"w": {"dtype": "F32", "shape": [0, "\\ud800"], "data_offsets": [0, 0]}}',
+        b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}',
         b"[" * 100_000,
     ],
 )  # fmt: skip

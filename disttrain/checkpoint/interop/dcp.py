@@ -20,6 +20,7 @@ from disttrain.checkpoint.interop.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.torch_zip import Archive
 from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor, plain_name
+from disttrain.checkpoint.manifest_rules import can_be_a_shape
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.storage import ReadableFile, Storage, read_small
 from disttrain.checkpoint.tree import name_of
@@ -112,7 +113,7 @@ class _Metadata:
         if not isinstance(node, Made) or node.what != _SIZE:
             raise self._refused(f"has {_named(node)} where sizes belong")
         (sizes,) = node.args
-        if any(type(size) is not int or size < 0 for size in sizes):
+        if any(type(size) is not int or size < 0 for size in sizes) or not can_be_a_shape(sizes, 1):
             raise ValueError(f"sizes {sizes}")
         return tuple(sizes)
 

@@ -17,6 +17,7 @@ from disttrain.checkpoint.interop.foreign import ForeignReader, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import MANIFEST, Chunk, SavedTensor, plain_name
+from disttrain.checkpoint.manifest_rules import can_be_a_shape, is_text
 from disttrain.checkpoint.storage import Storage, read_small
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError
@@ -84,6 +85,8 @@ def read_header(storage: Storage, path: Path) -> dict[str, SavedTensor]:
             file.read_at(8, memoryview(header))
             entries = json.loads(header)
             entries.pop("__metadata__", None)
+            if wrong := [key for key in entries if not is_text(key)]:
+                raise ValueError(f"the name {wrong[0]!r}")
             data_bytes = file.num_bytes - 8 - header_bytes
         return {key: _tensor(path.name, entry, 8 + header_bytes, data_bytes) for key, entry in entries.items()}
     except FileNotFoundError:
@@ -95,8 +98,11 @@ def read_header(storage: Storage, path: Path) -> dict[str, SavedTensor]:
 def _tensor(file: str, entry: dict[str, Any], data_offset: int, data_bytes: int) -> SavedTensor:
     dtype, shape, (start, end) = dtype_of_safetensors(entry["dtype"]), entry["shape"], entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError(f"shape {shape} at {start} to {end}")
-    size = math.prod(shape) * dtype_named(dtype).itemsize
+        raise ValueError(f"shape {shape!r} at {start!r} to {end!r}")
+    item_bytes = dtype_named(dtype).itemsize
+    if not can_be_a_shape(shape, item_bytes):
+        raise ValueError(f"shape {shape}, which is no tensor's")
+    size = math.prod(shape) * item_bytes
     if end - start != size or end > data_bytes:
         raise ValueError(f"{dtype}{shape} at {start} to {end} of {data_bytes} bytes")
     box = Box.whole(tuple(shape))

@@ -18,6 +18,7 @@ import torch
 
 from disttrain.checkpoint.dtypes import dtype_name
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, Persistent, dumps, parse
+from disttrain.checkpoint.manifest_rules import can_be_a_shape
 from disttrain.checkpoint.storage import ReadableFile
 from disttrain.errors import CheckpointError
 
@@ -115,7 +116,8 @@ class Archive:
             item_bytes = 1 if node.what == _REBUILD_V3 else dtype.itemsize
             info = self._members[f"data/{key}"]
             sizes = (*shape, *strides, start, num_elements)
-            if len(shape) != len(strides) or any(type(size) is not int or size < 0 for size in sizes):
+            are_sizes = len(shape) == len(strides) and all(type(size) is int and size >= 0 for size in sizes)
+            if not are_sizes or not can_be_a_shape(shape, dtype.itemsize):
                 raise ValueError(f"shape {shape}, strides {strides}")
             begin = self._data_offset(info)
             stored = StoredTensor(begin + start * dtype.itemsize, dtype, tuple(shape), tuple(strides))
