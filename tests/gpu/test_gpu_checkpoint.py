@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.checkpoint import Checkpointer, RngState, set_training_state, training_state
+from disttrain.checkpoint import (
+    Checkpointer,
+    RngState,
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+    set_training_state,
+    training_state,
+)
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
@@ -72,3 +80,33 @@ def test_training_on_gpus_goes_on_bit_by_bit(rank_pool: RankPool, tmp_path: Any,
     for before, after in zip(undisturbed, resumed, strict=True):
         assert set(before) == set(after)
         assert [name for name in before if not before[name].equal(after[name])] == []
+
+
+def hand_over_state_dicts(options: dict[str, Any]) -> None:
+    """On the CPU, whole on rank 0 alone, and back from there to the GPUs."""
+    model, optimizer = sharded_model(1, options)
+    train(model, optimizer, range(2))
+    expected = everything(model, optimizer)
+    offloaded, _ = get_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    assert {tensor.to_local().device.type for tensor in offloaded.values()} == {"cpu"}
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=whole)
+    assert bool(model_state) == bool(optimizer_state) == (disttrain.get_rank() == 0)
+    assert {tensor.device.type for tensor in model_state.values()} <= {"cpu"}
+    other, other_optimizer = sharded_model(2, options)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    found = everything(other, other_optimizer)
+    assert set(found) == set(expected)
+    assert [name for name in expected if not expected[name].equal(found[name])] == []
+    train(other, other_optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_state_dicts_leave_gpus_and_come_back(rank_pool: RankPool, option: str) -> None:
+    rank_pool.run(NUM_GPU_RANKS, hand_over_state_dicts, {"options": {option: True}})
