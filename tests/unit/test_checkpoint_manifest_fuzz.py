@@ -127,7 +127,7 @@ def clear(error: CheckpointError) -> None:
     assert "\n" not in text
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_changed_manifest_is_loaded_right_or_refused(data: st.DataObject) -> None:
     _, whole, content, expected = saved()
@@ -157,3 +157,5 @@ def test_a_changed_manifest_is_loaded_right_or_refused(data: st.DataObject) -> N
         assert not (is_whole and is_damaged)
         for command in (["ls"], ["ls", "--json"], ["diff", "--values", str(whole)]):
             assert commanded(*command, str(folder)) in (0, 1, 2)
+        for form in ("dcp", "safetensors"):
+            assert commanded("convert", str(folder), f"{base}/{form}", "--to", form, "--without", "own") in (0, 1, 2)
