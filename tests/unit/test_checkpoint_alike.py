@@ -180,7 +180,7 @@ def turned(value: Any) -> Any:
     return OTHER_NAN if value != value else value
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(VALUES, VALUES)
 def test_what_differs_is_found_and_nothing_else(one: Any, other: Any) -> None:
     same = [described_values({"x": pack(value)}) for value in (one, turned(one))]
