@@ -15,7 +15,7 @@ from disttrain.process_group import Call
 from disttrain.testing import run_threads
 from tests.dtensor_cases import check_parts
 
-MESHES = ((3,), (2, 2))
+MESHES = ((3,), (2, 2), (1, 3))
 
 Choice = tuple[tuple[Placement, ...], ...]
 """Per operand, a placement per mesh axis."""

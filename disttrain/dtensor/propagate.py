@@ -33,7 +33,7 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
         possible = [
             (_cost(call, signature, present, num_bytes, axis_size), signature)
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
-            if not (may_mix and _mixes(call, signature, axis))
+            if (axis_size == 1 or not signature.for_one_rank) and not (may_mix and _mixes(call, signature, axis))
         ]
         best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)
@@ -64,9 +64,10 @@ def _blockwise(call: OpCall, signatures: Sequence[Signature], chosen: Sequence[S
                 continue
             for signature in signatures:
                 if signature.operands[place] == Shard(present.dim):
-                    yield Signature(
-                        tuple(_in_blocks(placement, present) for placement in signature.operands),
-                        tuple(_in_blocks(placement, present) for placement in signature.results),
+                    yield replace(
+                        signature,
+                        operands=tuple(_in_blocks(placement, present) for placement in signature.operands),
+                        results=tuple(_in_blocks(placement, present) for placement in signature.results),
                     )
 
 

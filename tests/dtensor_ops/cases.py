@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 
-MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
+MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2), (1, 3), (2, 1), (1, 1, 2))
 MAX_SAMPLES = 4
 MAX_ELEMENTS = 16384
 DTYPES = (
@@ -120,15 +120,25 @@ def cases_of(call: Call, mesh_shape: tuple[int, ...]) -> Iterator[Case]:
     operands = call.operands
     choices = [_choices(tensor) for tensor in operands]
     assignments = _axis_assignments(choices)
+    limit = {"function": 10, "in-place": 6, "out=": 3}[call.kind] // (1 if mesh_shape == (2,) else 3)
     if len(mesh_shape) == 1:
         picked = [tuple((place,) for place in one) for one in assignments]
     else:
-        pairs = list(itertools.product(assignments, repeat=2))
-        random.Random(0).shuffle(pairs)
-        picked = [tuple(zip(*pair, strict=True)) for pair in pairs]
-    limit = {"function": 10, "in-place": 6, "out=": 3}[call.kind] // (1 if mesh_shape == (2,) else 3)
+        draw = random.Random(0)
+        rows = [[draw.choice(assignments) for _ in mesh_shape] for _ in range(4 * limit)]
+        picked = [tuple(zip(*row, strict=True)) for row in rows]
+    if 1 in mesh_shape:
+        picked = [*(_crossed(operands, mesh_shape, first) for first in (0, 1)), *picked]
     for assignment in list(dict.fromkeys(picked))[:limit]:
         yield Case(call, assignment)
+
+
+def _crossed(operands: Sequence[torch.Tensor], mesh_shape: tuple[int, ...], first: int) -> Assignment:
+    """Every axis cuts another dim: what is right along an axis of one rank must not be taken to be so along all."""
+    return tuple(
+        tuple(Shard((first + axis) % tensor.ndim) if tensor.ndim else Replicate() for axis in range(len(mesh_shape)))
+        for tensor in operands
+    )
 
 
 def _choices(tensor: torch.Tensor) -> list[Placement]:

@@ -88,6 +88,8 @@ def _alone(num_ranks: int) -> Iterator[disttrain.DeviceMesh]:
 
 def _fault_on_ranks(call: AtenCall, rule: Rule, signature: Signature, num_ranks: int) -> str | None:
     """What is wrong with what the rule's parts make up; "" for nothing, None where there are no parts to try."""
+    if signature.for_one_rank:
+        num_ranks = 1
     if not (rule.shards_unevenly or _is_even(call, signature, num_ranks)):
         return None
     shifts = (0, 1) if any(isinstance(placement, Partial) for placement in signature.operands) else (0,)
@@ -155,7 +157,7 @@ def _is_even(call: AtenCall, signature: Signature, num_ranks: int) -> bool:
 def _fault_by_torch(call: AtenCall, rule: Rule, signature: Signature, num_ranks: int) -> str | None:
     """What torch's validator says: "" for valid, None where it has nothing to say."""
     placements = [as_torchs(placement) for placement in (*signature.operands, *signature.results)]
-    if None in placements or rule.localize is not None or rule.fetch is not None:
+    if None in placements or rule.localize is not None or rule.fetch is not None or signature.for_one_rank:
         return None
     if not _is_even(call, signature, num_ranks) or why_not_torch(call, signature):
         return None

@@ -81,7 +81,7 @@ def test_along_one_axis(num_ranks: int) -> None:
     run_threads(num_ranks, body)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (1, 3), (2, 1)])
 def test_along_two_axes(mesh_shape: tuple[int, int]) -> None:
     def body() -> None:
         mesh = mesh_of(mesh_shape)

@@ -34,7 +34,7 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2), (1, 3)])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
     function, operands = CONVOLUTIONS[name]

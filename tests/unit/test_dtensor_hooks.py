@@ -122,7 +122,7 @@ def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.register_parameter(parameter_name, nn.Parameter(whole))
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (1, 3)])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activations_that_are_computed_again(reentrant: bool, mesh_shape: tuple[int, ...]) -> None:
     expected, plain = Block(), X.clone().requires_grad_()

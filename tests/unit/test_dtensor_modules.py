@@ -52,7 +52,7 @@ def seeded(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2), (1, 3)])
 def test_running_statistics_are_those_of_the_whole_batch(mesh_shape: tuple[int, ...], momentum: float | None) -> None:
     steps = [normal(5, 3, 2, seed=seed) for seed in range(3)]
 

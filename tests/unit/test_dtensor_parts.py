@@ -31,7 +31,7 @@ def test_parts_share_memory_both_ways() -> None:
     run_threads(2, body)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2), (1, 3)])
 def test_a_check_finds_the_shape_of_uneven_parts(mesh_shape: tuple[int, ...]) -> None:
     def body() -> None:
         mesh = mesh_of(mesh_shape)

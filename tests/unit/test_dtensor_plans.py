@@ -25,7 +25,7 @@ from disttrain.dtensor import (
 )
 from disttrain.testing import run_threads
 
-MESH_SHAPES = [(2,), (3,), (2, 2), (2, 3)]
+MESH_SHAPES = [(2,), (3,), (2, 2), (2, 3), (1, 3), (2, 1)]
 
 
 def numbers(*shape: int) -> torch.Tensor:

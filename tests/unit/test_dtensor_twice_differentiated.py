@@ -43,7 +43,7 @@ def twice(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
     return [first.detach(), second]
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (1, 3)])
 def test_operators(mesh_shape: tuple[int, ...]) -> None:
     expected = {name: twice(function, X.clone().requires_grad_()) for name, function in FUNCTIONS.items()}
 

@@ -280,7 +280,7 @@ factors = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
 def test_any_regrouping_keeps_values(data: st.DataObject) -> None:
     sizes = data.draw(factors)
     old, new = _grouped(data, sizes), _grouped(data, sizes)
-    mesh_shape = data.draw(st.sampled_from([(2,), (3,), (2, 2)]))
+    mesh_shape = data.draw(st.sampled_from([(2,), (3,), (2, 2), (1, 3), (2, 1)]))
     kinds = st.sampled_from([Replicate(), *(Shard(dim) for dim in range(len(old)))])
     placements = data.draw(st.tuples(*[kinds for _ in mesh_shape]))
 

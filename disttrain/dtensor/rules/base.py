@@ -61,10 +61,14 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Signature:
-    """Along one axis: what each operand must be, and what each result is then."""
+    """Along one axis: what each operand must be, and what each result is then.
+
+    `for_one_rank`: this holds along axes of one rank alone, where what is cut is whole all the same.
+    """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+    for_one_rank: bool = False
 
     @classmethod
     def of(cls, operands: Sequence[Placement], *results: Placement) -> Signature:

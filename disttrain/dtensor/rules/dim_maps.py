@@ -28,9 +28,9 @@ def mapped(call: OpCall, dims: DimMap, reductions: Collection[str] | None = None
     signatures = [all_replicated(call)]
     signatures += [Signature.of((Shard(dim),), *[Shard(into)] * num_results) for dim, into in dims.items()]
     signatures += [
-        Signature.of((Shard(dim),), *[Replicate()] * num_results)
+        Signature((Shard(dim),), (Replicate(),) * num_results, for_one_rank=True)
         for dim in range(len(call.operand.shape))
-        if dim not in dims and is_cut_in_name(call.operand, dim)
+        if dim not in dims
     ]
     signatures += [
         Signature.of((partial,), *[partial] * num_results)
@@ -38,12 +38,6 @@ def mapped(call: OpCall, dims: DimMap, reductions: Collection[str] | None = None
         if reductions is None or partial.reduce_op in reductions
     ]
     return signatures
-
-
-def is_cut_in_name(spec: Spec, dim: int) -> bool:
-    """True where `dim` is cut only along axes of one rank, which has all of it."""
-    axes = [axis for axis, placement in enumerate(spec.placements) if placement.cut_dim == dim]
-    return bool(axes) and all(spec.mesh.shape[axis] == 1 for axis in axes)
 
 
 def partials_of(spec: Spec) -> list[Partial]:

@@ -21,7 +21,6 @@ from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Sig
 from disttrain.dtensor.rules.dim_maps import (
     dim_of,
     inverse,
-    is_cut_in_name,
     mapped,
     result_spec,
     unchanged,
@@ -129,10 +128,16 @@ def _slice_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
 # One element of a dim.
 
 
+def _is_cut_in_name(spec: Spec, dim: int) -> bool:
+    """True where `dim` is cut only along axes of one rank, which has all of it."""
+    axes = [axis for axis, placement in enumerate(spec.placements) if placement.cut_dim == dim]
+    return bool(axes) and all(spec.mesh.shape[axis] == 1 for axis in axes)
+
+
 def _selected(call: OpCall) -> Sequence[Signature]:
     spec, dim = call.operand, _dim(call)
     signatures = mapped(call, without(len(spec.shape), {dim}))
-    if sole_axis(spec, dim) is not None and not is_cut_in_name(spec, dim):
+    if sole_axis(spec, dim) is not None and not _is_cut_in_name(spec, dim):
         signatures.append(Signature.of((Shard(dim),), Replicate()))
     return signatures
 
@@ -140,7 +145,7 @@ def _selected(call: OpCall) -> Sequence[Signature]:
 def _broadcast(call: OpCall, propagation: Propagation) -> Broadcast | None:
     spec, dim = call.operand, _dim(call)
     axis = sole_axis(spec, dim)
-    if axis is None or propagation.operands[0] is not spec.layout or is_cut_in_name(spec, dim):
+    if axis is None or propagation.operands[0] is not spec.layout or _is_cut_in_name(spec, dim):
         return None
     return Broadcast(spec.mesh, axis, dim, spec.shape[dim], int(call.argument("index", 0)) % spec.shape[dim])
 
