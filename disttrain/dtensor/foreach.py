@@ -22,6 +22,9 @@ from disttrain.errors import LayoutError
 _local_of: Final = attrgetter("_local_tensor")
 _spec_of: Final = attrgetter("_spec")
 _NORM: Final = torch.ops.aten._foreach_norm.Scalar
+_OTHER_SIGNATURES: Final = frozenset({"addcdiv_", "addcmul_"})
+"""Operators whose form for one tensor takes the scalar by keyword."""
+
 Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
 
 
@@ -54,8 +57,11 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
 
     Results lie as the first list does, but for norms, whose sharded axes become partial.
     """
-    if facts.mutated and _can_go_one_by_one(facts) and any(_is_partial(tensor) for tensor in args[0]):
-        return _one_by_one(facts, args, kwargs)
+    if facts.mutated and any(_is_partial(tensor) for tensor in args[0]):
+        if _can_go_one_by_one(facts):
+            return _one_by_one(facts, args, kwargs)
+        if facts.name.startswith("aten._foreach_"):
+            return _by_copies(op, facts, args, kwargs)
     leaders = [_leader(facts, tensor) for tensor in args[0]]
     local_args = [_localized(facts, value, leaders) for value in args]
     local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
@@ -164,7 +170,8 @@ def _is_partial(tensor: torch.Tensor) -> bool:
 
 
 def _can_go_one_by_one(facts: OpFacts) -> bool:
-    return hasattr(torch.ops.aten, _name_for_one(facts))
+    name = _name_for_one(facts)
+    return name not in _OTHER_SIGNATURES and hasattr(torch.ops.aten, name)
 
 
 def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -173,6 +180,13 @@ def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for place in range(len(args[0])):
         op(*[value[place] if isinstance(value, list | tuple) else value for value in args], **kwargs)
         count_writes(args[0][place : place + 1])
+
+
+def _by_copies(op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The operator that writes to nothing, and copies of its results: a copy knows how to write to a partial one."""
+    functional = getattr(getattr(torch.ops.aten, facts.name.removeprefix("aten.").removesuffix("_")), op._overloadname)
+    for tensor, result in zip(args[0], functional(*args, **kwargs), strict=True):
+        torch.ops.aten.copy_(tensor, result)
 
 
 def _name_for_one(facts: OpFacts) -> str:

@@ -129,8 +129,11 @@ def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: Devic
         return from_order_keys(_reduce_scatter(keys, dim, partial, mesh, axis), local.dtype)
     num_pieces, size = mesh.shape[axis], local.shape[dim]
     step_size = piece_size(size, num_pieces)
-    padded = _padded(local, dim, step_size * num_pieces)
-    scattered = reduce_scatter(padded, partial.reduce_op, mesh.get_group(axis))
+
+    def reduced(values: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter(_padded(values, dim, step_size * num_pieces), partial.reduce_op, mesh.get_group(axis))
+
+    scattered = _averaged(local, num_pieces, reduced) if _is_average_of_floats(local, partial) else reduced(local)
     own_size, _ = piece(size, num_pieces, mesh.get_local_rank(axis))
     return scattered.narrow(0, 0, own_size).transpose(0, dim).contiguous()
 
@@ -152,13 +155,35 @@ def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: t
     if isinstance(partial, NormPartial):
         if partial.order == float("inf"):
             return _all_reduce(local, Partial("max"), mesh, axes)
-        # Powers of what fits into 16 bits need not fit: norms are put together in 32 bits, as torch computes them.
-        powers = local.to(torch.promote_types(local.dtype, torch.float32)).pow(partial.order)
-        return all_reduce(powers, "sum", group).pow(1.0 / partial.order).to(local.dtype)
+        # In 64 bits, since powers of what fits into fewer need not fit.
+        powers = _signed_power(local.double(), partial.order)
+        return _signed_power(all_reduce(powers, "sum", group), 1.0 / partial.order).to(local.dtype)
     if _is_extremum_of_floats(local, partial):
         keys = order_keys(local, nan_is_highest=partial.reduce_op == "max")
         return from_order_keys(_all_reduce(keys, partial, mesh, axes), local.dtype)
+    if _is_average_of_floats(local, partial):
+        return _averaged(
+            local, group.group_size, lambda values: all_reduce(values.contiguous(), partial.reduce_op, group)
+        )
     return all_reduce(local.clone(memory_format=torch.contiguous_format), partial.reduce_op, group)
+
+
+def _signed_power(values: torch.Tensor, exponent: float) -> torch.Tensor:
+    """A norm that was written to may be negative, on the one rank that holds it: its powers are, too."""
+    return values.abs().pow_(exponent).copysign_(values)
+
+
+def _is_average_of_floats(local: torch.Tensor, partial: Partial) -> bool:
+    return partial.reduce_op == "avg" and (local.is_floating_point() or local.is_complex())
+
+
+def _averaged(local: torch.Tensor, num_ranks: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The average by `reduce`, of numbers so small that their sum fits wherever the average does: what was written to
+    an average, all ranks hold. Divided by a power of two, which loses no bits."""
+    factor = 2.0 ** (num_ranks - 1).bit_length()
+    # Numbers of 16 bits would lose some where they are small.
+    wide = local.float() if local.dtype == torch.float16 else local
+    return reduce(wide / factor).mul_(factor).to(local.dtype)
 
 
 def _is_extremum_of_floats(local: torch.Tensor, partial: Partial) -> bool:
@@ -167,7 +192,8 @@ def _is_extremum_of_floats(local: torch.Tensor, partial: Partial) -> bool:
 
 def _make_partial(local: torch.Tensor, partial: Partial, position: int) -> torch.Tensor:
     # Dividing the value among the ranks would lose bits; one rank holds all of it instead.
-    if position == 0 or partial.reduce_op in ("avg", "min", "max"):
+    is_largest = isinstance(partial, NormPartial) and partial.order == float("inf")
+    if position == 0 or partial.reduce_op in ("avg", "min", "max") or is_largest:
         return local.clone()
     if partial.reduce_op == "product":
         return torch.ones_like(local)
