@@ -26,6 +26,7 @@ __all__ = [
     "OpFacts",
     "OpOverload",
     "become",
+    "above_autograd",
     "are_counted_together",
     "as_one_call",
     "binding_of",
@@ -39,6 +40,7 @@ __all__ = [
     "is_called_by_autograd",
     "is_kept_for_later",
     "is_traced",
+    "is_transformed",
     "keep_dynamo_out",
     "make_wrapper",
     "no_torch_function",
@@ -297,6 +299,17 @@ def composed_in_inference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         return composed(op, *args, **kwargs)
+
+
+def above_autograd(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """`op` as though nobody had caught it."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
+        return op(*args, **kwargs)
+
+
+def is_transformed() -> bool:
+    """True within `torch.func.grad` and its like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # What is registered holds as long as this does.

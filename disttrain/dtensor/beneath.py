@@ -16,6 +16,7 @@ from disttrain.dtensor._torch import OpOverload, catch_operator, composed
 from disttrain.dtensor.call_plan import tensors_of
 from disttrain.dtensor.implicit import composing
 from disttrain.dtensor.mixed import is_plain, mesh_of
+from disttrain.dtensor.zero_grads import ZERO_GRADS
 
 _aten = torch.ops.aten
 
@@ -78,5 +79,5 @@ _CAUGHT: Final[dict[OpOverload, Callable[..., Any]]] = {
 
 def catch_all() -> None:
     """To be called once per process."""
-    for op, kernel in _CAUGHT.items():
+    for op, kernel in (*_CAUGHT.items(), *ZERO_GRADS.items()):
         catch_operator(op, kernel)

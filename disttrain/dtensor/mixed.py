@@ -74,12 +74,12 @@ def _needs_layout(facts: OpFacts, tensor: torch.Tensor, place: int) -> bool:
 
 
 def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
-    """True when each plain tensor has one element at most, expanded or not: such a one is taken as a number is."""
+    """True when each plain tensor has one element at most, expanded or not, as a number has, or no values at all."""
     return all(_is_small(tensor) for tensor in tensors if is_plain(tensor))
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() < 2 or not any(tensor.stride())
+    return tensor.numel() < 2 or tensor.is_meta or not any(tensor.stride())
 
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:

@@ -1,6 +1,7 @@
 """The collectives that move parts: done at once, or, while a compiler records, as operators of its graph.
 
-Both ways have the same values. At once, buffers are reused where a graph would make copies.
+Both ways have the same values. At once, buffers are reused where a graph would make copies. Parts on the meta device
+have no values to move: they become others of the shape that the moved ones would have.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def all_reduce(values: torch.Tensor, reduce_op: str, group: ProcessGroup) -> tor
     """The reduction of contiguous `values`, whose memory it may take. Collective, as all that follow."""
     if _is_recorded(values):
         return functional.all_reduce(values, reduce_op, group)
+    if values.is_meta:
+        return values
     all_reduce_(values, _REDUCE_OPS[reduce_op], group=group)
     return values
 
@@ -44,6 +47,8 @@ def all_gather(part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     if _is_recorded(part):
         return functional.all_gather_tensor(part, 0, group)
     gathered = part.new_empty((group.group_size * part.shape[0], *part.shape[1:]))
+    if part.is_meta:
+        return gathered
     all_gather_into_tensor(gathered, part, group=group)
     return gathered
 
@@ -53,6 +58,8 @@ def reduce_scatter(values: torch.Tensor, reduce_op: str, group: ProcessGroup) ->
     if _is_recorded(values):
         return functional.reduce_scatter_tensor(values, reduce_op, 0, group)
     part = values.new_empty((values.shape[0] // group.group_size, *values.shape[1:]))
+    if values.is_meta:
+        return part
     reduce_scatter_tensor(part, values, _REDUCE_OPS[reduce_op], group=group)
     return part
 
@@ -65,6 +72,8 @@ def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], grou
         came = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
         return [piece.view(list(shape)) for piece, shape in zip(came.split(received_sizes), shapes, strict=True)]
     received = [sent[0].new_empty(list(shape)) for shape in shapes]
+    if sent[0].is_meta:
+        return received
     all_to_all(received, list(sent), group=group)
     return received
 
@@ -73,6 +82,8 @@ def broadcast(values: torch.Tensor, group_src: int, group: ProcessGroup) -> torc
     """What group rank `group_src` has in contiguous `values`, whose memory it may take."""
     if _is_recorded(values):
         return functional.broadcast(values, group_src, group)
+    if values.is_meta:
+        return values
     broadcast_(values, group=group, group_src=group_src)
     return values
 

@@ -46,6 +46,7 @@ def run_threads(
             device=torch.device("cpu"),
             options=fabric,
         )
+        first_node = torch.zeros((), requires_grad=True).clone()
         try:
             with entered_world(world):
                 results[rank] = function(*arguments)
@@ -54,6 +55,7 @@ def run_threads(
             errors.append((rank, error))
         finally:
             fabric.leave(rank)
+            _drop_pending_gradients(first_node)
 
     threads = [threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
     for thread in threads:
@@ -64,6 +66,16 @@ def run_threads(
         # A rank that fails leaves the others in a deadlock, which they report: its own error came first.
         raise errors[0][1]
     return [results[rank] for rank in range(world_size)]
+
+
+def _drop_pending_gradients(first_node: torch.Tensor) -> None:
+    """Let go of what a backward that failed has left in this thread's queue of autograd.
+
+    The queue goes when the thread has left Python, for which `join` doesn't wait: objects in it would then need an
+    interpreter that may be ending, and abort the process. Autograd works off later nodes first, so a backward that
+    comes to the thread's `first_node` has found all of them, and dropped those of backwards that are over.
+    """
+    first_node.backward()
 
 
 def _this_core() -> set[int] | None:

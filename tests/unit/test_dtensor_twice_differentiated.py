@@ -12,7 +12,7 @@ from torch.nn import functional
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
-from tests.sharding_cases import laid_out, mesh_of, normal
+from tests.sharding_cases import collectives_of, laid_out, mesh_of, normal
 
 X = normal(5, 3)
 
@@ -35,6 +35,26 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "regrouping": lambda x: x.view(15).pow(3).view(3, 5).sum(0).square().sum(),
 }
 
+# With corners, or of formulas that torch gives plain zeros for a gradient.
+CORNERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "magnitude": lambda x: (x.abs() * x).sum(),
+    "magnitude alone": lambda x: x.abs().sum() + x.pow(3).sum(),
+    "signs": lambda x: (x.sgn() * x.square()).sum(),
+    "l1 norm": lambda x: (x * torch.linalg.vector_norm(x, 1)).sum(),
+    "xlogy": lambda x: torch.special.xlogy(x, x.abs() + 0.5).sum(),
+    "hypotenuse": lambda x: torch.hypot(x, x.abs()).sum(),
+    "copied sign": lambda x: (torch.copysign(x, x) * x).sum(),
+    "softsign": lambda x: functional.softsign(x).sum(),
+    "average pool": lambda x: functional.avg_pool1d(x[None], 2).pow(3).sum(),
+    "pool of the largest": lambda x: functional.max_pool1d(x[None], 2).pow(3).sum(),
+    "adaptive pool": lambda x: functional.adaptive_avg_pool1d(x[None], 2).pow(3).sum(),
+    "reflected": lambda x: functional.pad(x[None], (1, 2), mode="reflect").pow(3).sum(),
+    "trace": lambda x: x.trace() * x.pow(2).sum(),
+    "determinants": lambda x: torch.linalg.det(x[:, :, None] * x[:, None, :] + torch.diag_embed(x)).sum(),
+    "normalized": lambda x: functional.normalize(x).pow(3).sum(),
+    "singular values": lambda x: torch.linalg.svdvals(x).pow(3).sum(),
+}
+
 
 def twice(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
     """The gradient, and the gradient of its square's sum."""
@@ -44,12 +64,13 @@ def twice(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (1, 3)])
-def test_operators(mesh_shape: tuple[int, ...]) -> None:
-    expected = {name: twice(function, X.clone().requires_grad_()) for name, function in FUNCTIONS.items()}
+@pytest.mark.parametrize("functions", [FUNCTIONS, CORNERS], ids=["smooth", "corners"])
+def test_operators(functions: dict[str, Callable[[torch.Tensor], torch.Tensor]], mesh_shape: tuple[int, ...]) -> None:
+    expected = {name: twice(function, X.clone().requires_grad_()) for name, function in functions.items()}
 
     def body() -> None:
         mesh = mesh_of(mesh_shape)
-        for name, function in FUNCTIONS.items():
+        for name, function in functions.items():
             for placement in (Shard(0), Shard(1), Replicate(), Partial()):
                 x = laid_out(X, mesh, [placement] * mesh.ndim).requires_grad_()
                 for found, wanted in zip(twice(function, x), expected[name], strict=True):
@@ -60,6 +81,57 @@ def test_operators(mesh_shape: tuple[int, ...]) -> None:
                     )
 
     run_threads(torch.Size(mesh_shape).numel(), body)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 7), (3, 1)])
+def test_a_trace_leaves_a_gradient_that_lies_on_the_mesh(shape: tuple[int, ...]) -> None:
+    plain = normal(*shape).requires_grad_()
+    plain.trace().backward()
+
+    def body() -> None:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            x = distribute_tensor(normal(*shape), mesh_of((2,)), [placement], src_data_rank=None).requires_grad_()
+            x.trace().backward()
+            assert isinstance(x.grad, DTensor)
+            torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [functional.avg_pool1d, functional.max_pool1d, lambda x, size: functional.pad(x, (size, 0), mode="replicate")],
+)
+def test_a_second_gradient_that_is_zero_lies_on_the_mesh(function: Callable[..., torch.Tensor]) -> None:
+    def body() -> None:
+        x = distribute_tensor(X, mesh_of((2,)), [Shard(0)], src_data_rank=None).requires_grad_()
+        (first,) = torch.autograd.grad(function(x[None], 2).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert isinstance(second, DTensor)
+        assert torch.equal(second.full_tensor(), torch.zeros_like(X))
+
+    run_threads(2, body)
+
+
+def test_parts_without_values_move_nowhere() -> None:
+    """As where autograd asks, on the meta device, what shape a sum has."""
+
+    def body() -> None:
+        mesh = mesh_of((2,))
+        for begin, end in (
+            (Partial(), Replicate()),
+            (Partial(), Shard(0)),
+            (Shard(0), Shard(1)),
+            (Shard(1), Replicate()),
+        ):
+            x = laid_out(X, mesh, [begin]).to("meta")
+            assert collectives_of(lambda x=x, end=end: x.redistribute(placements=[end])) == []
+            found = x.redistribute(placements=[end])
+            assert found.device.type == "meta"
+            assert tuple(found.to_local().shape) == found._spec.local_shape
+            assert tuple((found + torch.empty(5, 3, device="meta")).shape) == (5, 3)
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])

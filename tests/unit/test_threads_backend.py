@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -134,3 +136,29 @@ def test_torchs_name_for_the_default_group() -> None:
 
     assert run_threads(2, body) == [(True, [2.0, 2.0])] * 2
     assert disttrain.group.WORLD is None
+
+
+def test_what_a_failed_backward_leaves_goes_with_its_rank() -> None:
+    """Else it would go when Python has forgotten the thread, and abort a process that ends."""
+    gone_in: list[str] = []
+
+    class Kept(torch.Tensor):
+        pass
+
+    def refuse(_: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    def fail() -> None:
+        x = torch.ones(2, requires_grad=True).as_subclass(Kept)
+        waiting, refused = x.clone(), x * 2
+        refused.register_hook(refuse)
+        weights = [torch.ones(2).as_subclass(Kept) for _ in range(2)]
+        refs.extend(
+            weakref.ref(weight, lambda _: gone_in.append(threading.current_thread().name)) for weight in weights
+        )
+        with pytest.raises(ValueError, match="no"):
+            torch.autograd.backward([refused, waiting], weights)
+
+    refs: list[weakref.ref[torch.Tensor]] = []
+    run_threads(1, fail)
+    assert gone_in == ["rank 0", "rank 0"]
