@@ -28,6 +28,7 @@ from disttrain.dtensor._torch import (
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.global_outputs import global_outputs
+from disttrain.dtensor.grad_scaling import UNSCALE, unscale
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import form_of_call, key_of_call
 from disttrain.dtensor.layout import Spec
@@ -108,6 +109,8 @@ def _dispatch_once(
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
     if foreach.is_of_lists(op_facts, args):
         return foreach.run(wrap, op, op_facts, args, kwargs)
+    if op is UNSCALE:
+        return unscale(wrap, op, *args, **kwargs)
     written = written_tensors(op_facts, args, kwargs)
     if are_scalars_apart(tensors, written):
         plain_args, plain_kwargs = replaced(args, kwargs, values_of(tensors))
