@@ -15,8 +15,9 @@ HEAD = """# DTensor on torch's operators
 Made by `python -m tests.dtensor_ops --write docs/dtensor_ops.md`; don't edit it.
 
 Each OpInfo of `torch.testing._internal.common_methods_invocations.op_db` is called on samples of its own, with its
-operands sharded along each dim (unevenly, too), replicated, partial, and mixed, on meshes of 2, 3 and 2 x 2 ranks:
-forward, gradients, in place and `out=`. The judge is the same call on plain tensors in one process.
+operands sharded along each dim (unevenly, too), replicated, partial, and mixed, on meshes of 2, 3, 2 x 2,
+1 x 3, 2 x 1 and 1 x 1 x 2 ranks: forward, gradients, in place and `out=`. The judge is the same call on plain tensors
+in one process.
 """
 
 MEANINGS = {
