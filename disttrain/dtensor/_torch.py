@@ -69,42 +69,12 @@ device, pin memory, requires grad, ...)."""
 
 BOUND_FUNCTIONS = frozenset(
     [
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_softmax",
-        "_softmax_backward_data",
-        "abs",
-        "add",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "clone",
-        "cos",
-        "div",
-        "exp",
-        "log",
-        "mean",
-        "mm",
-        "mul",
-        "native_layer_norm",
-        "neg",
-        "relu",
-        "rsqrt",
-        "sigmoid",
-        "sin",
-        "sqrt",
-        "stack",
-        "sub",
-        "sum",
-        "t",
-        "tanh",
-        "transpose",
-        "unsqueeze",
-        "where",
-        "zeros_like",
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "abs", "add",
+        "addmm", "baddbmm", "bmm", "cat", "clone", "cos", "div", "exp", "log", "mean", "mm", "mul",
+        "native_layer_norm", "neg", "relu", "rsqrt", "sigmoid", "sin", "sqrt", "stack", "sub", "sum", "t",
+        "tanh", "transpose", "unsqueeze", "where", "zeros_like",
     ]
-)
+)  # fmt: skip
 BOUND_METHODS = frozenset(["add_", "copy_", "detach", "div_", "expand", "mul_", "permute", "sub_", "view", "zero_"])
 """Operators of which torch's Python functions and methods of this name take what the operator itself takes."""
 
