@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 
-def swap_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register `parameter` under a name that the module has; on the hot path `setattr` checks too much."""
-    module._parameters[name] = parameter
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own parameters by name, to be read and written: on the hot path `setattr` checks too much."""
+    return cast(dict[str, torch.Tensor | None], module._parameters)
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
@@ -38,6 +39,18 @@ def backward_is_running() -> bool:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward pass that is running now has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
+    """What `register_hook` has left there."""
+    hooks = leaf._backward_hooks
+    return tuple(hooks.values()) if hooks else ()
+
+
+def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
+    """What `register_post_accumulate_grad_hook` has left there."""
+    hooks = leaf._post_accumulate_grad_hooks
+    return tuple(hooks.values()) if hooks else ()
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:

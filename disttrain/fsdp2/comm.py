@@ -59,8 +59,9 @@ class Comm:
 
     def finish_reductions(self) -> None:
         """Hand the gradients of the reductions under way to their parameters."""
-        under_way, self.reducing = self.reducing, []
-        for one in under_way:
+        # A hook of the user's may fail: what comes after it stays here, to be waited for.
+        while self.reducing:
+            one = self.reducing.pop(0)
             with Named(one.group):
                 one.group.take_reduced(one)
 

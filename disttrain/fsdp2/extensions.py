@@ -87,6 +87,7 @@ class ExtensionGroup(ParamGroup):
         """Give each shard memory of its own, on the device where shards are kept."""
         for param in self.params:
             if not param.is_laid_out():
+                self.shown.forget()
                 param.adopt_registered()
                 local = param.sharded._local_tensor  # type: ignore[attr-defined]
                 with torch.inference_mode(False), torch.no_grad():
@@ -149,6 +150,7 @@ class ExtensionGroup(ParamGroup):
             wholes = self._wholes = _GatheredParts(
                 self._given, self.sharding.num_shards, self.compute_dtype, self._device
             )
+            self.shown.forget()
         wholes.allocate()
         wholes.given, self._given = self._given, ()
         return wholes

@@ -33,6 +33,7 @@ class UnshardHandle:
         """Have the module compute with the gathered parameters; harmless the second time."""
         if self._state is not None:
             self._state.wait_for_unshard()
+            self._state.is_shown_on_request = self._state.is_kept_unsharded
             self._state = None
 
 
@@ -44,6 +45,8 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's own parameters, and keep them until `reshard` or the end of a backward. Collective.
+
+        Until then they are what the module has, in place of its shards.
 
         With `async_op` only start to, and return a handle to wait on; the module's forward waits for itself.
         """
@@ -60,7 +63,7 @@ class FSDPModule:
         """Free the gathered parameters of the module itself."""
         state = _state(self)
         state.reshard()
-        state.is_kept_unsharded = False
+        state.is_kept_unsharded = state.is_shown_on_request = False
 
     def set_is_scheduled(self, is_scheduled: bool) -> None:
         """True: leave to a schedule, such as a pipeline's, when this module and all sharded ones below are gathered and

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import registered_parameter, swap_parameter
+from disttrain.fsdp2._torch import parameters_of, registered_parameter
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.sharding import Sharding
 
@@ -48,11 +48,11 @@ class ShardedParam:
         whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self.shape = tuple(whole.shape)
         """Of the whole, as the module computes with it on this rank."""
-        self._spec = sharding.spec_of(fqn, parameter, dim)
-        rows = self._spec.local_shape[dim]
+        self.spec = sharding.spec_of(fqn, parameter, dim)
+        rows = self.spec.local_shape[dim]
         first_row = min(-(-self.shape[dim] // sharding.num_shards) * sharding.shard_rank, self.shape[dim])
         local = whole.narrow(dim, first_row, rows)
-        self.sharded = nn.Parameter(DTensor(local, self._spec), requires_grad=parameter.requires_grad)
+        self.sharded = nn.Parameter(DTensor(local, self.spec), requires_grad=parameter.requires_grad)
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
@@ -90,24 +90,24 @@ class ShardedParam:
             self._check_fits(registered)
             self.sharded = registered
             self.show(self.sharded)
-        self._spec = self.sharded._spec  # type: ignore[attr-defined]
-        self.orig_dtype = self._spec.dtype
+        self.spec = self.sharded._spec  # type: ignore[attr-defined]
+        self.orig_dtype = self.spec.dtype
 
     def _check_fits(self, registered: nn.Parameter) -> None:
         spec: Spec | None = getattr(registered, "_spec", None)
-        if spec is None or spec.layout != self._spec.layout or spec.shape != self._spec.shape:
+        if spec is None or spec.layout != self.spec.layout or spec.shape != self.spec.shape:
             raise ShardingError(
                 "fully_shard",
                 f"parameter {self.fqn} has become a {type(registered).__name__} of shape {tuple(registered.shape)}.",
-                f"Assign a DTensor of shape {self._spec.shape} that lies as {self._spec.layout}.",
-                rank=self._spec.mesh.get_rank(),
+                f"Assign a DTensor of shape {self.spec.shape} that lies as {self.spec.layout}.",
+                rank=self.spec.mesh.get_rank(),
             )
 
     def lay_out(self, view: torch.Tensor) -> None:
         """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""
         if self.sharded.device != view.device:
             # The same parameter on the host, where its gradients will be.
-            self.sharded.data = DTensor(view, self._spec)
+            self.sharded.data = DTensor(view, self.spec)
         self.sharded._local_tensor = view  # type: ignore[attr-defined]
         self._shard_view = view
 
@@ -119,15 +119,15 @@ class ShardedParam:
         return flat.as_strided(shape, strides, slot.offset)
 
     def _strided_view(self, slot: FlatSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        rows = self._spec.local_shape[self.dim]
+        rows = self.spec.local_shape[self.dim]
         front = torch.empty((rows, *slot.shape[1:]), device="meta")
         view = front.movedim(0, self.dim)
         return tuple(view.shape), view.stride()
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Let the modules, and so the user, see this: the shard, or the whole to compute with."""
+        """Let the modules, and so the user, have this one."""
         for owner in self.owners:
-            swap_parameter(owner.module, owner.name, parameter)
+            parameters_of(owner.module)[owner.name] = parameter
 
     @property
     def is_trained(self) -> bool:
@@ -172,13 +172,6 @@ class ShardedParam:
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
         return grad
-
-    def accumulate_grad(self, local_grad: torch.Tensor) -> None:
-        """Add this rank's part of a reduced gradient to the sharded parameter's."""
-        if self.sharded.grad is None:
-            self.sharded.grad = DTensor(local_grad, self._spec)
-        else:
-            self.sharded.grad._local_tensor.add_(local_grad)  # type: ignore[attr-defined]
 
 
 def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:

@@ -23,9 +23,11 @@ from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.reduced_grads import hand_out, to_host
 from disttrain.fsdp2.rounded import RoundedShards, latest
 from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
+from disttrain.fsdp2.shown import Place, Shown
 from disttrain.fsdp2.wholes import Wholes
 
 
@@ -75,8 +77,7 @@ class ParamGroup:
         """Those that this backward pass has reduced already."""
         self._has_taken_part = False
         """This backward pass has reduced unused parameters, too."""
-        self._asked_for: list[bool] = []
-        """Which of the whole parameters require gradients, as modules were given them."""
+        self.shown = Shown(params)
         self._is_misplaced = False
         self.lay_out()
 
@@ -108,7 +109,7 @@ class ParamGroup:
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
         gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early", "grad_sums", "rounded"))
-        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set(), "_asked_for": []}
+        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -126,6 +127,7 @@ class ParamGroup:
                 view.copy_(local)
                 param.lay_out(view)
         self._flat = flat
+        self.shown.forget()
         self._is_misplaced = flat.is_meta or (flat.device != self._device and not self.is_offloaded)
 
     def _shard_device(self, local: torch.Tensor) -> torch.device:
@@ -173,7 +175,7 @@ class ParamGroup:
             comm.uploaded = self._gather.done
 
     def wait_for_unshard(self) -> None:
-        """Have the modules compute with the gathered parameters."""
+        """Order the current stream (CPU: the host) after the gather."""
         if self._gather is None:
             return
         comm, gather = self._comm(), self._gather
@@ -184,16 +186,23 @@ class ParamGroup:
                 self._allocated_wholes().write(gather.output)
             # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
             comm.copied_out = (gather.output, comm.streams.mark())
-        wholes = self._wholes
-        assert wholes is not None
-        for param, whole in zip(self.params, wholes.parameters, strict=True):
-            if whole.requires_grad != param.sharded.requires_grad:
-                whole.requires_grad_(param.sharded.requires_grad)
-            param.show(whole)
-        self._asked_for = [whole.requires_grad for whole in wholes.parameters]
+        self.is_unsharded = True
+
+    def show(self) -> list[Place]:
+        """Have the modules compute with the gathered parameters, if they are gathered. Returns the places where a
+        module has something else than the shard, and keeps that."""
+        if self.shown.is_whole or not self.is_unsharded:
+            return []
+        assert self._wholes is not None
+        others = self.shown.show(self._wholes.parameters)
         if self.grad_sums is not None:
             self.grad_sums.watch()
-        self.is_unsharded = True
+        return others
+
+    def hide(self) -> None:
+        """Let modules, and whoever asks them, have the shards; the gathered parameters keep their memory."""
+        if self.shown.is_whole:
+            self.shown.hide()
 
     def _allocated_wholes(self) -> Wholes:
         """Memory for the gathered parameters; new tensors where what they are to be has changed."""
@@ -202,6 +211,7 @@ class ParamGroup:
             wholes.allocate()
             return wholes
         wholes = self._wholes = Wholes(self.params, self.plan, dtype, self._device)
+        self.shown.forget()
         for param, whole in zip(self.params, wholes.parameters, strict=True):
             param.unsharded = whole
         if self._early is not None:
@@ -219,12 +229,8 @@ class ParamGroup:
             return
         if keep_on is not None:
             self._kept = self._own_part(keep_on), keep_on
+        self.hide()
         assert self._wholes is not None
-        for param, whole, was_asked in zip(self.params, self._wholes.parameters, self._asked_for, strict=True):
-            if whole.requires_grad != was_asked:
-                # Frozen, or unfrozen, by whoever saw the whole parameter.
-                param.sharded.requires_grad_(whole.requires_grad)
-            param.show(param.sharded)
         self._wholes.free()
         self.is_unsharded = False
 
@@ -365,7 +371,7 @@ class ParamGroup:
         return torch.cat([given.new_zeros(s) if part is None else part for part, s in zip(parts, sizes, strict=True)])
 
     def take_reduced(self, done: UnderWay) -> None:
-        """Order the current stream after a reduction of this group, and give each receiver its gradient."""
+        """Order the current stream after a reduction of this group, give each receiver its gradient, call its hooks."""
         comm = self._comm()
         done.reduction.wait(comm.streams)
         if not done.is_complete:
@@ -377,21 +383,9 @@ class ParamGroup:
         with torch.no_grad():
             flat = done.reduction.output.to(self._orig_dtype)
             if self.is_offloaded:
-                flat = self._offloaded(flat, done.receivers, comm)
-            for param, slot in zip(done.receivers, done.plan.slots, strict=True):
-                if param is not None:
-                    param.accumulate_grad(param.slot_view(flat, slot))
-
-    def _offloaded(self, flat: torch.Tensor, receivers: Sequence[ShardedParam | None], comm: Comm) -> torch.Tensor:
-        """The reduced gradients on the host; where they are added to earlier ones, once they are there."""
-        on_host = torch.empty(
-            flat.numel(), dtype=flat.dtype, pin_memory=self._flat is not None and self._flat.is_pinned()
-        )
-        on_host.copy_(flat, non_blocking=True)
-        comm.offloaded = comm.streams.mark()
-        if any(param is not None and param.sharded.grad is not None for param in receivers):
-            comm.finish_offload()
-        return on_host
+                is_pinned = self._flat is not None and self._flat.is_pinned()
+                flat = to_host(flat, done.receivers, comm, is_pinned=is_pinned)
+            hand_out(flat, done.receivers, done.plan.slots)
 
     def _comm(self) -> Comm:
         """The model's shared buffers; a group that is used before the model's first forward gets its own."""

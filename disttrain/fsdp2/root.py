@@ -27,6 +27,18 @@ class _BackwardEnd:
         self._context.end_backward()
 
 
+class _Failure:
+    """Called when a backward pass is gone that has not ended: an exception has reached whoever called it."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = weakref.ref(context)
+
+    def __call__(self, _: object) -> None:
+        context = self._context()
+        if context is not None:
+            context.show_shards()
+
+
 class RootContext:
     """What the modules of one model share during an iteration."""
 
@@ -80,8 +92,12 @@ class RootContext:
             self._abandon_backward()
         for group in self.root.groups:
             group.begin_backward()
+        for state in self.states:
+            # What has stayed whole since the root's forward is in modules until the backward ends, as it was there:
+            # what a checkpoint computes again may need it.
+            state.show()
         end = _BackwardEnd(self)
-        self._backward = weakref.ref(end)
+        self._backward = weakref.ref(end, _Failure(self))
         when_backward_ends(end)
 
     def end_backward(self) -> None:
@@ -89,6 +105,7 @@ class RootContext:
         for state in reversed(self.states):
             state.post_backward(at_end=True)
             state.is_kept_unsharded = not state.reshard_after_backward
+            state.is_shown_on_request = False
         if self.root.is_last_backward:
             self.comm.finish_reductions()
             self.comm.finish_offload()
@@ -96,6 +113,12 @@ class RootContext:
             for group in chain.from_iterable(state.groups for state in self.states):
                 group.rounded = None
         self._backward = None
+        self.show_shards()
+
+    def show_shards(self) -> None:
+        """Neither a forward nor a backward is under way: modules have shards, but where a user has asked for wholes."""
+        for state in self.states:
+            state.show_shards()
 
     def reset(self) -> None:
         """Forget an iteration that has ended with an exception, whichever way."""
@@ -103,7 +126,7 @@ class RootContext:
         self._abandon_backward()
         for state in self.states:
             state.reshard()
-            state.is_kept_unsharded = False
+            state.is_kept_unsharded = state.is_shown_on_request = False
 
     def _abandon_backward(self) -> None:
         """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""

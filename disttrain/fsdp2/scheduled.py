@@ -64,7 +64,7 @@ def start_schedule(states: Sequence[ShardState]) -> None:
         if state.scheduled is not None:
             continue
         state.reshard()
-        state.is_kept_unsharded = False
+        state.is_kept_unsharded = state.is_shown_on_request = False
         state.forget_forward()
         state.scheduled = state.with_those_below()
         for group in state.groups:
@@ -77,7 +77,7 @@ def stop_schedule(states: Sequence[ShardState]) -> None:
         if state.scheduled is None:
             continue
         state.reshard()
-        state.is_kept_unsharded = False
+        state.is_kept_unsharded = state.is_shown_on_request = False
         state.scheduled = None
         for group in state.groups:
             if group.grad_sums is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -54,20 +55,28 @@ class ShardState:
         """The one that other roots use as well, where the user wants it so."""
         self.is_kept_unsharded = False
         """True once the user has gathered the parameters, until their backward or until the user frees them."""
+        self.is_shown_on_request = False
+        """True where the user has waited for that: modules have the gathered ones as long."""
         self.scheduled: list[ShardState] | None = None
         """Where a schedule decides when to gather, free and reduce: this state and those below."""
         self.is_silent = False
         """True where no tensor was found in the outputs: nothing tells a schedule's module that its backward begins."""
         self._awaits_post_backward = False
         self._is_root = False
+        self._is_shown_later: list[ParamGroup] = []
+        """Of which shards are in a module while its state dict is made."""
+        self._num_running = 0
+        """Forwards of the module that are under way: it may call itself."""
         self._to_run: set[nn.Module] = set()
         """Those of several modules that have not run since the first of them did."""
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
             # What is saved and loaded is the shards, whatever the module computes with at the moment.
-            module.register_state_dict_pre_hook(self._show_shards)
-            module.register_load_state_dict_pre_hook(self._show_shards)
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            # torch sets an attribute of the hook, which a method cannot have.
+            module.register_state_dict_post_hook(partial(self._after_state_dict))
+            module.register_load_state_dict_pre_hook(self._before_load)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: a module that has not run yet."""
@@ -77,9 +86,12 @@ class ShardState:
             "shared_comm": None,
             "post_optim_event": None,
             "is_kept_unsharded": False,
+            "is_shown_on_request": False,
             "scheduled": None,
             "_awaits_post_backward": False,
             "_is_root": False,
+            "_is_shown_later": [],
+            "_num_running": 0,
             "_to_run": set(),
         }
 
@@ -90,8 +102,21 @@ class ShardState:
                 group.unshard()
 
     def wait_for_unshard(self) -> None:
+        """Have the module compute with the gathered parameters."""
         for group in self.groups:
             group.wait_for_unshard()
+            group.show()
+
+    def show(self) -> None:
+        """Have the module compute with the gathered parameters, where it has them."""
+        for group in self.groups:
+            group.show()
+
+    def show_shards(self) -> None:
+        """Let whoever asks the module have the shards, but where the user has asked for gathered parameters."""
+        if not self.is_shown_on_request:
+            for group in self.groups:
+                group.hide()
 
     def reshard(self, keep_on: int | None = None) -> None:
         for group in self.groups:
@@ -119,8 +144,21 @@ class ShardState:
             outputs = self._post_forward(module, args, outputs)
         return outputs
 
-    def _show_shards(self, *_: object) -> None:
-        self.reshard()
+    def _before_state_dict(self, *_: object) -> None:
+        self._is_shown_later = [group for group in self.groups if group.shown.is_whole]
+        for group in self._is_shown_later:
+            group.hide()
+
+    def _after_state_dict(self, *_: object) -> None:
+        for group in self._is_shown_later:
+            group.show()
+        self._is_shown_later = []
+
+    def _before_load(self, *_: object) -> None:
+        if self.is_kept_unsharded:
+            self.reshard()
+        for group in self.groups:
+            group.hide()
 
     def post_backward(self, *, at_end: bool) -> None:
         """Free the module's whole parameters and reduce their gradients; harmless when that was done. Collective."""
@@ -156,12 +194,14 @@ class ShardState:
             self.reshard()
         self.unshard()
         self.wait_for_unshard()
+        self._num_running += 1
         if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self)
             for state in self._next(self.forward_prefetch, following):
                 state.unshard()
         args, kwargs = self._cast_inputs(args, kwargs)
-        is_first = is_recomputation or self._begins_with(module)
+        # Of calls within each other the outermost's inputs tell that the backward of all is over.
+        is_first = (is_recomputation or self._begins_with(module)) and self._num_running == 1
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
@@ -180,11 +220,14 @@ class ShardState:
     def forget_forward(self) -> None:
         """None of the modules has run."""
         self._to_run.clear()
+        self._num_running = 0
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-        assert self.context is not None
+        context = self.context
+        if context is None:
+            return outputs
         if self._is_root:
-            self.context.is_in_forward, self.context.comm.ready = False, None
+            context.is_in_forward, context.comm.ready = False, None
         # After an exception there is no backward to keep anything for.
         has_failed = outputs is None and sys.exception() is not None
         grad_will_come = torch.is_grad_enabled() and not has_failed
@@ -206,14 +249,18 @@ class ShardState:
             return outputs
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
-        is_needed = is_needed or (bool(self._to_run) and not has_failed)
+        self._num_running = max(self._num_running - 1, 0)
+        is_needed = is_needed or (bool(self._to_run) and not has_failed) or self._num_running > 0
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if self._is_root and not grad_will_come:
-            self.context.comm.finish_upload()
-            for state in self.context.states:
+            context.comm.finish_upload()
+            for state in context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):
                     state.reshard()
+        # What is kept for the backward is in modules until the root's forward has ended, which may compute with it.
+        if not (context.is_in_forward or context.is_in_backward or self._num_running):
+            (context if self._is_root else self).show_shards()
         return outputs
 
     def _frees_after_forward(self) -> bool:

@@ -142,8 +142,7 @@ def test_parameters_frozen_while_they_are_whole_stay_frozen() -> None:
     model, reference = pair()
     backward_of_both(model, reference, 0)
     for wanted in (False, True):
-        # A forward without backward leaves the root's parameters whole.
-        models.loss_of(model, own_rows(1))
+        model.unshard()
         assert not isinstance(model.head.weight, DTensor)
         for one in (model, reference):
             one.head.weight.requires_grad_(wanted)

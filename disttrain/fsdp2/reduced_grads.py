@@ -1,0 +1,80 @@
+"""Reduced gradients reach the shards. Hooks of a sharded parameter are called here, as autograd calls those of a leaf:
+
+    parameter.register_hook                         with this rank's part of the reduced gradient, which it may replace
+    parameter.register_post_accumulate_grad_hook    once that has been added to `parameter.grad`
+
+So an optimizer may step within the backward, parameter by parameter, and clear the gradient. Autograd itself computes
+gradients of what was gathered, and knows nothing of shards. Hooks run in the order in which reductions end, once for
+each, on the stream that computes, ordered after the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from disttrain.dtensor import DTensor, Spec
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import gradient_hooks, post_accumulate_hooks
+from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.flat import FlatSlot
+from disttrain.fsdp2.param import ShardedParam
+
+Receivers = Sequence[ShardedParam | None]
+
+
+def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
+    """Add each receiver's part of a flat buffer to its gradient, and call its hooks."""
+    for param, slot in zip(receivers, slots, strict=True):
+        if param is None:
+            continue
+        sharded, local = param.sharded, param.slot_view(flat, slot)
+        hooks = gradient_hooks(sharded)
+        if hooks:
+            local = _hooked(param, local, hooks)
+        if sharded.grad is None:
+            sharded.grad = DTensor(local, param.spec)
+        else:
+            sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+        hooks = post_accumulate_hooks(sharded)
+        for hook in hooks:
+            hook(sharded)
+
+
+def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:
+    """A copy on the host; where something there reads it at once, when it has come."""
+    on_host = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=is_pinned)
+    on_host.copy_(flat, non_blocking=True)
+    comm.offloaded = comm.streams.mark()
+    shards = [param.sharded for param in receivers if param is not None]
+    has_hooks = any(gradient_hooks(shard) or post_accumulate_hooks(shard) for shard in shards)
+    if has_hooks or any(shard.grad is not None for shard in shards):
+        comm.finish_offload()
+    if has_hooks:
+        # A step in a hook writes to shards, which gathers may still be reading.
+        comm.finish_upload()
+    return on_host
+
+
+def _hooked(param: ShardedParam, local: torch.Tensor, hooks: Iterable[Callable[..., Any]]) -> torch.Tensor:
+    spec: Spec = param.spec
+    grad: Any = DTensor(local, spec)
+    for hook in hooks:
+        result = hook(grad)
+        if result is None:
+            continue
+        if not isinstance(result, DTensor) or (result.shape, result.dtype) != (grad.shape, grad.dtype):
+            raise ShardingError(
+                "register_hook",
+                f"a hook of parameter {param.fqn} gave a {type(result).__name__} of shape {tuple(result.shape)} and"
+                f" {result.dtype} for a gradient of shape {tuple(grad.shape)} and {grad.dtype}.",
+                "Return a DTensor like the one that the hook is given, or None.",
+                rank=spec.mesh.get_rank(),
+            )
+        if result._spec.layout != spec.layout:
+            result = result.redistribute(spec.mesh, spec.placements)
+        grad = result
+    part: torch.Tensor = grad._local_tensor
+    return part

@@ -1,0 +1,107 @@
+"""Which parameters the modules of a group have: gathered ones while they compute, and else the shards.
+
+What a user finds by `parameters()` or as an attribute, outside of a module's own forward and backward, is what an
+optimizer must hold. Memory is another matter: gathered parameters may live on in between, where nobody sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from disttrain.fsdp2._torch import parameters_of
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.param import ShardedParam
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A module's `name`, where `found` was neither of the parameter's two forms."""
+
+    param: ShardedParam
+    parameters: dict[str, torch.Tensor | None]
+    name: str
+    found: torch.Tensor | None
+
+
+_Swap = tuple[dict[str, torch.Tensor | None], str, nn.Parameter, nn.Parameter]
+
+
+class Shown:
+    """Swaps the parameters of a group in its modules."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.is_whole = False
+        """True while modules have the gathered parameters."""
+        self._params = params
+        self._swaps: list[_Swap] | None = None
+        self._asked_for: list[bool] = []
+        """Which of the gathered parameters require gradients, as modules were given them."""
+        self._lent: list[tuple[Place, torch.Tensor]] = []
+        """What modules have for a call, in place of what the caller put there."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over: nothing is gathered."""
+        return {"is_whole": False, "_params": self._params, "_swaps": None, "_asked_for": [], "_lent": []}
+
+    def forget(self) -> None:
+        """Shards, or what is made of them, have become other tensors."""
+        self._swaps = None
+
+    def show(self, wholes: Sequence[nn.Parameter]) -> list[Place]:
+        """Let modules have the gathered parameters. Returns the places where they have something else than the shard,
+        which are left as they are."""
+        swaps = self._swaps
+        if swaps is None:
+            swaps = self._swaps = [
+                (parameters_of(owner.module), owner.name, param.sharded, whole)
+                for param, whole in zip(self._params, wholes, strict=True)
+                for owner in param.owners
+            ]
+        self.is_whole = True
+        asked_for = self._asked_for = []
+        is_complete = True
+        for parameters, name, sharded, whole in swaps:
+            asks = sharded.requires_grad
+            if whole.requires_grad is not asks:
+                whole.requires_grad_(asks)
+            asked_for.append(asks)
+            if parameters.get(name) is sharded:
+                parameters[name] = whole
+            else:
+                is_complete = False
+        return [] if is_complete else self._others(swaps)
+
+    def _others(self, swaps: Sequence[_Swap]) -> list[Place]:
+        params = [param for param in self._params for _ in param.owners]
+        return [
+            Place(param, parameters, name, parameters.get(name))
+            for param, (parameters, name, _, whole) in zip(params, swaps, strict=True)
+            if parameters.get(name) is not whole
+        ]
+
+    def lend(self, place: Place, value: torch.Tensor) -> None:
+        """Let a module have `value` until the shards are shown again."""
+        place.parameters[place.name] = value
+        self._lent.append((place, value))
+
+    def hide(self) -> None:
+        """Let modules have the shards again. What they were given meanwhile is left to them."""
+        swaps = self._swaps
+        assert swaps is not None
+        self.is_whole = False
+        for (parameters, name, sharded, whole), was_asked in zip(swaps, self._asked_for, strict=True):
+            if whole.requires_grad is not was_asked:
+                # Frozen, or unfrozen, by whoever saw the whole parameter.
+                sharded.requires_grad_(whole.requires_grad)
+            if parameters.get(name) is whole:
+                parameters[name] = sharded
+        for place, value in self._lent:
+            if place.parameters.get(place.name) is value:
+                place.parameters[place.name] = place.found
+        self._lent = []
