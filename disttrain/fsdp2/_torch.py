@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.utils import stateless
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own parameters by name, to be read and written: on the hot path `setattr` checks too much."""
     return cast(dict[str, torch.Tensor | None], module._parameters)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's children by name, as they are registered."""
+    return module._modules
+
+
+def is_functional_call() -> bool:
+    """True within `torch.func.functional_call` on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_transformed() -> bool:
+    """True within a transform of torch.func, such as grad or vmap."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

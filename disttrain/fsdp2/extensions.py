@@ -89,6 +89,8 @@ class ExtensionGroup(ParamGroup):
             if not param.is_laid_out():
                 self.shown.forget()
                 param.adopt_registered()
+                if param.is_in_place():
+                    continue
                 local = param.sharded._local_tensor  # type: ignore[attr-defined]
                 with torch.inference_mode(False), torch.no_grad():
                     param.lay_out(local.detach().clone().to(self._shard_device(local)))

@@ -19,6 +19,7 @@ from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
+from disttrain.fsdp2.structure import unmanaged_modules
 from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
 
@@ -94,7 +95,9 @@ def fully_shard(
         (ExtensionGroup if have_hooks else ParamGroup)(params, sharding, policy, offload, device)
         for (_, have_hooks), params in kinds.items()
     ]
-    state = ShardState(modules, groups, policy, device, reshard_after_forward)
+    taken = {(owner.module, owner.name) for _, _, owners in managed for owner in owners}
+    left_alone = {(child, name) for child in unmanaged_modules(together) for name, _ in own_parameters(child)} - taken
+    state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone)
     for one in modules:
         set_state(one, state)
         one.__class__ = _sharded_class(cast(Any, type(one)))
@@ -201,7 +204,7 @@ def _cut_dim(
 
 def _move_to(module: nn.Module, device: torch.device, places: dict[nn.Parameter, torch.device]) -> None:
     """Move parameters to their places, and others and buffers to `device`; those on "meta" stay."""
-    for child in _unmanaged_modules(module):
+    for child in unmanaged_modules(module):
         for tensor in (*(parameter for _, parameter in own_parameters(child)), *child.buffers(recurse=False)):
             place = places.get(cast(nn.Parameter, tensor), device)
             if tensor.device not in (place, torch.device("meta")):
@@ -213,18 +216,10 @@ def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[st
     names = {child: name for name, child in module.named_modules()}
     owners: dict[nn.Parameter, list[Owner]] = {}
     fqns: dict[nn.Parameter, str] = {}
-    for child in _unmanaged_modules(module):
+    for child in unmanaged_modules(module):
         for name, parameter in own_parameters(child):
             if parameter not in ignored:
                 owners.setdefault(parameter, []).append(Owner(child, name))
                 fqns.setdefault(parameter, f"{names[child]}.{name}".lstrip("."))
     for parameter, sharers in owners.items():
         yield fqns[parameter], parameter, sharers
-
-
-def _unmanaged_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and what is below it, but for parts that are sharded already."""
-    yield module
-    for child in module.children():
-        if state_of(child) is None:
-            yield from _unmanaged_modules(child)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,7 +16,10 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import parameters_of, registered_parameter
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.sharding import Sharding
+from disttrain.fsdp2.shown import is_given
 
+_SHARD_OF = "_disttrain_shard_of"
+"""Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
 """Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
 
@@ -53,6 +57,7 @@ class ShardedParam:
         first_row = min(-(-self.shape[dim] // sharding.num_shards) * sharding.shard_rank, self.shape[dim])
         local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self.spec), requires_grad=parameter.requires_grad)
+        self.sharded.__dict__[_SHARD_OF] = id(self)
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
@@ -76,32 +81,54 @@ class ShardedParam:
 
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
-        owner = self.owners[0]
+        owner, sharded = self.owners[0], self.sharded
         return (
-            registered_parameter(owner.module, owner.name) is self.sharded
-            and self.sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
+            registered_parameter(owner.module, owner.name) is sharded and sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
         )
 
+    def is_in_place(self) -> bool:
+        """True while the shard's memory is what it was given by `lay_out`."""
+        return self.sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
+
     def adopt_registered(self) -> None:
-        """Take over the parameter that the module has now, if it has been replaced, and its dtype."""
-        owner = self.owners[0]
-        registered = registered_parameter(owner.module, owner.name)
-        if registered is not None and registered is not self.sharded:
-            self._check_fits(registered)
-            self.sharded = registered
+        """Take over the parameter that the modules have now, if it has been replaced, and its dtype."""
+        found = [registered_parameter(owner.module, owner.name) for owner in self.owners]
+        others = [one for one in found if one is not None and one is not self.sharded]
+        if any(one is None for one in found):
+            self.refuse_removed()
+        if others and not is_given(others):
+            for registered in others:
+                self._check_fits(registered, is_everywhere=len(others) == len(found))
+            self.sharded = others[0]
+            self.sharded.__dict__[_SHARD_OF] = id(self)
             self.show(self.sharded)
         self.spec = self.sharded._spec  # type: ignore[attr-defined]
         self.orig_dtype = self.spec.dtype
 
-    def _check_fits(self, registered: nn.Parameter) -> None:
+    def _check_fits(self, registered: nn.Parameter, *, is_everywhere: bool) -> None:
         spec: Spec | None = getattr(registered, "_spec", None)
+        problem, remedy = "", "Tie parameters, and untie them, before fully_shard."
         if spec is None or spec.layout != self.spec.layout or spec.shape != self.spec.shape:
+            problem = f"has become a {type(registered).__name__} of shape {tuple(registered.shape)}"
+            remedy = f"Assign a DTensor of shape {self.spec.shape} that lies as {self.spec.layout}."
+        elif not is_everywhere:
+            problem = "has been replaced in one of the modules that share it, and not in all"
+        elif registered.__dict__.get(_SHARD_OF, id(self)) != id(self):
+            problem = "has been replaced by one that is a sharded module's already"
+            remedy = "Tie parameters before fully_shard, or assign a copy."
+        if problem:
             raise ShardingError(
-                "fully_shard",
-                f"parameter {self.fqn} has become a {type(registered).__name__} of shape {tuple(registered.shape)}.",
-                f"Assign a DTensor of shape {self.spec.shape} that lies as {self.spec.layout}.",
-                rank=self.spec.mesh.get_rank(),
+                "fully_shard", f"parameter {self.fqn} {problem}.", remedy, rank=self.spec.mesh.get_rank()
             )
+
+    def refuse_removed(self) -> NoReturn:
+        """Raise ShardingError: a module does not have the parameter any more."""
+        raise ShardingError(
+            "fully_shard",
+            f"parameter {self.fqn} has been removed from its module.",
+            "Remove it before fully_shard, or freeze it.",
+            rank=self.spec.mesh.get_rank(),
+        )
 
     def lay_out(self, view: torch.Tensor) -> None:
         """Make `view`, a part of the flat buffer that holds the local values, the memory of the sharded parameter."""

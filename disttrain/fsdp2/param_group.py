@@ -117,6 +117,8 @@ class ParamGroup:
             return
         for param in self.params:
             param.adopt_registered()
+        if self._flat is not None and all(param.is_in_place() for param in self.params):
+            return
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
         # Parameters outlive an inference; what is made in inference mode could not be trained.

@@ -12,6 +12,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import when_backward_ends
 from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
+from disttrain.fsdp2.structure import Structure
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.state import ShardState
@@ -47,6 +48,7 @@ class RootContext:
         self.states = states
         self.comm = comm
         self.order: ExecutionOrder[ShardState] = ExecutionOrder()
+        self.structure = Structure(root.modules)
         self.is_in_forward = False
         self._backward: weakref.ref[_BackwardEnd] | None = None
         for state in states:

@@ -87,6 +87,9 @@ def stop_schedule(states: Sequence[ShardState]) -> None:
 
 def unshard_all(states: Sequence[ShardState]) -> None:
     """Start all gathers, in the order of the modules."""
+    context = states[0].context
+    if context is not None and not context.structure.holds():
+        context.root.become_root()
     comm = states[0].comm
     comm.ready, states[0].post_optim_event = states[0].post_optim_event, None
     for state in states:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import parameters_of
+from disttrain.fsdp2._torch import is_functional_call, parameters_of
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param import ShardedParam
@@ -27,6 +27,11 @@ class Place:
     parameters: dict[str, torch.Tensor | None]
     name: str
     found: torch.Tensor | None
+
+
+def is_given(found: Sequence[torch.Tensor | None]) -> bool:
+    """True for what is in modules' places for one call alone, not to stay."""
+    return any(one is not None and not isinstance(one, nn.Parameter) for one in found) or is_functional_call()
 
 
 _Swap = tuple[dict[str, torch.Tensor | None], str, nn.Parameter, nn.Parameter]

@@ -16,14 +16,17 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import backward_is_running
+from disttrain.fsdp2._torch import backward_is_running, is_transformed
 from disttrain.fsdp2.comm import Comm, Named
+from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
+from disttrain.fsdp2.structure import STATE, check_parameters
 
 
 class ShardState:
@@ -36,10 +39,13 @@ class ShardState:
         policy: MixedPrecisionPolicy,
         device: torch.device,
         reshard_after_forward: bool | int | None,
+        left_alone: set[tuple[nn.Module, str]],
     ) -> None:
         self.modules = tuple(modules)
         self.module = modules[0]
         self.groups = groups
+        self.left_alone = left_alone
+        """Parameters of the modules that no group has taken."""
         self.context: RootContext | None = None
         self.requires_gradient_sync = True
         self._policy = policy
@@ -184,16 +190,33 @@ class ShardState:
         if self.scheduled is not None:
             check_whole(self, "forward")
             return self._cast_inputs(args, kwargs)
+        if is_transformed():
+            raise ShardingError(
+                "forward",
+                f"this {type(module).__name__} is sharded, and called within a transform of torch.func.",
+                "Differentiate by torch.autograd.grad or backward(), or leave it out of fully_shard.",
+            )
         context = self.context or self.become_root()
         # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
         is_recomputation = backward_is_running()
         if self._is_root and not is_recomputation:
             context.begin_forward()
+            if not context.structure.holds():
+                context = self.become_root()
+                context.begin_forward()
         elif not (context.is_in_forward or is_recomputation or self.is_kept_unsharded):
             # Called on its own, without the root: here, too, what was gathered may have been overwritten since.
             self.reshard()
+            if not context.structure.holds():
+                context.root.become_root()
+                # What that does not hold any more is a root of its own.
+                context = self.become_root() if self.context in (None, context) else self.context
         self.unshard()
-        self.wait_for_unshard()
+        for group in self.groups:
+            group.wait_for_unshard()
+            others = group.show()
+            if others and not is_recomputation:
+                take_up(group, others, self.device)
         self._num_running += 1
         if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self)
@@ -203,7 +226,7 @@ class ShardState:
         # Of calls within each other the outermost's inputs tell that the backward of all is over.
         is_first = (is_recomputation or self._begins_with(module)) and self._num_running == 1
         if torch.is_grad_enabled() and self.groups and is_first:
-            args, kwargs = self._watch_inputs(args, kwargs)
+            args, kwargs = watch_inputs(self, args, kwargs)
         return args, kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -300,24 +323,6 @@ class ShardState:
             return chosen
         return [] if learnt is None else [learnt]
 
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the inputs that require gradients through a function whose backward tells that the module's is over."""
-        inputs: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                inputs.append(tensor)
-            return tensor
-
-        for_each_tensor((args, kwargs), collect)
-        if not inputs:
-            return args, kwargs
-        outputs = iter(_PostBackward.apply(self, *inputs))  # type: ignore[no-untyped-call]
-        replaced: tuple[tuple[Any, ...], dict[str, Any]] = for_each_tensor(
-            (args, kwargs), lambda tensor: next(outputs) if tensor.requires_grad else tensor
-        )
-        return replaced
-
     @property
     def comm(self) -> Comm:
         """What is shared with the rest of the model, once it has a root."""
@@ -340,8 +345,11 @@ class ShardState:
                     group.module_path = path or type(module).__name__
 
     def become_root(self) -> RootContext:
-        """Nothing above has run: this is where iterations begin and end."""
+        """Nothing above has run: this is where iterations begin and end. Raises ShardingError where the modules' own
+        parameters are not those that were sharded."""
         states = self.with_those_below()
+        for state in states:
+            check_parameters(state)
         self._is_root = True
         for state in states:
             if state is not self:
@@ -350,22 +358,10 @@ class ShardState:
             group.reduce_early(self.modules[0], lambda: self.requires_gradient_sync and self.scheduled is None)
         watch_stale_optimizers(self, [group for state in states for group in state.groups])
         comm = self.shared_comm
+        if comm is None and self.context is not None and self.context.root is self:
+            comm = self.context.comm
         self._name_groups()
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
-
-
-class _PostBackward(torch.autograd.Function):
-    """Hands its inputs on; when their gradients come back, the module's own backward is over."""
-
-    @staticmethod
-    def forward(ctx: Any, state: ShardState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward(at_end=False)
-        return (None, *grads)
 
 
 def share_comm(states: list[ShardState]) -> None:
@@ -378,9 +374,9 @@ def share_comm(states: list[ShardState]) -> None:
 
 def state_of(module: nn.Module) -> ShardState | None:
     """The state that `fully_shard` gave the module, if it did."""
-    state: ShardState | None = module.__dict__.get("_disttrain_shard_state")
+    state: ShardState | None = module.__dict__.get(STATE)
     return state
 
 
 def set_state(module: nn.Module, state: ShardState) -> None:
-    module.__dict__["_disttrain_shard_state"] = state
+    module.__dict__[STATE] = state

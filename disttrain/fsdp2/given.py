@@ -1,0 +1,69 @@
+"""Values that `torch.func.functional_call` puts in place of shards, for one call: the module computes with them.
+
+A DTensor is gathered by itself, by operators that autograd knows: its gradient is averaged over the ranks, as that of a
+shard is, and reaches whatever the value was made of. A plain tensor is the whole, and this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from disttrain.dtensor import DTensor, Partial, Replicate
+from disttrain.errors import ShardingError
+from disttrain.fsdp2.extensions import ExtensionGroup
+from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.shown import Place, is_given
+
+
+def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) -> None:
+    """Let modules compute with what they were given since the shards were last there. Collective.
+
+    Raises ShardingError for what they cannot compute with.
+    """
+    if not is_given([place.found for place in places]):
+        # Other parameters, which came while the gathered ones were there: they are the module's from now on.
+        group.reshard()
+        group.unshard()
+        group.wait_for_unshard()
+        group.show()
+        return
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for place in places:
+        if place.found is None:
+            place.param.refuse_removed()
+        if place.found not in values:
+            values[place.found] = _whole(group, place.param, place.found, device)
+        group.shown.lend(place, values[place.found])
+
+
+def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(group, ExtensionGroup) or param.whole_spec is not None:
+        _refuse(param, "it is gathered in a way of its own", "Leave it out of the values")
+    if not isinstance(given, DTensor):
+        if tuple(given.shape) != param.shape:
+            _refuse(param, f"it has shape {tuple(given.shape)}", f"Give a whole of shape {param.shape}, or a DTensor")
+        return given.to(device, group.compute_dtype)
+    if given.shape != param.spec.shape or given.device_mesh != param.spec.mesh:
+        lies = f"a DTensor of shape {tuple(param.spec.shape)} on {param.spec.mesh.layout}"
+        _refuse(param, f"it has shape {tuple(given.shape)} on {given.device_mesh.layout}", f"Give {lies}")
+    num_axes = param.spec.mesh.ndim
+    whole = given.redistribute(placements=[Replicate()] * num_axes)
+    local: torch.Tensor = whole.to_local(grad_placements=[Partial("avg")] * num_axes)
+    local = local.to(device, group.compute_dtype)
+    if group.divide_factor is not None and local.requires_grad:
+        scale = group.sharding.num_shards * group.sharding.num_replicas / group.divide_factor
+        local.register_hook(lambda grad: grad * scale)
+    return local
+
+
+def _refuse(param: ShardedParam, problem: str, remedy: str) -> NoReturn:
+    raise ShardingError(
+        "functional_call",
+        f"the value given for parameter {param.fqn} cannot be computed with: {problem}.",
+        f"{remedy}.",
+        rank=param.spec.mesh.get_rank(),
+    )

@@ -1,0 +1,47 @@
+"""When a module's own backward is over: when the gradients of its inputs come out of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disttrain.fsdp2.nests import for_each_tensor
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.state import ShardState
+
+
+def watch_inputs(
+    state: ShardState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the inputs that require gradients through a function whose backward tells `state` that its own is over."""
+    inputs: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            inputs.append(tensor)
+        return tensor
+
+    for_each_tensor((args, kwargs), collect)
+    if not inputs:
+        return args, kwargs
+    outputs = iter(_PostBackward.apply(state, *inputs))  # type: ignore[no-untyped-call]
+    replaced: tuple[tuple[Any, ...], dict[str, Any]] = for_each_tensor(
+        (args, kwargs), lambda tensor: next(outputs) if tensor.requires_grad else tensor
+    )
+    return replaced
+
+
+class _PostBackward(torch.autograd.Function):
+    """Hands its inputs on; when their gradients come back, the module's own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ShardState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.post_backward(at_end=False)
+        return (None, *grads)
