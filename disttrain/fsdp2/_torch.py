@@ -64,6 +64,11 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """True where a hook of the user's waits for the leaf's gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
     """What `register_hook` has left there."""
     hooks = leaf._backward_hooks

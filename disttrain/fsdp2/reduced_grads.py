@@ -17,7 +17,7 @@ import torch
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import gradient_hooks, post_accumulate_hooks
+from disttrain.fsdp2._torch import gradient_hooks, has_hooks, post_accumulate_hooks
 from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.param import ShardedParam
@@ -31,16 +31,16 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
         if param is None:
             continue
         sharded, local = param.sharded, param.slot_view(flat, slot)
-        hooks = gradient_hooks(sharded)
-        if hooks:
-            local = _hooked(param, local, hooks)
+        is_hooked = has_hooks(sharded)
+        if is_hooked:
+            local = _hooked(param, local, gradient_hooks(sharded))
         if sharded.grad is None:
             sharded.grad = DTensor(local, param.spec)
         else:
             sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-        hooks = post_accumulate_hooks(sharded)
-        for hook in hooks:
-            hook(sharded)
+        if is_hooked:
+            for hook in post_accumulate_hooks(sharded):
+                hook(sharded)
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:
@@ -49,10 +49,10 @@ def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: 
     on_host.copy_(flat, non_blocking=True)
     comm.offloaded = comm.streams.mark()
     shards = [param.sharded for param in receivers if param is not None]
-    has_hooks = any(gradient_hooks(shard) or post_accumulate_hooks(shard) for shard in shards)
-    if has_hooks or any(shard.grad is not None for shard in shards):
+    is_hooked = any(map(has_hooks, shards))
+    if is_hooked or any(shard.grad is not None for shard in shards):
         comm.finish_offload()
-    if has_hooks:
+    if is_hooked:
         # A step in a hook writes to shards, which gathers may still be reading.
         comm.finish_upload()
     return on_host
