@@ -24,6 +24,7 @@ from disttrain.checkpoint.sharing import plan_shared, shared_boxes
 from disttrain.checkpoint.spreading import Spreading
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.tree import Tree, local_parts, sharding_of
+from disttrain.dtensor.loan import count_writes
 from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError
 
 
@@ -44,11 +45,12 @@ def fill(
     Raises CheckpointError, on every rank, when that failed on some. Collective.
     """
     loaded = Loaded()
+    tensors: dict[str, torch.Tensor] = {}
     targets: Targets = {}
     outline = Outline()
 
     def prepare() -> list[Any]:
-        nonlocal targets, outline
+        nonlocal tensors, targets, outline
         loaded.tensors.update(_made(manifest, tree))
         tensors = {**_known(manifest, tree, left_alone), **loaded.tensors}
         targets = {name: local_parts(tensor) for name, tensor in tensors.items()}
@@ -90,6 +92,8 @@ def fill(
             spreading.run()
         with torch.no_grad():
             reader.read_tensors(plan_load(manifest, own), own)
+        # Bytes come in by other ways than operators, which count what they write.
+        count_writes(tensor for tensor in tensors.values() if not tensor.is_inference())
         loaded.values.update(_read_values(reader, manifest, tree, left_alone, council.rank))
 
     council.agree(read)

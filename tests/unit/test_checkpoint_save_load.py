@@ -118,6 +118,15 @@ def test_parameters_are_loaded_without_their_history(tmp_path: Path) -> None:
     assert weight.requires_grad
 
 
+def test_a_load_is_a_write_to_all_who_look(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    save({"parameter": parameter}, tmp_path / "save")
+    kept = parameter * parameter
+    load({"parameter": parameter}, tmp_path / "save")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
 def test_a_tied_tensor_is_there_once(tmp_path: Path) -> None:
     weight = torch.arange(1000.0)
     save({"a": weight, "b": weight}, tmp_path / "save")
