@@ -28,6 +28,7 @@ from disttrain.flight_recorder.device_probe import Probe, has_stream_ended
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.symbols import PACKAGE
+from disttrain.process_group.connecting import CONNECTING
 from disttrain.store.clock import ask_clock, serve_clock
 from disttrain.store.responder import Responder
 
@@ -264,12 +265,13 @@ def _main_place() -> tuple[int, int]:
 
 def _is_inside() -> bool:
     """True when some thread is inside a collective or message, or connecting for its first."""
-    for innermost in sys._current_frames().values():
-        frame = innermost
+    beside = {thread.ident for thread in threading.enumerate() if thread.name == CONNECTING}
+    for ident, innermost in sys._current_frames().items():
+        frame = None if ident in beside else innermost
         while frame is not None:
             if frame.f_code.co_filename.startswith(_INSIDE):
                 return True
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
     return False
 
 

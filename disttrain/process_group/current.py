@@ -118,6 +118,9 @@ def enter_process_world(world: World, *, register_with_torch: bool = False) -> N
         if FLIGHT_RECORDER.read():
             # By its name: the recorder lies above this layer, which knows only what `observer.Recorder` says.
             importlib.import_module(_RECORDER).enable(world)
+        if world.default_group.asks_witnesses:
+            # From the start: other ranks may use a group before this one does.
+            world.become_witness()
         if register_with_torch:
             world.default_group.to_torch()
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,7 +32,8 @@ class ProcessGroup:
     `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
     that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
     called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any.
-    Transports are made by the first collective on a device type, which connects the members and nobody else.
+    Transports are made by the first collective on a device type, which connects the members and nobody else; those that
+    have not come to it connect beside what they do (`connecting.py`).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ProcessGroup:
         self._options = options
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
+        self._failures: dict[str, Exception] = {}
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
         self._scope = GivableUp()
@@ -96,6 +99,10 @@ class ProcessGroup:
         """True while the first collective on a device waits for the other ranks to connect."""
         return bool(self._connecting)
 
+    def is_connected(self, device_type: str) -> bool:
+        """True once tensors on `device_type` have been used, here or by another member."""
+        return device_type in self._made
+
     @property
     def come_to(self) -> tuple[int, str]:
         """The last collective that this rank has come to, also if it is still connecting for it: number and name."""
@@ -116,6 +123,20 @@ class ProcessGroup:
         if not self.ended_by and self.asks_witnesses and self.world.witness is not None:
             self.world.witness.hear_again()
         return self.ended_by
+
+    def connect_beside(self, device_type: str) -> None:
+        """Connect as another member asks, in a thread of its own. A failure is the first use's to raise."""
+        try:
+            self._connected("connect", device_type)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, this rank's own call raises it
+            self._failures[device_type] = error
+
+    def takes_over(self, backends: dict[str, type[Backend]], timeout_s: float, options: object | None) -> bool:
+        """Become what this rank itself makes, which was made in advance; False where it is of other transports."""
+        if backends != self._backend_classes:
+            return False
+        self.timeout_s, self._options = timeout_s, options
+        return True
 
     def serves(self, device_type: str) -> bool:
         return device_type in self._backend_classes
@@ -224,8 +245,7 @@ class ProcessGroup:
     def abort(self) -> None:
         """Give up what is under way, without asking the other ranks; the group cannot be used afterwards."""
         self._call_back()
-        if self._connecting:
-            self._scope.is_given_up = True  # there is no backend yet to say so
+        self._scope.is_given_up = True  # for who is still connecting; there is no backend yet to say so
         for backend in self._taken_out():
             backend.abort()
 
@@ -268,7 +288,21 @@ class ProcessGroup:
         return list(made.values())
 
     def _make_backend(self, operation: str, device_type: str) -> Backend:
-        # Two threads may come here first together: the autograd engine has one of its own per device.
+        self._connecting = operation
+        try:
+            return self._connected(operation, device_type)
+        except Exception as error:
+            # Connecting belongs to the operation that needs it, and fails like it.
+            answer = Call(operation, self, self.sequence + 1, (), ()).failure(error)
+            if answer is error:
+                raise
+            raise answer from error
+        finally:
+            self._connecting = ""
+
+    def _connected(self, operation: str, device_type: str) -> Backend:
+        # Several threads may come here first together: the autograd engine has one of its own per device, and there is
+        # the one that connects because another rank has asked for it.
         with self._lock:
             made = self._made.get(device_type)
             if made is not None:
@@ -289,24 +323,13 @@ class ProcessGroup:
                     "Move the tensor, or leave `backend` out of init_process_group to get all that this machine has.",
                     rank=self.world.rank,
                 )
+            if device_type in self._failures:
+                raise self._failures[device_type]
             if kind.reports_absent and self.group_size > 1:
                 self.world.become_witness()
-            made = self._connected(operation, kind, self._membership(device_type))
+            made = kind(self._membership(device_type))
             self._made[device_type] = made
             return made
-
-    def _connected(self, operation: str, kind: type[Backend], membership: Membership) -> Backend:
-        self._connecting = operation
-        try:
-            return kind(membership)
-        except Exception as error:
-            # Connecting belongs to the operation that needs it, and fails like it.
-            answer = Call(operation, self, self.sequence + 1, (), ()).failure(error)
-            if answer is error:
-                raise
-            raise answer from error
-        finally:
-            self._connecting = ""
 
     def _membership(self, device_type: str) -> Membership:
         return Membership(
@@ -318,6 +341,7 @@ class ProcessGroup:
             global_rank=self.world.rank,
             options=self._options,
             scope=self._scope,
+            ask_others=partial(self.world.connecting.ask, self, device_type),
         )
 
 

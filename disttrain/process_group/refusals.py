@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import json
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain.errors import DisttrainError
 
@@ -143,9 +144,9 @@ class Refusals:
     def completed(self, call: Call, error: DisttrainError | None) -> None:
         """Nothing changes by that."""
 
-    def hear(self, notice: bytes) -> bool:
+    def hear(self, notice: Sequence[Any]) -> bool:
         """Another rank has refused. False: it is not known yet whether this one will be waiting for it."""
-        refusal = Refusal(*json.loads(notice))
+        refusal = Refusal(*notice)
         group = self._world.group_named(refusal.group_name)
         if group is None:
             return False

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from disttrain.errors import GroupError
-from disttrain.process_group.backends import choose_backends
+from disttrain.process_group.connecting import Connecting
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
 from disttrain.process_group.observer import Observer, Recorder
 from disttrain.process_group.refusals import Refusals
@@ -55,6 +55,7 @@ class World:
     `action`, such as "stage 2 microbatch 5 F", and `module`, a module's path, say what calls are made for, to observers
     and in errors; empty when nobody says. Whoever sets one sets it back. The autograd engine's threads see them, too.
     `refusals`: what ranks raise before a collective.
+    `connecting`: connects groups as other ranks ask.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
     """
@@ -84,11 +85,12 @@ class World:
         self.compares_calls = DEBUG.read() == "detail"
         self.witness: Responder | None = None
         self.refusals = Refusals(self)
+        self.connecting = Connecting(self)
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
         self._shared: dict[tuple[int, ...], ProcessGroup] = {}
-        self._num_alike: Counter[tuple[int, ...]] = Counter()
+        self._num_alike: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._owned_store = owned_store
         self._companions: dict[type, Any] = {}
         self._named: weakref.WeakValueDictionary[str, ProcessGroup] = weakref.WeakValueDictionary()
@@ -111,9 +113,8 @@ class World:
         self._check_ranks(members)
         if self.rank not in members:
             return NON_GROUP_MEMBER
-        self._num_alike[members] += 1
         return self._make_group(
-            f"{_content_name(members)}.{self._num_alike[members]}",
+            f"{_content_name(members)}.{self._count_alike(members, 'new')}",
             members,
             backend if backend is not None else self._backend,
             timeout_s if timeout_s is not None else self.timeout_s,
@@ -126,9 +127,11 @@ class World:
             return self.default_group
         group = self._shared.get(ranks)
         if group is None:
-            made = self.new_group(ranks)
-            assert isinstance(made, ProcessGroup)
-            group = self._shared[ranks] = made
+            self._check_ranks(ranks)
+            # Counted apart: some ranks may come to a mesh's group before, others after they make one of these ranks.
+            name = f"{_content_name(ranks)}.shared.{self._count_alike(ranks, 'shared')}"
+            group = self._make_group(name, ranks, self._backend, self.timeout_s, self._options)
+            self._shared[ranks] = group
         return group
 
     @property
@@ -196,7 +199,7 @@ class World:
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""
         if self.witness is None:
-            self.witness = Responder(self.store, "witness", self.rank, self._progress, self.refusals.hear)
+            self.witness = Responder(self.store, "witness", self.rank, self._progress, self._hear)
 
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:
@@ -228,6 +231,7 @@ class World:
         while self._companions:
             self._companions.popitem()[1].close()
         self.refusals.close()
+        self.connecting.close()
         end_s = time.monotonic() + DROPPED_S
         for group in reversed(self._groups):
             group.shutdown(max(0.0, end_s - time.monotonic()))
@@ -242,13 +246,25 @@ class World:
         progress: Progress = {g.group_name: (g.sequence, g.last_operation) for g in list(self._groups)}
         return json.dumps(progress).encode()
 
+    def _count_alike(self, ranks: tuple[int, ...], kind: str) -> int:
+        self._num_alike[ranks, kind] += 1
+        return self._num_alike[ranks, kind]
+
+    def _hear(self, notice: bytes) -> bool:
+        said = json.loads(notice)
+        if isinstance(said, dict):
+            self.connecting.hear(said)
+            return True
+        return self.refusals.hear(said)
+
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None
     ) -> ProcessGroup:
-        group = ProcessGroup(self, name, ranks, choose_backends(backend), timeout_s, options)
-        self._groups.append(group)
-        self._named[name] = group
-        return group
+        with self.connecting.lock:
+            group = self.connecting.make(name, ranks, backend, timeout_s, options)
+            self._groups.append(group)
+            self._named[name] = group
+            return group
 
     def _check_ranks(self, ranks: tuple[int, ...]) -> None:
         offending = [rank for rank in ranks if not 0 <= rank < self.world_size]

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from disttrain.errors import StoreTimeoutError
 
+_FIRST_S: Final = 0.05
 _SLICE_S: Final = 0.5
 
 Waited = TypeVar("Waited")
@@ -16,15 +17,17 @@ Waited = TypeVar("Waited")
 def in_slices(
     keys: Sequence[str], wait: Callable[[float], Waited], timeout_s: float, check: Callable[[], object]
 ) -> Waited:
-    """What `wait(slice_s)` for `keys` returns in the end; `check` may raise between slices.
+    """What `wait(slice_s)` for `keys` returns in the end; `check` may raise between slices. The first is short.
 
     Raises StoreTimeoutError after `timeout_s`.
     """
     rest_s, deadline_s = timeout_s, time.monotonic() + timeout_s
+    slice_s = _FIRST_S
     while True:
         try:
-            return wait(min(_SLICE_S, rest_s))
+            return wait(min(slice_s, rest_s))
         except StoreTimeoutError:
+            slice_s = _SLICE_S
             check()
             rest_s = deadline_s - time.monotonic()
             if rest_s <= 0:

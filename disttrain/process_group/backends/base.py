@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -46,6 +46,7 @@ class Membership:
 
     `store` is the group's own part of the job's store; `ranks` are global ranks in group order; `options` is what the
     user gave as `pg_options`, for the backend to understand; `scope` says when the group has been given up meanwhile.
+    `ask_others` lets the other members make theirs too, if they have not come to it: call it while you wait for them.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Membership:
     global_rank: int
     options: object | None = None
     scope: GivableUp = field(default_factory=GivableUp)
+    ask_others: Callable[[], None] = lambda: None
 
     @property
     def size(self) -> int:

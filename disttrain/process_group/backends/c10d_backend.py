@@ -34,7 +34,7 @@ class C10dBackend(Backend):
 
     def __init__(self, membership: Membership) -> None:
         self._scope = membership.scope
-        self._store = _c10d.StoreAdapter(membership.store, self._scope.check)
+        self._store = _c10d.StoreAdapter(membership.store, lambda: _still_waits(membership))
         self._rank = membership.rank
         self._size = membership.size
         self._global_rank = membership.global_rank
@@ -233,6 +233,12 @@ class C10dBackend(Backend):
         options.device_ids = list(device_ids)
         options.asyncOp = False
         return self._begun(self._transport.barrier(options))
+
+
+def _still_waits(membership: Membership) -> None:
+    """The transport waits for others in the store, for a while already."""
+    membership.scope.check()
+    membership.ask_others()
 
 
 def _with_async(kind: type[Any], async_op: bool) -> Any:

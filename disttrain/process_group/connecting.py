@@ -1,0 +1,101 @@
+"""Connecting a group at its first use, without waiting for calls of the other members.
+
+A rank that waits for others to connect asks them, through the witness of each; they connect in a thread of their own,
+whatever their main thread does. So it doesn't matter in which order ranks first use their groups, nor whether all of
+them use one. Who has not made the group yet makes it in advance: its name says which one it will be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from disttrain.errors import BackendError
+from disttrain.process_group.backends import choose_backends
+from disttrain.process_group.group import ProcessGroup
+
+if TYPE_CHECKING:
+    from disttrain.process_group.world import World
+
+CONNECTING: Final = "disttrain connecting"
+"""The name of threads that connect for others: nothing of this rank waits for them."""
+_CLOSING_S: Final = 1.0
+
+
+class Connecting:
+    """Connects groups of a world on the request of other ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._in_advance: dict[str, ProcessGroup] = {}
+        self._made: set[str] = set()
+        self._threads: list[tuple[ProcessGroup, threading.Thread]] = []
+        self.lock = threading.Lock()
+
+    def ask(self, group: ProcessGroup, device_type: str) -> None:
+        """Have the other members connect `group` for tensors on `device_type`. The first that asks speaks for all."""
+        witness = self._world.witness
+        if witness is not None:
+            asked = {
+                "connect": group.group_name,
+                "ranks": group.ranks,
+                "backend": group.backend_name,
+                "timeout_s": group.timeout_s,
+                "device_type": device_type,
+            }
+            witness.tell(json.dumps(asked).encode(), f"connect/{group.group_name}/{device_type}")
+
+    def hear(self, asked: dict[str, Any]) -> None:
+        """Another rank asks; this one connects beside whatever it does."""
+        if self._world.rank not in asked["ranks"]:
+            return
+        group = self._group(asked)
+        if group is not None and not group.is_connected(asked["device_type"]):
+            thread = threading.Thread(
+                target=group.connect_beside, args=(asked["device_type"],), name=CONNECTING, daemon=True
+            )
+            if not self._threads:
+                # A thread that comes back from C++ while the interpreter is taken down would take the process with it.
+                atexit.register(self.close)
+            self._threads = [(group, other) for group, other in self._threads if other.is_alive()]
+            self._threads.append((group, thread))
+            thread.start()
+
+    def make(
+        self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None
+    ) -> ProcessGroup:
+        """The group of this name, for who holds `lock`: a new one, or the one that was made in advance."""
+        kinds = choose_backends(backend)
+        self._made.add(name)
+        group = self._in_advance.pop(name, None)
+        if group is None or not group.takes_over(kinds, timeout_s, options):
+            group = ProcessGroup(self._world, name, ranks, kinds, timeout_s, options)
+        return group
+
+    def close(self) -> None:
+        """End the threads; what they connect is not needed any more. Idempotent."""
+        atexit.unregister(self.close)
+        threads, self._threads = self._threads, []
+        for group, thread in threads:
+            if thread.is_alive():
+                group.abort()
+                thread.join(_CLOSING_S)
+        for group in self._in_advance.values():
+            group.shutdown(0.0)
+        self._in_advance.clear()
+
+    def _group(self, asked: dict[str, Any]) -> ProcessGroup | None:
+        """The group that is asked for; None where it has been destroyed, or cannot be had."""
+        name = asked["connect"]
+        with self.lock:
+            if name in self._made:
+                return self._world.group_named(name)
+            if name not in self._in_advance:
+                with suppress(BackendError):  # a backend that is not there: this rank will say so itself
+                    kinds = choose_backends(asked["backend"])
+                    ranks = tuple(asked["ranks"])
+                    self._in_advance[name] = ProcessGroup(self._world, name, ranks, kinds, asked["timeout_s"], None)
+            return self._in_advance.get(name)
