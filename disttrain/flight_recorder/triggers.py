@@ -24,6 +24,7 @@ from disttrain.errors import DisttrainError, StoreError
 from disttrain.flight_recorder.dump_words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
 from disttrain.flight_recorder.folders import made_private_folder, private_folder
 from disttrain.flight_recorder.left_rings import remove_forgotten
+from disttrain.flight_recorder.recall import main_place, recall
 from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.watchdog import Watchdog
 from disttrain.process_group import World, current_world
@@ -68,6 +69,7 @@ def enable(world: World | None = None) -> FlightRecorder:
         # As text, here and elsewhere: a handler that keeps its records would keep the recorder by the traceback.
         _log.warning("the flight recorder may watch for no hangs, and write no files: %s", str(problem))
         recorder.attach(world)
+    world.recall, world.main_place = partial(recall, recorder), main_place
     atexit.register(recorder.close)
     recorder.when_closed(lambda: atexit.unregister(recorder.close))
     recorder.when_closed(partial(_leave_private_folder, recorder))

@@ -99,7 +99,7 @@ class Watchdog:
         self._responder: Responder | None = None
         if world.world_size > 1:
             try:
-                self._responder = Responder(world.store, "flight recorder", world.rank, bytes, self._hear)
+                self._responder = Responder(world.store, "flight recorder", world.rank, str.encode, self._hear)
             except BaseException:
                 self._remove_stacks()
                 raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from disttrain.errors import BackendError, GroupError
+from disttrain.errors import BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
@@ -63,7 +64,7 @@ class ProcessGroup:
         self._failures: dict[str, Exception] = {}
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
-        self._scope = GivableUp()
+        self._scope = GivableUp(partial(world.comparing.look, self), partial(world.comparing.waited, self))
         self._callbacks: list[Callable[[], None]] = []
         self._connecting = ""
         self._is_destroyed = False
@@ -331,6 +332,12 @@ class ProcessGroup:
             self._made[device_type] = made
             return made
 
+    def _ask_others(self, device_type: str) -> None:
+        self.world.connecting.ask(self, device_type)
+        if self._connecting:
+            with suppress(StoreError):
+                self.world.comparing.look_for_gone(self, self.sequence + 1)
+
     def _membership(self, device_type: str) -> Membership:
         return Membership(
             name=self.group_name,
@@ -341,7 +348,7 @@ class ProcessGroup:
             global_rank=self.world.rank,
             options=self._options,
             scope=self._scope,
-            ask_others=partial(self.world.connecting.ask, self, device_type),
+            ask_others=partial(self._ask_others, device_type),
         )
 
 

@@ -19,7 +19,7 @@ from disttrain.errors import (
     DisttrainError,
     StoreTimeoutError,
 )
-from disttrain.process_group.roll_call import absent_text
+from disttrain.process_group.roll_call import absent_text, gone_text
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
@@ -113,16 +113,17 @@ class Call:
             )
         peer = "" if self.peer_rank is None else f" with group rank {self.peer_rank}"
         if isinstance(error, TimeoutError) or "timed out" in text.lower() or "timeout" in text.lower():
+            absent = absent_text(group, self.sequence, self.peer_rank)
             return CollectiveTimeoutError(
                 self.operation,
-                f"not every rank came{peer} within {group.timeout_s:g} s{absent_text(group, self.sequence)} ({text}).",
+                f"not every rank came{peer} within {group.timeout_s:g} s{absent} ({text}).",
                 "Look for a rank that died, hangs, or takes another branch.",
                 rank=group.world.rank,
                 where=where,
             )
         return BackendError(
             self.operation,
-            f"the transport failed{peer}: {text}.",
+            f"the transport failed{peer}: {text.rstrip('.')}{gone_text(group)}.",
             "A peer that died or called something else is the usual cause; look at the first error of the job.",
             rank=group.world.rank,
             where=where,

@@ -14,11 +14,11 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from disttrain.errors import GroupError
+from disttrain.process_group.comparing import Comparing
 from disttrain.process_group.connecting import Connecting
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
 from disttrain.process_group.observer import Observer, Recorder
 from disttrain.process_group.refusals import Refusals
-from disttrain.process_group.roll_call import Progress
 from disttrain.process_group.work import Work
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
@@ -55,7 +55,9 @@ class World:
     `action`, such as "stage 2 microbatch 5 F", and `module`, a module's path, say what calls are made for, to observers
     and in errors; empty when nobody says. Whoever sets one sets it back. The autograd engine's threads see them, too.
     `refusals`: what ranks raise before a collective.
-    `connecting`: connects groups as other ranks ask.
+    `connecting`: connects groups as other ranks ask. `comparing`: what ranks tell each other that wait for long.
+    `recall`: what this rank has called as a group's collective of a number, and `main_place`: where its main thread is,
+    as far as the recorder knows.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
     """
@@ -86,6 +88,9 @@ class World:
         self.witness: Responder | None = None
         self.refusals = Refusals(self)
         self.connecting = Connecting(self)
+        self.comparing = Comparing(self)
+        self.recall: Callable[[str, int], dict[str, Any] | None] = lambda group_name, sequence: None
+        self.main_place: Callable[[], str] = str
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -199,7 +204,8 @@ class World:
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""
         if self.witness is None:
-            self.witness = Responder(self.store, "witness", self.rank, self._progress, self._hear)
+            self.witness = Responder(self.store, "witness", self.rank, self.comparing.answer, self._hear)
+            self.comparing.stay()
 
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:
@@ -232,6 +238,8 @@ class World:
             self._companions.popitem()[1].close()
         self.refusals.close()
         self.connecting.close()
+        if self.witness is not None:
+            self.comparing.leave()
         end_s = time.monotonic() + DROPPED_S
         for group in reversed(self._groups):
             group.shutdown(max(0.0, end_s - time.monotonic()))
@@ -242,20 +250,16 @@ class World:
         if self._owned_store is not None:
             self._owned_store.close()
 
-    def _progress(self) -> bytes:
-        progress: Progress = {g.group_name: (g.sequence, g.last_operation) for g in list(self._groups)}
-        return json.dumps(progress).encode()
-
     def _count_alike(self, ranks: tuple[int, ...], kind: str) -> int:
         self._num_alike[ranks, kind] += 1
         return self._num_alike[ranks, kind]
 
     def _hear(self, notice: bytes) -> bool:
         said = json.loads(notice)
-        if isinstance(said, dict):
-            self.connecting.hear(said)
-            return True
-        return self.refusals.hear(said)
+        if isinstance(said, list):
+            return self.refusals.hear(said)
+        (self.comparing if "mismatch" in said else self.connecting).hear(said)
+        return True
 
     def _make_group(
         self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None

@@ -22,7 +22,7 @@ _QUESTION, _NOTICE = b"?", b"!"
 
 
 class Responder:
-    """Member `rank`: answers with what `answer` returns, over a connection of its own, until it is closed.
+    """Member `rank`: answers with what `answer(about)` returns, over a connection of its own, until it is closed.
 
     `hear` is given each notice, and again from time to time, ever more rarely, until it returns True. It may be called
     from several threads. `store` is that connection; what others wait for there ends with it.
@@ -33,7 +33,7 @@ class Responder:
         store: Store,
         name: str,
         rank: int,
-        answer: Callable[[], bytes],
+        answer: Callable[[str], bytes],
         hear: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
         self.store = PrefixStore(name, store).clone()
@@ -47,13 +47,13 @@ class Responder:
         # A thread that an answer wakes while the interpreter is being taken down can take the process down with it.
         atexit.register(self.close)
 
-    def ask(self, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
-        """The answers of those of `ranks` that gave one in time; none when the store is gone."""
+    def ask(self, ranks: Sequence[int], timeout_s: float, about: str = "") -> dict[int, bytes]:
+        """The answers of those of `ranks` that gave one in time; none when the store is gone. `about` is one line."""
         self._num_questions += 1
         question = f"{self._rank}.{self._num_questions}"
         keys = {rank: f"{question}/{rank}" for rank in ranks}
         try:
-            self.store.append("board", _QUESTION + question.encode() + b"\n")
+            self.store.append("board", _QUESTION + f"{question} {about}\n".encode())
             try:
                 self.store.wait(list(keys.values()), timeout_s)
             except StoreTimeoutError:
@@ -116,6 +116,7 @@ class Responder:
 
     def _read(self, kind: bytes, text: bytes) -> None:
         if kind == _QUESTION:
-            self.store.set(f"{text.decode()}/{self._rank}", self._answer())
+            question, _, about = text.decode().partition(" ")
+            self.store.set(f"{question}/{self._rank}", self._answer(about))
         elif not self._hear(text):
             self._unsettled.append(text)

@@ -121,7 +121,7 @@ def test_a_timeout_names_who_did_not_come_and_where_they_are() -> None:
         with pytest.raises(CollectiveTimeoutError, match=r"did not come|not every rank came") as caught:
             disttrain.all_reduce(torch.ones(3), group=group)
         text = str(caught.value)
-        assert "within 1 s: rank 1 is at sequence 1 (barrier) (" in text
+        assert "within 1 s: rank 1 is at sequence 1 (barrier) and now at " in text
         assert "ranks 0-2, sequence 2]" in text
     disttrain.barrier()
 

@@ -11,8 +11,11 @@ from disttrain.store.responder import Responder
 def test_those_that_are_there_answer_each_question() -> None:
     store = HashStore()
     states = {rank: f"{rank} is well".encode() for rank in range(3)}
-    members = [Responder(store, "health", rank, lambda rank=rank: states[rank]) for rank in range(3)]
+    members = [
+        Responder(store, "health", rank, lambda about, rank=rank: states[rank] + about.encode()) for rank in range(3)
+    ]
     assert members[0].ask([0, 1, 2], 10) == states
+    assert members[0].ask([1], 10, " of all") == {1: b"1 is well of all"}
     members[2].close()
     states[1] = b"1 is ill"
     assert members[1].ask([0, 1, 2], 0.05) == {0: states[0], 1: b"1 is ill"}
@@ -36,11 +39,13 @@ def test_a_notice_is_heard_by_all_and_again_until_it_is_settled() -> None:
             is_done.release()
         return is_settled
 
-    members = [Responder(store, "news", rank, bytes, lambda notice, rank=rank: hear(rank, notice)) for rank in (0, 1)]
+    members = [
+        Responder(store, "news", rank, str.encode, lambda notice, rank=rank: hear(rank, notice)) for rank in (0, 1)
+    ]
     assert members[0].tell(b"first", "a name")
     assert members[1].tell(b"another", "a name")  # the first one of a name is the one that counts
     # Who joins later reads what was said before.
-    members.append(Responder(store, "news", 2, bytes, lambda notice: hear(2, notice)))
+    members.append(Responder(store, "news", 2, str.encode, lambda notice: hear(2, notice)))
     for _ in range(3):
         assert is_done.acquire(timeout=20)
     assert heard == {0: [b"first"], 1: [b"first"] * 2, 2: [b"first"] * 2}

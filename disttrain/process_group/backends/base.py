@@ -18,12 +18,18 @@ from disttrain.store import Store
 class GivableUp:
     """What handles ask while they wait: has the group been given up, and for which `reason`?
 
-    `dropped` are operations whose handles went while they were under way, so that nobody waits for them.
+    `dropped` are operations whose handles went while they were under way, so that nobody waits for them. Who waits for
+    longer than a moment calls `look(problem)` again and again, and `looked` at the end: to find out that it is in vain,
+    of which a `problem` leaves no doubt.
     """
 
-    __slots__ = ("dropped", "is_given_up", "reason")
+    __slots__ = ("dropped", "is_given_up", "look", "looked", "reason")
 
-    def __init__(self) -> None:
+    def __init__(
+        self, look: Callable[[str], None] = lambda problem: None, looked: Callable[[], None] = lambda: None
+    ) -> None:
+        self.look = look
+        self.looked = looked
         self.dropped: list[TransportWork] = []
         self.is_given_up = False
         self.reason = ""

@@ -237,8 +237,8 @@ class C10dBackend(Backend):
 
 def _still_waits(membership: Membership) -> None:
     """The transport waits for others in the store, for a while already."""
-    membership.scope.check()
     membership.ask_others()
+    membership.scope.check()
 
 
 def _with_async(kind: type[Any], async_op: bool) -> Any:

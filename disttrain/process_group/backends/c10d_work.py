@@ -6,16 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from disttrain.process_group._c10d import Transport, keep_for_good
 from disttrain.process_group.backends.base import GivableUp
+from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.work import TransportWork
 
 Finish = Callable[[], Sequence[torch.Tensor]]
 """A last step; returns the tensors that it wrote to."""
+
+
+_UNKNOWN_AFTER_S: Final = 0.4
+"""How long after the moment the ranks may take to find out what does not fit in what they have called."""
+_TOO_LARGE: Final = "a message came that is larger than what this rank waits for"
 
 
 class FinishingWork:
@@ -69,6 +75,7 @@ class InterruptibleWork:
     """
 
     __slots__ = ("_has_ended", "_scope", "_started", "_transport")
+    MOMENT = timedelta(seconds=0.3)
     SLICE = timedelta(seconds=0.5)
 
     def __init__(self, started: TransportWork, scope: GivableUp, transport: Transport) -> None:
@@ -91,15 +98,28 @@ class InterruptibleWork:
 
     def _wait(self, timeout: timedelta | None) -> bool:
         started = self._started
-        if timeout is not None and timeout <= self.SLICE:
+        if timeout is not None and timeout <= self.MOMENT:
             return started.wait(timeout)
         deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        try:
+            return started.wait(self.MOMENT)
+        except RuntimeError:
+            if started.is_completed():
+                # It failed, or ended just after the slice.
+                return started.wait()
+        try:
+            return self._wait_long(deadline_s)
+        finally:
+            self._scope.looked()
+
+    def _wait_long(self, deadline_s: float | None) -> bool:
+        started, began_s = self._started, time.monotonic()
         while True:
+            self._look(began_s)
             try:
                 return started.wait(self.SLICE)
             except RuntimeError:
                 if started.is_completed():
-                    # It failed, or ended just after the slice.
                     return started.wait()
                 if self._scope.is_given_up:
                     # Its destructor would wait for what is still under way, in whichever thread forgets it last.
@@ -107,6 +127,18 @@ class InterruptibleWork:
                 self._scope.check()
                 if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise
+
+    def _look(self, began_s: float) -> None:
+        """Find out whether to wait is in vain. Raises InterruptedError where somebody knows that, and why."""
+        if GLOO_FAILURES.is_unsettled:
+            GLOO_FAILURES.acknowledge()
+            self._scope.look("" if time.monotonic() - began_s < _UNKNOWN_AFTER_S else _TOO_LARGE)
+            if self._scope.is_given_up:
+                GLOO_FAILURES.settle()
+                keep_for_good(self._transport)
+                self._scope.check()
+        else:
+            self._scope.look("")
 
     def is_completed(self) -> bool:
         return self._started.is_completed()

@@ -13,9 +13,11 @@ import torch
 
 from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
+from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
+from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.backends.reduction import Natives
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
@@ -41,6 +43,8 @@ class GlooBackend(C10dBackend):
                 "Name one that all nodes of the job can be reached by.",
                 rank=membership.global_rank,
             )
+        GLOO_FAILURES.watch()
+        self._num_failures = GLOO_FAILURES.num_failures
         deadline_s = time.monotonic() + membership.timeout_s
         self._transport = _c10d.make_gloo(
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
@@ -57,6 +61,24 @@ class GlooBackend(C10dBackend):
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
         outputs[self._rank].view(-1).copy_(input.view(-1))
         return JoinedWork([self.broadcast(output, rank, async_op) for rank, output in enumerate(outputs)])
+
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
+    ) -> TransportWork:
+        # As torch's Gloo does it, too, whose handle does not say when it is done, and cannot be given up.
+        flat = output.view(-1)
+        options, recipe = self._reduction("reduce_scatter_tensor", _c10d.AllreduceOptions, flat.dtype, op, async_op)
+        whole = input.view(-1).clone()
+        if recipe is not None:
+            whole = recipe.multiplied(recipe.seen(whole).view(-1))
+        start = self._rank * (whole.numel() // self._size)
+
+        def finish() -> Sequence[torch.Tensor]:
+            seen = flat if recipe is None else recipe.seen(flat).view(-1)
+            seen.copy_(whole[start : start + seen.numel()])
+            return (flat,) if recipe is None else recipe.finish(seen, flat, self._size)
+
+        return self._begun(self._transport.allreduce([whole], options), finish)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -89,11 +111,23 @@ class GlooBackend(C10dBackend):
             )
             # Its destructor would wait until their timeout.
             _c10d.keep_for_good(self._transport)
-        super().shutdown(wait_s)
+        if not self._is_stuck():
+            super().shutdown(wait_s)
 
     def abort(self) -> None:
         self._scope.is_given_up = True
-        super().abort()
+        if self._is_stuck():
+            # The group ends, for a reason that is known: whoever uses it gets an error.
+            GLOO_FAILURES.acknowledge()
+        else:
+            super().abort()
+
+    def _is_stuck(self) -> bool:
+        """True when a thread of Gloo, perhaps this transport's, stays where it has failed, and would be waited for."""
+        has_failed = GLOO_FAILURES.num_failures > self._num_failures
+        if has_failed:
+            _c10d.keep_for_good(self._transport)
+        return has_failed
 
     def _meet(self, deadline_s: float) -> None:
         """Wait until all have connected to all. Connecting and this have one timeout.
