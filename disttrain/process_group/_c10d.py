@@ -136,7 +136,7 @@ def make_nccl(
     return nccl(store, rank, size, options)
 
 
-class _TimesOutAsTorchs(StoreAdapter):
+class TimesOutAsTorchs(StoreAdapter):
     """For torch's own Python code, which catches RuntimeError while it waits for slow ranks."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -146,44 +146,62 @@ class _TimesOutAsTorchs(StoreAdapter):
             raise DistStoreError(str(error)) from error
 
 
-class TorchRegistration:
-    """A process group that torch.distributed knows, on transports that are there already.
+TorchProcessGroup: Any = c10d.ProcessGroup
+"""The class of torch's groups, for those of ours that torch is to know."""
 
-    `transports` are names ("gloo", "nccl") and C++ halves, by device type. torch has no public way to take them in: its
-    maps are filled as its own init_process_group and new_group fill them.
+
+def plain_group(store: TimesOutAsTorchs, rank: int, size: int, transports: Mapping[str, tuple[str, Transport]]) -> Any:
+    """A process group of torch's on transports that are there already: names ("gloo", "nccl") and C++ halves, by device
+    type."""
+    bindings: Any = c10d  # the stubs tell names of groups from other str
+    group = bindings.ProcessGroup(store, rank, size)
+    for device_type, (name, transport) in transports.items():
+        register_transport(group, device_type, name, transport)
+    return group
+
+
+def register_transport(group: Any, device_type: str, name: str, transport: Transport) -> None:
+    """Let the C++ half of `group` know what it has for tensors on `device_type`."""
+    c10d.ProcessGroup._register_backend(group, torch.device(device_type), _kind(name), transport)
+
+
+def _kind(name: str) -> Any:
+    return getattr(c10d.ProcessGroup.BackendType, name.upper())
+
+
+class TorchRegistration:
+    """A process group that torch.distributed knows, as its own init_process_group and new_group would make them known.
+
+    torch has no public way: its maps are filled as these do. `backends` are names, by device type.
     """
 
     def __init__(
         self,
+        group: Any,
         name: str,
         ranks: Sequence[int],
-        group_rank: int,
-        store: Store,
-        transports: Mapping[str, tuple[str, Transport]],
+        store: TimesOutAsTorchs,
+        backends: Mapping[str, str],
         is_default: bool,
     ) -> None:
-        self._store = _TimesOutAsTorchs(store)
-        bindings: Any = c10d  # the stubs tell names of groups from other str
-        self.group: Any = bindings.ProcessGroup(self._store, group_rank, len(ranks))
-        names = {device_type: transport_name for device_type, (transport_name, _) in transports.items()}
-        known: Any = c10d.ProcessGroup.BackendType
-        kinds = {transport_name: getattr(known, transport_name.upper()) for transport_name in names.values()}
-        self.group._set_default_backend(kinds["nccl" if "nccl" in kinds else "gloo"])
-        for device_type, (transport_name, transport) in transports.items():
-            self.group._register_backend(torch.device(device_type), kinds[transport_name], transport)
-        self.group._set_group_name(name)
-        self.group._set_group_desc("default_pg" if is_default else "undefined")
-        config = ",".join(f"{device_type}:{transport_name}" for device_type, transport_name in names.items())
+        self.group = group
+        self._store = store
+        kinds = dict.fromkeys(backends.values())
+        group._set_default_backend(_kind("nccl" if "nccl" in kinds else "gloo"))
+        group._set_group_name(name)
+        group._set_group_desc("default_pg" if is_default else "undefined")
+        config = ",".join(f"{device_type}:{kind}" for device_type, kind in backends.items())
         world: Any = distributed_c10d._world
-        world.pg_map[self.group] = (config if len(kinds) > 1 else next(iter(kinds)), self._store)
-        world.pg_names[self.group] = name
-        world.pg_backend_config[self.group] = config
-        world.pg_group_ranks[self.group] = {rank: position for position, rank in enumerate(ranks)}
-        world.pg_to_tag[self.group] = ""
-        world.tags_to_pg.setdefault("", []).append(self.group)
-        bindings._register_process_group(name, self.group)
+        world.pg_map[group] = (config if len(kinds) > 1 else next(iter(kinds)), store)
+        world.pg_names[group] = name
+        world.pg_backend_config[group] = config
+        world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+        world.pg_to_tag[group] = ""
+        world.tags_to_pg.setdefault("", []).append(group)
+        bindings: Any = c10d
+        bindings._register_process_group(name, group)
         if is_default:
-            distributed_c10d._update_default_pg(self.group)
+            distributed_c10d._update_default_pg(group)
 
     def undo(self) -> None:
         """Make torch forget the group; the default one with all groups that torch made from it."""

@@ -57,7 +57,7 @@ def init_process_group(
     pg_options: object | None = None,
     device_id: torch.device | int | None = None,
     *,
-    register_with_torch: bool = False,
+    register_with_torch: bool | None = None,
 ) -> None:
     """Make this process a rank of a job; afterwards the functions of `disttrain` work on its default group.
 
@@ -71,7 +71,8 @@ def init_process_group(
                           another world, wrap it in a PrefixStore or give another `group_name`.
              device_id    the GPU that this rank computes on; default: the one of its local rank.
              register_with_torch  initialise torch.distributed too, over the same transports, so that what is written
-                          for it (DDP, DistributedSampler, ...) finds its default group. Connects all ranks at once.
+                          for it (DDP, DistributedSampler, ...) finds its default group. Left out: where torch can
+                          share them, and has no job of its own. True: else it is an error; connects GPUs and CPUs.
     Raises:  RendezvousError when ranks don't fit together or don't come, StoreError when the store can't be reached,
              GroupError when the process is a rank already.
     Collective: every rank of the job.
@@ -111,8 +112,11 @@ def init_process_group(
     enter_process_world(world, register_with_torch=register_with_torch)
 
 
-def enter_process_world(world: World, *, register_with_torch: bool = False) -> None:
-    """Make this process a rank of `world`, until destroy_process_group, and have its calls recorded."""
+def enter_process_world(world: World, *, register_with_torch: bool | None = False) -> None:
+    """Make this process a rank of `world`, until destroy_process_group, and have its calls recorded.
+
+    `register_with_torch`: as in init_process_group.
+    """
     _default.process_world = world
     try:
         if FLIGHT_RECORDER.read():
@@ -123,6 +127,11 @@ def enter_process_world(world: World, *, register_with_torch: bool = False) -> N
             world.become_witness()
         if register_with_torch:
             world.default_group.to_torch()
+        elif register_with_torch is None:
+            # Here: what torch calls stands above worlds.
+            from disttrain.process_group.torch_registration import register_if_free
+
+            register_if_free(world.default_group)
     except BaseException:
         destroy_process_group()
         raise

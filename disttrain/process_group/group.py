@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -70,7 +70,8 @@ class ProcessGroup:
         self._is_destroyed = False
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
-        self._registration: TorchRegistration | None = None
+        self.registration: TorchRegistration | None = None
+        """What torch knows of the group, if it was told."""
         self.mail: Any = None
         """How pipelines over this group send messages, once there is one (`pipelining/mail.py`)."""
         self.peer_memory: Any = None
@@ -189,27 +190,17 @@ class ProcessGroup:
         The default group becomes torch's default group, so that torch.distributed is initialised; it comes first.
         Destroying this group, or the world, takes it from torch again. Collectives of both kinds share one order.
         Raises:  GroupError when torch.distributed belongs to another job; BackendError for a backend without C++ half.
-        Collective: every rank of the group.
+        Collective where the group has NCCL: every rank of the group, which connects for all of its devices.
         """
-        if self.torch_group is None:
-            is_default = self is self.world.default_group
-            if torch.distributed.is_initialized() == is_default:
-                raise GroupError(
-                    "to_torch",
-                    "torch.distributed is initialised already, by somebody else."
-                    if is_default
-                    else "torch.distributed is not initialised, and this is not the default group.",
-                    "Destroy that first, or join it by from_torch."
-                    if is_default
-                    else "Call init_process_group(register_with_torch=True).",
-                    rank=self.world.rank,
-                )
-            transports = {device_type: self._transport(device_type) for device_type in self._backend_classes}
-            store = PrefixStore(f"torch/{self.group_name}", self.world.store)
-            name = f"disttrain/{self.group_name}"
-            self._registration = TorchRegistration(name, self.ranks, self.group_rank, store, transports, is_default)
-            self.torch_group = self._registration.group
-        return self.torch_group
+        # Here: what torch calls stands above groups.
+        from disttrain.process_group.torch_registration import register
+
+        return register(self)
+
+    @property
+    def backend_classes(self) -> Mapping[str, type[Backend]]:
+        """The kind of transport for each device type."""
+        return self._backend_classes
 
     def adopt(self, torch_group: Any, transports: dict[str, Transport]) -> None:
         """Use the transports of torch's `torch_group`, by device type, and leave them to torch."""
@@ -219,7 +210,8 @@ class ProcessGroup:
             self._made[device_type] = kind.adopting(transport, self._membership(device_type))
         self.torch_group = torch_group
 
-    def _transport(self, device_type: str) -> tuple[str, Transport]:
+    def transport(self, device_type: str) -> tuple[str, Transport]:
+        """Name and C++ half of what serves a device type; connects it. Raises BackendError where there is none."""
         backend = self.backend("to_torch", device_type)
         if not isinstance(backend, C10dBackend):
             raise BackendError(
@@ -233,8 +225,8 @@ class ProcessGroup:
     def shutdown(self, wait_s: float = DROPPED_S) -> None:
         """Let go of the transports, after `wait_s` at most; the group cannot be used afterwards."""
         self._is_destroyed = True
-        if self._registration is not None:
-            self._registration.undo()
+        if self.registration is not None:
+            self.registration.undo()
         for backend in self._made.values():
             backend.shutdown(wait_s)
         self._made.clear()

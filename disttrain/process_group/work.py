@@ -103,7 +103,7 @@ class Work:
     def _tell_recorder(self, error: DisttrainError | None) -> None:
         record, self._record = self._record, None
         recorder = self._place[1].world.recorder
-        if recorder is not None:
+        if recorder is not None and record is not None:
             recorder.end(record, error)
 
     def is_completed(self) -> bool:
@@ -129,12 +129,22 @@ class Work:
 
         return self._started.get_future().then(value)
 
+    def transport_future(self) -> torch.futures.Future[Any]:
+        """The transport's own future, for who waits for that alone: the recorder is told when it is done."""
+        future = self._started.get_future()
+        future.add_done_callback(lambda _: self._tell_recorder(None))
+        return future
+
     def source_rank(self) -> int:
         """The global rank that a message came from, once it has."""
-        _, group, _, _, _, peer_rank = self._place
+        return self._place[1].ranks[self.source_group_rank()]
+
+    def source_group_rank(self) -> int:
+        """Likewise, its rank in the group."""
+        peer_rank = self._place[5]
         if peer_rank is None:
             peer_rank = self._started.source_rank()  # type: ignore[attr-defined]  # what receives from anyone has it
-        return group.ranks[peer_rank]
+        return peer_rank
 
     def follow(self, whole: TransportWork) -> None:
         """The transport has made this operation a part of `whole`: wait for that first."""

@@ -225,13 +225,18 @@ def test_a_job_of_torch_distributed_becomes_ours() -> None:
 @on_ranks(2)
 def test_each_mistake_gets_one_clear_error() -> None:
     world = disttrain.current_world()
+    store, rank, size = world.store.clone(), world.rank, world.world_size
+    disttrain.destroy_process_group()
     with pytest.raises(GroupError, match=r"torch\.distributed is not initialised"):
         disttrain.from_torch()
+    disttrain.init_process_group(
+        store=PrefixStore("alone", store), rank=rank, world_size=size, timeout=30, register_with_torch=False
+    )
+    assert not dist.is_initialized()
     part = disttrain.new_group()
     assert isinstance(part, disttrain.ProcessGroup)
-    with pytest.raises(GroupError, match=r"Call init_process_group\(register_with_torch=True\)"):
+    with pytest.raises(GroupError, match=r"Call init_process_group without register_with_torch=False"):
         part.to_torch()
-    store, rank, size = world.store.clone(), world.rank, world.world_size
     disttrain.destroy_process_group()
     with pytest.raises(BackendError, match="torch can share Gloo and NCCL only"):
         disttrain.init_process_group(

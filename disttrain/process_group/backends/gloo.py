@@ -29,6 +29,8 @@ _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
 
 
 class GlooBackend(C10dBackend):
+    _num_failures = 0
+    """How many of Gloo's threads had failed when this one's transport was made."""
     devices = ("cpu",)
     natives = Natives(_FLOATS | _INTEGERS, averages=_FLOATS, premultiplies=frozenset(), is_bitwise=True)
 
