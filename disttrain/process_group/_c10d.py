@@ -7,6 +7,7 @@ are used as bare transports: torch's own registry of process groups never hears 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -186,6 +187,9 @@ class TorchRegistration:
     ) -> None:
         self.group = group
         self._store = store
+        self._name = name
+        self._replaced: Any = None
+        self._replacement: Any = None
         kinds = dict.fromkeys(backends.values())
         group._set_default_backend(_kind("nccl" if "nccl" in kinds else "gloo"))
         group._set_group_name(name)
@@ -203,10 +207,52 @@ class TorchRegistration:
         if is_default:
             distributed_c10d._update_default_pg(group)
 
+    def give_way(self, gone: Callable[[], None]) -> None:
+        """Let a script that initialises torch.distributed itself do so, as if this had not been; `gone` is told.
+
+        torch would refuse, but then a job could not use both as it could before torch was told of ours. With groups
+        that torch has made from this one, it does refuse.
+        """
+        own = distributed_c10d.init_process_group
+
+        @functools.wraps(own)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if len(distributed_c10d._world.pg_map) == 1:
+                self._forget()
+                gone()
+            own(*args, **kwargs)
+
+        self._replaced, self._replacement = own, init_process_group
+        _set_init(init_process_group)
+
+    def _forget(self) -> None:
+        """As destroying would, but for the transports, which stay."""
+        self._restore()
+        world: Any = distributed_c10d._world
+        for of_group in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_group_ranks, world.pg_to_tag):
+            of_group.pop(self.group, None)
+        world.tags_to_pg[""].remove(self.group)
+        bindings: Any = c10d
+        bindings._unregister_process_group(self._name)
+        distributed_c10d._update_default_pg(None)
+
+    def _restore(self) -> None:
+        if self._replacement is not None and distributed_c10d.init_process_group is self._replacement:
+            _set_init(self._replaced)
+        self._replacement = None
+
     def undo(self) -> None:
         """Make torch forget the group; the default one with all groups that torch made from it."""
+        self._restore()
         if self.group in distributed_c10d._world.pg_map:
             torch.distributed.destroy_process_group(self.group)
+
+
+def _set_init(function: Any) -> None:
+    """Under both names that scripts call."""
+    modules: tuple[Any, ...] = (distributed_c10d, torch.distributed)
+    for module in modules:
+        module.init_process_group = function
 
 
 class SharedMemory:

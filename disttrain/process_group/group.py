@@ -202,6 +202,10 @@ class ProcessGroup:
         """The kind of transport for each device type."""
         return self._backend_classes
 
+    def forget_registration(self) -> None:
+        """torch knows the group no longer."""
+        self.registration = self.torch_group = None
+
     def adopt(self, torch_group: Any, transports: dict[str, Transport]) -> None:
         """Use the transports of torch's `torch_group`, by device type, and leave them to torch."""
         for device_type, transport in transports.items():

@@ -32,6 +32,8 @@ def register_if_free(group: ProcessGroup) -> None:
     if can_share and not torch.distributed.is_initialized():
         # NCCL connects at its first collective anyhow; torch then has no transport for CPUs, as by its own "nccl".
         _make_known(group, tuple(device for device, kind in kinds.items() if kind.coalesces) or tuple(kinds))
+        assert group.registration is not None
+        group.registration.give_way(group.forget_registration)
 
 
 def _make_known(group: ProcessGroup, device_types: tuple[str, ...]) -> None:

@@ -253,3 +253,146 @@ def test_each_mistake_gets_one_clear_error() -> None:
             disttrain.from_torch()
     finally:
         dist.destroy_process_group()
+
+
+def joined(name: str) -> tuple[int, int]:
+    """Leave the pool's world and join one as scripts do."""
+    world = disttrain.current_world()
+    store, rank, size = world.store.clone(), world.rank, world.world_size
+    disttrain.destroy_process_group()
+    disttrain.init_process_group(store=PrefixStore(name, store), rank=rank, world_size=size, timeout=30)
+    return rank, size
+
+
+@on_ranks(2, 3)
+def test_what_asks_torch_finds_the_job_without_a_word() -> None:
+    rank, size = joined("unasked")
+    world = disttrain.current_world()
+    assert not world.default_group.is_connected("cpu")  # known, and not connected for that
+    assert (dist.is_initialized(), dist.get_rank(), dist.get_world_size()) == (True, rank, size)
+    calls = CallLog()
+    world.add_observer(calls)
+    # As torchmetrics does: a barrier, sizes, then values.
+    dist.barrier()
+    gathered = [torch.zeros(2) for _ in range(size)]
+    dist.all_gather(gathered, torch.full((2,), float(rank)))
+    assert torch.stack(gathered).mean().item() == (size - 1) / 2
+    mean = torch.tensor([10.0 * rank])
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    assert mean.item() == 5.0 * (size - 1)
+    objects: list[Any] = [{"from": rank}]
+    dist.broadcast_object_list(objects, src=size - 1)
+    assert objects == [{"from": size - 1}]
+    everyones: list[Any] = [None] * size
+    dist.all_gather_object(everyones, rank)
+    assert everyones == list(range(size))
+    assert calls.operations[:3] == ["barrier", "all_gather", "all_reduce"]
+    with pytest.raises(ValueError, match="to be on GPU"):  # as in any job of torch's on CPUs
+        nn.SyncBatchNorm(2)(torch.ones(4, 2))
+    world.remove_observer(calls)
+    disttrain.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+class CallLog:
+    """The names of the calls that pass the door."""
+
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+
+    def enqueued(self, call: disttrain.process_group.Call) -> None:
+        self.operations.append(call.operation)
+
+    def completed(self, call: disttrain.process_group.Call, error: disttrain.errors.DisttrainError | None) -> None:
+        pass
+
+
+@on_ranks(2, 3)
+def test_torchs_collectives_give_torchs_results() -> None:
+    rank, size = joined("all of them")
+    own, everyone = torch.tensor([float(rank)]), torch.arange(float(size))
+    following, previous = (rank + 1) % size, (rank - 1) % size
+
+    summed = own.clone()
+    work = dist.all_reduce(summed, async_op=True)
+    assert work is not None
+    assert work.get_future().wait()[0] is not None
+    assert work.wait()
+    assert summed.item() == everyone.sum()
+    broadcast = own.clone()
+    dist.broadcast(broadcast, src=size - 1)
+    assert broadcast.item() == size - 1
+    reduced = own.clone()
+    dist.reduce(reduced, dst=0)
+    assert reduced.item() == (everyone.sum() if rank == 0 else rank)
+    whole = torch.empty(size)
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, everyone)
+    part = torch.empty(1)
+    dist.reduce_scatter_tensor(part, everyone.clone())
+    assert part.item() == rank * size
+    parts = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, parts, dst=0)
+    assert parts is None or torch.equal(torch.cat(parts), everyone)
+    dist.scatter(part, [value.view(1) for value in everyone * 2] if rank == 0 else None, src=0)
+    assert part.item() == 2 * rank
+    exchanged = torch.empty(size)
+    dist.all_to_all_single(exchanged, everyone + 10 * rank)
+    assert torch.equal(exchanged, everyone * 10 + rank)
+    received = torch.empty(1)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, own, following), dist.P2POp(dist.irecv, received, previous)])
+    assert all(message.wait() for message in works)
+    assert received.item() == previous
+    if rank == 0:
+        dist.send(own + 7, dst=1)
+    elif rank == 1:
+        assert dist.recv(received) == 0
+        assert received.item() == 7.0
+    dist.monitored_barrier()
+    with dist._coalescing_manager(async_ops=True) as together:
+        first, second = own.clone(), own.clone() + 1
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    together.wait()
+    assert (first.item(), second.item()) == (everyone.sum(), everyone.sum() + size)
+
+
+@on_ranks(2)
+def test_torchs_functional_collectives_run_too() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    rank, size = joined("functional")
+    group = dist.group.WORLD
+    assert group is not None
+    values = torch.arange(4.0) + rank
+    summed = functional.all_reduce(values, "sum", group)
+    assert torch.equal(functional.wait_tensor(summed), torch.arange(4.0) * size + 1)
+    gathered = functional.wait_tensor(functional.all_gather_tensor(values, 0, group))
+    assert torch.equal(gathered, torch.cat([torch.arange(4.0), torch.arange(4.0) + 1]))
+    scattered = functional.wait_tensor(functional.reduce_scatter_tensor(values, "sum", 0, group))
+    assert torch.equal(scattered, (torch.arange(4.0) * size + 1).chunk(size)[rank])
+
+
+@on_ranks(2)
+def test_a_script_may_still_initialise_torch_itself() -> None:
+    rank, size = joined("both")
+    disttrain.barrier()
+    original = dist.distributed_c10d.init_process_group
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        disttrain.current_world().store.set("port", str(server.port))
+    port = int(disttrain.current_world().store.get("port"))
+    torch_store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size)
+    assert dist.init_process_group is not original  # torch's own again
+    for reduce in (dist.all_reduce, disttrain.all_reduce):
+        tensor = torch.ones(2)
+        reduce(tensor)
+        assert tensor.tolist() == [2.0, 2.0]
+    with pytest.raises(GroupError, match="shares no transports"):
+        disttrain.from_torch()
+    with pytest.raises(ValueError, match="twice"):
+        dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size)
+    disttrain.barrier()
+    dist.destroy_process_group()
+    disttrain.barrier()
