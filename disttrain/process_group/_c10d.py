@@ -1,7 +1,7 @@
 """The one door to torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
 
 Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups
-are used as bare transports: torch's own registry of process groups never hears of them.
+are used as bare transports. torch's own registry of process groups hears of those that are to be known there.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ class Comparing:
             if wait.key and self._may_ask(group.group_name, wait):
                 self._ask(group, sequence)
             if problem and not group.ended_by:
-                calls = {rank: said["call"] for rank, said in self.answers(group, sequence).items()}
-                self._end(group, f"{problem} in sequence {sequence}: {calls_text(calls)}.")
+                self._ask(group, sequence, problem)
 
     def waited(self, group: ProcessGroup) -> None:
         """The wait in which this rank has looked is over."""
@@ -156,11 +155,12 @@ class Comparing:
         self._asked_s[group_name], self._ask_after_s[group_name] = now_s, 2 * after_s
         return True
 
-    def _ask(self, group: ProcessGroup, sequence: int) -> None:
-        answers = self.answers(group, sequence)
-        problem = mismatch({rank: said["call"] for rank, said in answers.items()})
-        if problem:
+    def _ask(self, group: ProcessGroup, sequence: int, known_problem: str = "") -> None:
+        calls = {rank: said["call"] for rank, said in self.answers(group, sequence).items()}
+        if problem := mismatch(calls):
             self._end(group, f"the ranks called different things as sequence {sequence}: {problem}.")
+        elif known_problem:
+            self._end(group, f"{known_problem} in sequence {sequence}: {calls_text(calls)}.")
 
     def _end(self, group: ProcessGroup, reason: str) -> None:
         """On all ranks. Of several that find it out, the first speaks for all, this rank too."""
