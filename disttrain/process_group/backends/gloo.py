@@ -68,19 +68,23 @@ class GlooBackend(C10dBackend):
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         # As torch's Gloo does it, too, whose handle does not say when it is done, and cannot be given up.
-        flat = output.view(-1)
-        options, recipe = self._reduction("reduce_scatter_tensor", _c10d.AllreduceOptions, flat.dtype, op, async_op)
-        whole = input.view(-1).clone()
+        options, recipe = self._reduction("reduce_scatter_tensor", _c10d.AllreduceOptions, output.dtype, op, async_op)
+        whole = input.clone()
         if recipe is not None:
-            whole = recipe.multiplied(recipe.seen(whole).view(-1))
-        start = self._rank * (whole.numel() // self._size)
+            whole = recipe.multiplied(recipe.seen(whole))
+        started = self._transport.allreduce([whole], options)
+        seen = output if recipe is None else recipe.seen(output)
+        # A view takes a microsecond, which most tensors, being flat, need not.
+        whole = whole if whole.dim() == 1 else whole.view(-1)
+        target = seen if seen.dim() == 1 else seen.view(-1)
+        start = self._rank * target.numel()
+        part = whole[start : start + target.numel()]
 
         def finish() -> Sequence[torch.Tensor]:
-            seen = flat if recipe is None else recipe.seen(flat).view(-1)
-            seen.copy_(whole[start : start + seen.numel()])
-            return (flat,) if recipe is None else recipe.finish(seen, flat, self._size)
+            target.copy_(part)
+            return (output,) if recipe is None else recipe.finish(seen, output, self._size)
 
-        return self._begun(self._transport.allreduce([whole], options), finish)
+        return self._begun(started, finish)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
