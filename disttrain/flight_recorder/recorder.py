@@ -2,9 +2,6 @@
 
 It runs at every call of every layer, so the hot path takes no lock, makes no text and holds no tensor: what a call asks
 for and where it comes from is looked up, and the ring gets a few numbers. Only what is new is described.
-
-Stacks, code objects and offsets in them, are compared as lists and not hashed: a code object's hash takes a
-microsecond, a comparison with itself nothing. Of two files with the same code on the same lines, the first is named.
 """
 
 from __future__ import annotations
@@ -12,11 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,11 +20,13 @@ import torch
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
+from disttrain.flight_recorder.callers import Walker, walker
+from disttrain.flight_recorder.descriptions import NO_SITES, Descriptions
 from disttrain.flight_recorder.device_marks import Cuda, DeviceMarks
 from disttrain.flight_recorder.dump_words import rank_name
 from disttrain.flight_recorder.header import ring_header
 from disttrain.flight_recorder.ring import Ring
-from disttrain.flight_recorder.symbols import PACKAGE, Symbols
+from disttrain.flight_recorder.symbols import PACKAGE
 from disttrain.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -38,10 +36,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR_CHARS: Final = 500
-MAX_SITES: Final = 8192
-"""How many call sites and stacks are known at a time; those beyond are learnt anew."""
-_NUM_UNDER_WAY: Final = 64
 _JOB_KEY: Final = "flight_recorder/job"
 
 _getframe: Final = sys._getframe
@@ -49,16 +43,17 @@ _now_ns: Final = time.monotonic_ns
 _pack_into: Final = layout.BEGUN_SLOT.pack_into
 _SLOT_BYTES: Final = layout.SLOT.size
 _SLOT_WORDS: Final = layout.SLOT_WORDS
+_BEGAN_WORD: Final = layout.BEGAN_WORD
 _ENDED_WORD: Final = layout.ENDED_WORD
+_SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
+_WAITS_UNIT: Final = layout.WAITS_UNIT
+_MAX_WAITS: Final = layout.MAX_WAITS
+
+_shape_of: Final = attrgetter("shape")
+_dtype_of: Final = attrgetter("dtype")
 
 _DEPTH: Final = 3
 """From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
-
-_Site = tuple[list[Any], int, int, Any]
-"""What the hot path needs of a call site: its stack as code object, offset, code object, offset, ..., innermost first;
-its number; the counter of its group or channel; what numbers messages. A named tuple takes longer to be taken apart."""
-_NO_SITES: Final[list[_Site]] = [([None], 0, 0, None)]
-"""No stack is like this one."""
 
 
 class FlightRecorder:
@@ -73,23 +68,11 @@ class FlightRecorder:
         self._num_records = num_records
         self._num_frames = num_frames
         self._marks_device = marks_device
-        self._frames_to_keep: dict[str, range] = {}
-        self._lock = threading.Lock()
-        self._sites: dict[tuple[Any, ...], list[_Site]] = {}
-        self._num_sites = 0
-        self._stacks: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
-        self._groups: dict[str, tuple[Any, ...]] = {}
-        self._channels: dict[tuple[str, str, int], tuple[itertools.count[int], tuple[Any, ...]]] = {}
-        self._labels: dict[tuple[str, str], tuple[Any, ...]] = {}
-        self._described: dict[int, tuple[Any, ...]] = {}
-        self._label: tuple[str, str, int] = ("", "", 0)
-        self._next_number = itertools.count(1)
+        self._walkers: dict[str, Walker] = {}
         self._world: World | None = None
         self._marks: DeviceMarks | None = None
-        self._symbols = Symbols()
         self._header: dict[str, Any] = {}
         self._closing: list[Callable[[], None]] = []
-        self._lasting: list[tuple[Any, ...]] = []
         self._use(Ring(num_records))
 
     @property
@@ -130,7 +113,7 @@ class FlightRecorder:
                 name = f"{rank_name(world.rank, job)}{layout.SUFFIX}"
                 link = None if dumps is None or dumps == folder else dumps / name
                 self._use(Ring(self._num_records, folder / name, link))
-            self._world = world
+            self._world = self._descriptions.world = world
             self.describe("ring", self._header)
         previous, world.recorder = world.recorder, self
         if previous is not None and previous is not self:
@@ -156,14 +139,12 @@ class FlightRecorder:
 
     def describe(self, *entry: Any) -> None:
         """Add an entry about this process to the ring, to stay."""
-        with self._lock:
-            self._lasting.append(entry)
-            self._ring.describe(*entry)
+        self._descriptions.keep(*entry)
 
-    def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
-        """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
-        entry = self._described.get(site)
-        return None if entry is None else (self._groups[entry[2]], entry[3])
+    def called_at(self, site: int) -> tuple[str, str, str, int] | None:
+        """Group, mesh axis, operation and the group's size of a call site, by its number in the ring; None when it is
+        forgotten."""
+        return self._descriptions.called_at(site)
 
     def begin(
         self,
@@ -175,33 +156,22 @@ class FlightRecorder:
         peer_rank: int | None,
     ) -> tuple[int, int, int]:
         """Record a call that is about to be handed to its transport. Returns: its number, and where its slot is."""
-        stack: list[Any] = []
-        address = 0
-        if self._num_frames:
-            try:
-                frame: Any = _getframe(_DEPTH)
-            except ValueError:
-                frame = _getframe(1)
-            code = frame.f_code
-            # The instruction's address: whoever holds the stack keeps the code there.
-            address = id(code) + frame.f_lasti
-            file = code.co_filename
-            for _ in self._frames_to_keep.get(file) or self._frames_of_file(file):
-                stack += (frame.f_code, frame.f_lasti)
-                frame = frame.f_back
-                if frame is None:
-                    break
-        if len(inputs) == 1 and len(outputs) == 1:
-            tensor, output = inputs[0], outputs[0]
-            brought = None if output is tensor else output.shape
-            key: Any = operation, group.group_name, peer_rank, address, tensor.shape, tensor.dtype, brought
+        try:
+            frame = _getframe(_DEPTH)
+        except ValueError:
+            frame = _getframe(1)
+        file = frame.f_code.co_filename
+        codes, offsets, _ = (self._walkers.get(file) or self._walker_of_file(file))(frame)
+        key: tuple[Any, ...]
+        if len(inputs) == 1 and len(outputs) <= 1:
+            tensor = inputs[0]
+            brought = None if outputs is inputs else outputs[0].shape if outputs else 0
+            key = operation, group.group_name, peer_rank, offsets, tensor.shape, tensor.dtype, brought
         else:
-            shapes = tuple([tensor.shape for tensor in inputs]), tuple([tensor.shape for tensor in outputs])
-            dtypes = tuple([tensor.dtype for tensor in inputs or outputs])
-            key = operation, group.group_name, peer_rank, address, *shapes, dtypes
-        site_stack, site_number, counter, messages = self._sites.get(key, _NO_SITES)[0]
-        if site_stack != stack:
-            _, site_number, counter, messages = self._other_site(key, group, inputs, outputs, stack)
+            key = operation, group.group_name, peer_rank, offsets, *_asked_for(inputs, outputs)
+        site_codes, site, counter, messages = self._sites.get(key, NO_SITES)[0]
+        if site_codes != codes:
+            _, site, counter, messages = self._descriptions.site(key, group, inputs, outputs, (codes, offsets))
         if not sequence and messages is not None:
             sequence = next(messages)
         world = group.world
@@ -213,7 +183,7 @@ class FlightRecorder:
         now_ns = _now_ns()
         if self._marks is not None:
             self._marks.came(number, now_ns, inputs or outputs, group)
-        _pack_into(self._memory, slot, number, site_number, label, sequence, now_ns, number)
+        _pack_into(self._memory, slot, number, site, label, sequence, now_ns, number)
         return record
 
     def waits(self, record: tuple[int, int, int]) -> None:
@@ -221,8 +191,8 @@ class FlightRecorder:
         words = self._words
         number, _, word = record
         if words[word] == number:
-            since_us = (_now_ns() - words[word + layout.BEGAN_WORD]) // 1000
-            words[word + layout.SEQUENCE_WORD] |= min(max(since_us, 1), layout.MAX_WAITS) * layout.WAITS_UNIT
+            waits_us = (_now_ns() - words[word + _BEGAN_WORD]) // 1000 or 1
+            words[word + _SEQUENCE_WORD] |= (waits_us if waits_us < _MAX_WAITS else _MAX_WAITS) * _WAITS_UNIT  # noqa: FURB136
             if self._marks is not None:
                 self._marks.waits(number)
 
@@ -232,19 +202,15 @@ class FlightRecorder:
         number, _, word = record
         if words[word] == number:
             if error is not None:
-                with self._lock:
-                    if self._ring.is_full:
-                        self._forget()
-                    self._ring.describe("error", number, str(error)[:_MAX_ERROR_CHARS])
-                words[word + layout.SEQUENCE_WORD] |= layout.FAILED_BIT
+                self._descriptions.failed(number, error)
+                words[word + _SEQUENCE_WORD] |= layout.FAILED_BIT
             elif self._marks is not None:
                 self._marks.left(number)
             words[word + _ENDED_WORD] = _now_ns()
 
     def content(self) -> bytes:
         """The ring at this moment."""
-        with self._lock:
-            return self._ring.content()
+        return self._descriptions.content()
 
     def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
         """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
@@ -283,117 +249,37 @@ class FlightRecorder:
 
     def _use(self, ring: Ring) -> None:
         self._ring = ring
+        self._descriptions = Descriptions(ring)
+        self._sites = self._descriptions.sites
+        self._label: tuple[str, str, int] = ("", "", 0)
         self._memory, self._words = ring.memory, ring.words
-        self._slots_at = ring.slots_at
         slots = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
         words = range(ring.first_word, ring.first_word + _SLOT_WORDS * ring.num_slots, _SLOT_WORDS)
         # One call for a number and its place: threads may come here together.
         self._next_place = zip(itertools.count(), itertools.cycle(slots), itertools.cycle(words)).__next__
 
-    def _frames_of_file(self, file: str) -> range:
-        """As many frames as to keep for calls from `file`; looked up once for each."""
-        frames = range(3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames)
-        self._frames_to_keep[file] = frames
-        return frames
+    def _walker_of_file(self, file: str) -> Walker:
+        """What walks over the callers of `file`; looked up once for each."""
+        num_frames = 3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames
+        found = self._walkers[file] = walker(num_frames)
+        return found
 
     def _new_label(self, action: str, module: str) -> int:
-        with self._lock:
-            entry = self._labels.get((action, module))
-            if entry is None:
-                number = next(self._next_number) if action or module else 0
-                entry = self._labels[action, module] = self._describe("label", number, action, module)
-                if len(self._labels) > MAX_SITES or self._ring.is_full:
-                    self._forget()
-            label: int = entry[1]
-            self._label = (action, module, label)
-            return label
+        label = self._descriptions.label(action, module)
+        self._label = (action, module, label)
+        return label
 
-    def _other_site(
-        self,
-        key: tuple[Any, ...],
-        group: ProcessGroup,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        raw: list[Any],
-    ) -> _Site:
-        """Find a call site, or learn and describe it: its group, channel, stack and itself, as far as they are new."""
-        for site in self._sites.get(key, ()):
-            if site[0] == raw:
-                return site
-        operation, group_name, peer_rank = key[:3]
-        with self._lock:
-            if self._num_sites > MAX_SITES or self._ring.is_full:
-                self._forget()
-            counter, messages = self._counter(operation, group, peer_rank)
-            # By the addresses of its instructions, as long as its code is held.
-            addresses = tuple([id(code) + offset for code, offset in zip(raw[::2], raw[1::2], strict=True)])
-            stack, _ = self._stacks.get(addresses, (0, None))
-            if not stack:
-                stack = next(self._next_number)
-                self._stacks[addresses] = stack, raw
-                self._describe("stack", stack, self._symbols.stack(raw))
-            entry = self._describe(
-                *("site", next(self._next_number), group_name, operation),
-                *(tuple(tuple(tensor.shape) for tensor in tensors) for tensors in (inputs, outputs)),
-                tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in inputs or outputs)),
-                None if peer_rank is None else group.ranks[peer_rank],
-                stack,
-            )
-            site = raw, entry[1], counter, messages
-            # A new list: another thread may be going through the old one.
-            self._sites[key] = [*self._sites.get(key, ()), site]
-            self._num_sites += 1
-            return site
 
-    def _counter(
-        self, operation: str, group: ProcessGroup, peer_rank: int | None
-    ) -> tuple[int, itertools.count[int] | None]:
-        name = group.group_name
-        if not self._ring.has_counters:
-            self._forget()
-        if name not in self._groups:
-            self._groups[name] = ("group", name, group.ranks, group.axis_name, self._ring.counter())
-            self._ring.describe(*self._groups[name])
-        if operation not in ("send", "recv"):
-            return self._groups[name][4], None
-        if peer_rank is None:
-            return layout.COUNTERS_AT // 8, None
-        channel = self._channels.get((name, operation, peer_rank))
-        if channel is None:
-            entry = ("channel", name, operation, group.ranks[peer_rank], self._ring.counter())
-            channel = self._channels[name, operation, peer_rank] = (itertools.count(1), entry)
-            self._ring.describe(*entry)
-        return channel[1][4], channel[0]
+def _asked_for(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Shapes and dtypes, where there is not one input alone."""
+    if not inputs and len(outputs) <= 1:
+        return (outputs[0].shape, outputs[0].dtype) if outputs else ()
+    dtypes = [*map(_dtype_of, inputs or outputs)]
+    return _in_short([*map(_shape_of, inputs)]), _in_short(dtypes), _in_short([*map(_shape_of, outputs)])
 
-    def _forget(self) -> None:
-        """Keep the descriptions that the ring's records need; what is called again is learnt again."""
-        slots = memoryview(self._memory)[self._slots_at : self._slots_at + _SLOT_BYTES * self._num_records]
-        numbers = {number for slot in layout.SLOT.iter_unpack(slots) for number in slot[1:3]}
-        # What has been described just now may be on its way into a slot.
-        newest = next(self._next_number)
-        numbers.update(range(newest - _NUM_UNDER_WAY, newest))
-        described = self._described
-        sites = [entry for number, entry in described.items() if number in numbers and entry[0] == "site"]
-        numbers.update(entry[-1] for entry in sites)
-        self._described = {number: entry for number, entry in described.items() if number in numbers}
-        if self._world is not None:
-            self._forget_groups({*(entry[2] for entry in sites), *(group.group_name for group in self._world.groups)})
-        channels = (entry for _, entry in self._channels.values())
-        self._ring.replace([*self._lasting, *self._groups.values(), *channels, *self._described.values()])
-        self._sites, self._num_sites, self._stacks, self._labels = {}, 0, {}, {}
-        self._symbols = Symbols()
 
-    def _forget_groups(self, named: AbstractSet[str]) -> None:
-        """But for those that are `named`: the others have been destroyed, and no record is of them."""
-        gone = [entry for name, entry in self._groups.items() if name not in named]
-        gone += [entry for (name, *_), (_, entry) in self._channels.items() if name not in named]
-        self._groups = {name: entry for name, entry in self._groups.items() if name in named}
-        self._channels = {key: channel for key, channel in self._channels.items() if key[0] in named}
-        for entry in gone:
-            self._ring.release(entry[4])
-
-    def _describe(self, *entry: Any) -> tuple[Any, ...]:
-        """Add an entry that stays for as long as a record needs it. Returns: the entry."""
-        self._described[entry[1]] = entry
-        self._ring.describe(*entry)
-        return entry
+def _in_short(values: list[Any]) -> tuple[Any, ...]:
+    """The same of all and how many, or all of them: one that is alike takes less to hash and compare than many."""
+    if not values:
+        return ()
+    return (values[0], len(values)) if values.count(values[0]) == len(values) else tuple(values)

@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -104,10 +104,13 @@ class Ring:
         """Note that the process is alive."""
         self.words[layout.ALIVE_AT // 8] = time.monotonic_ns()
 
+    def slots(self) -> Iterator[tuple[int, ...]]:
+        """What each slot holds, as in `ring_layout.SLOT`."""
+        return layout.SLOT.iter_unpack(memoryview(self.memory)[self.slots_at : self._entries_at])
+
     def activity(self) -> int:
         """When a call has last begun or ended, in ns of the monotonic clock; 0 when there was none."""
-        slots = memoryview(self.memory)[self.slots_at : self._entries_at]
-        return int(max(max(slot[5:7]) for slot in layout.SLOT.iter_unpack(slots)))
+        return max(max(slot[5:7]) for slot in self.slots())
 
     def content(self) -> bytes:
         """What the file has, also where there is none."""

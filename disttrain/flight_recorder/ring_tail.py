@@ -6,7 +6,8 @@ import itertools
 from typing import Final
 
 from disttrain.flight_recorder import ring_layout as layout
-from disttrain.flight_recorder.recorder import MAX_SITES, FlightRecorder
+from disttrain.flight_recorder.descriptions import MAX_SITES
+from disttrain.flight_recorder.recorder import FlightRecorder
 from disttrain.flight_recorder.step_tally import Ended
 
 _SLOT_BYTES: Final = layout.SLOT.size

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import site
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from disttrain.flight_recorder.callers import Callers
 
 PACKAGE: Final = f"{Path(__file__).parents[1]}/"
 """Where disttrain lies: frames from here are ours, not the user's."""
@@ -36,17 +38,12 @@ class Symbols:
     """Turns code objects and offsets into lines and names; remembers each, since training is a loop."""
 
     def __init__(self) -> None:
-        self._stacks: dict[tuple[Any, ...], Lines] = {}
         self._lines: dict[tuple[CodeType, int], tuple[str, int, str]] = {}
 
-    def stack(self, raw: Sequence[Any]) -> Lines:
-        """The stack of `code, offset, code, offset, ...`, without disttrain's own frames."""
-        key = tuple(raw)
-        stack = self._stacks.get(key)
-        if stack is None:
-            lines = (self._line(code, offset) for code, offset in zip(key[::2], key[1::2], strict=True))
-            stack = self._stacks[key] = tuple(line for line in lines if not line[0].startswith(PACKAGE))
-        return stack
+    def stack(self, callers: Callers) -> Lines:
+        """Their lines, without disttrain's own frames."""
+        lines = (self._line(code, offset) for code, offset in zip(*callers, strict=True))
+        return tuple(line for line in lines if not line[0].startswith(PACKAGE))
 
     def _line(self, code: CodeType, offset: int) -> tuple[str, int, str]:
         line = self._lines.get((code, offset))

@@ -295,6 +295,12 @@ def transport_of(group: Any, device_type: str) -> Transport:
     return group._get_backend(torch.device(device_type))
 
 
+def copy_to_all(outputs: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+    """Copy `input` to each of `outputs`, which have its shape, in one call."""
+    if outputs:
+        torch._foreach_copy_([*outputs], [input] * len(outputs))
+
+
 def wrapping(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
     """A tensor of class `kind` that looks like the contiguous `inner` and has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(kind, inner.shape, dtype=inner.dtype, device=inner.device)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
+from disttrain.process_group.backends import Backend
 from disttrain.process_group.current import resolve_group
-from disttrain.process_group.group import ProcessGroup, barrier_device
+from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
 
 class Coalesced:
     """What `coalescing_manager` gives: `works`, one per operation, once the block has ended."""
 
-    def __init__(self) -> None:
+    # Not a generator: that takes longer than what goes on in the block.
+
+    def __init__(self, group: ProcessGroup, backend: Backend, *, async_ops: bool) -> None:
         self.works: list[Work] = []
+        self._group = group
+        self._backend = backend
+        self._async_ops = async_ops
 
     def wait(self, timeout: Duration | None = None) -> bool:
         """Wait for all of them. Raises as `Work.wait`; `timeout` is for each."""
@@ -26,12 +32,35 @@ class Coalesced:
             work.wait(timeout)
         return True
 
+    def __enter__(self) -> Self:
+        group = self._group
+        if group.coalesced is not None:
+            raise GroupError(
+                "coalescing_manager",
+                f"group {group.group_name} is coalescing already.",
+                "End that block first.",
+                rank=group.world.rank,
+            )
+        self.works = group.coalesced = []
+        self._backend.start_coalescing()
+        return self
 
-@contextmanager
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._group.coalesced = None
+        together = self._backend.end_coalescing()
+        if self._backend.coalesces:
+            for work in self.works:
+                work.follow(together)
+        if error is None and not self._async_ops:
+            self.wait()
+
+
 def coalescing_manager(
     group: ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
-) -> Iterator[Coalesced]:
-    """Let the operations of `group` that are called in the block go together; none of them waits there.
+) -> Coalesced:
+    """Let the operations of `group` that are called in a `with` block go together; none of them waits there.
 
     Args:    device  where their tensors are (default: the rank's own device, where the group serves it).
              async_ops  False: the end of the block waits for all; True: the caller calls `wait` of what the block is
@@ -40,24 +69,5 @@ def coalescing_manager(
     Collective: as the operations in it. One thread at a time.
     """
     group = resolve_group("coalescing_manager", group)
-    if group.coalesced is not None:
-        raise GroupError(
-            "coalescing_manager",
-            f"group {group.group_name} is coalescing already.",
-            "End that block first.",
-            rank=group.world.rank,
-        )
-    backend = group.backend("coalescing_manager", (device or barrier_device(group)).type)
-    batch = Coalesced()
-    group.coalesced = batch.works
-    backend.start_coalescing()
-    try:
-        yield batch
-    finally:
-        group.coalesced = None
-        together = backend.end_coalescing()
-        if backend.coalesces:
-            for work in batch.works:
-                work.follow(together)
-    if not async_ops:
-        batch.wait()
+    backend = group.backend("coalescing_manager", (device or group.barrier_device).type)
+    return Coalesced(group, backend, async_ops=async_ops)

@@ -13,7 +13,7 @@ from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.checks import check_contiguous, check_pair, peer_rank
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
-from disttrain.process_group.group import ProcessGroup, barrier_device
+from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
 
@@ -31,11 +31,12 @@ def all_reduce(
     try:
         if not tensor.is_contiguous():
             check_contiguous("all_reduce", group, "tensor", tensor)
-        backend = group.backend("all_reduce", tensor.device.type)
+        backend = group.backend_of("all_reduce", tensor)
     except Exception as error:
         group.refuse("all_reduce", error)
         raise
-    return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), (tensor,), (tensor,), async_op)
+    both = (tensor,)
+    return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), both, both, async_op)
 
 
 def reduce(
@@ -57,7 +58,7 @@ def reduce(
     try:
         dst_rank = peer_rank("reduce", group, dst, group_dst, "dst")
         check_contiguous("reduce", group, "tensor", tensor)
-        run = group.backend("reduce", tensor.device.type).reduce
+        run = group.backend_of("reduce", tensor).reduce
         outputs = (tensor,) if group.group_rank == dst_rank else ()
     except Exception as error:
         group.refuse("reduce", error)
@@ -84,12 +85,12 @@ def broadcast(
         root_rank = peer_rank("broadcast", group, src, group_src, "src")
         if not tensor.is_contiguous():
             check_contiguous("broadcast", group, "tensor", tensor)
-        backend = group.backend("broadcast", tensor.device.type)
-        arguments = (tensor, root_rank, async_op)
+        backend = group.backend_of("broadcast", tensor)
+        arguments, both = (tensor, root_rank, async_op), (tensor,)
     except Exception as error:
         group.refuse("broadcast", error)
         raise
-    return issue(group, "broadcast", backend.broadcast, arguments, (tensor,), (tensor,), async_op, root_rank)
+    return issue(group, "broadcast", backend.broadcast, arguments, both, both, async_op, root_rank)
 
 
 def all_gather_into_tensor(
@@ -108,7 +109,7 @@ def all_gather_into_tensor(
     group = resolve_group("all_gather_into_tensor", group)
     try:
         check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
-        backend = group.backend("all_gather_into_tensor", input_tensor.device.type)
+        backend = group.backend_of("all_gather_into_tensor", input_tensor)
         arguments = (output_tensor, input_tensor, async_op)
         run = backend.all_gather_into_tensor
     except Exception as error:
@@ -137,7 +138,7 @@ def reduce_scatter_tensor(
     group = resolve_group("reduce_scatter_tensor", group)
     try:
         check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
-        backend = group.backend("reduce_scatter_tensor", input.device.type)
+        backend = group.backend_of("reduce_scatter_tensor", input)
         arguments = (output, input, op, async_op)
         run = backend.reduce_scatter_tensor
     except Exception as error:
@@ -159,7 +160,7 @@ def barrier(
     """
     group = resolve_group("barrier", group)
     try:
-        device = torch.device("cuda", device_ids[0]) if device_ids else barrier_device(group)
+        device = torch.device("cuda", device_ids[0]) if device_ids else group.barrier_device
         run = group.backend("barrier", device.type).barrier
     except Exception as error:
         group.refuse("barrier", error)

@@ -192,7 +192,8 @@ group: Final = _Groups()
 def resolve_group(operation: str, group: ProcessGroup | NonGroupMember | None) -> ProcessGroup:
     """The group that a collective is for: the default group for None."""
     if group is None:
-        return current_world(operation).default_group
+        world = _default.thread.world or _default.process_world
+        return (current_world(operation) if world is None else world).default_group
     if isinstance(group, NonGroupMember):
         raise GroupError(
             operation,

@@ -35,7 +35,7 @@ def issue(
     Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
     for.
     """
-    for tensor in (*inputs, *outputs):
+    for tensor in inputs if outputs is inputs else (*inputs, *outputs):
         if type(tensor) is AsyncCollectiveTensor:
             # Transports read memory below all dispatch: what a collective still brings must be there.
             arguments, inputs, outputs = settled((arguments, inputs, outputs))

@@ -32,7 +32,8 @@ class ProcessGroup:
     all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
     `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
     that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
-    called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any.
+    called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any;
+    `barrier_device`, where barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
     Transports are made by the first collective on a device type, which connects the members and nobody else; those that
     have not come to it connect beside what they do (`connecting.py`).
     """
@@ -58,6 +59,7 @@ class ProcessGroup:
         self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self.axis_name = ""
+        self.barrier_device = world.device if world.device.type in backends else torch.device("cpu")
         self._options = options
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
@@ -145,6 +147,12 @@ class ProcessGroup:
 
     def backend(self, operation: str, device_type: str) -> Backend:
         """The transport for tensors on `device_type`. Collective when it is the first use; made once."""
+        return self._made.get(device_type) or self._make_backend(operation, device_type)
+
+    def backend_of(self, operation: str, tensor: torch.Tensor) -> Backend:
+        """As `backend`, for the device of a tensor."""
+        # At every call: `device.type` makes a text, and takes longer than all else here.
+        device_type = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
         return self._made.get(device_type) or self._make_backend(operation, device_type)
 
     def group_rank_of(self, operation: str, rank: int) -> int:
@@ -346,9 +354,3 @@ class ProcessGroup:
             scope=self._scope,
             ask_others=partial(self._ask_others, device_type),
         )
-
-
-def barrier_device(group: ProcessGroup) -> torch.device:
-    """Where a barrier runs: on this rank's GPU when the group has NCCL, so that it also waits for queued kernels."""
-    device = group.world.device
-    return device if group.serves(device.type) else torch.device("cpu")

@@ -31,7 +31,7 @@ def all_gather(
     group = resolve_group("all_gather", group)
     try:
         check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
-        run = group.backend("all_gather", tensor.device.type).all_gather
+        run = group.backend_of("all_gather", tensor).all_gather
     except Exception as error:
         group.refuse("all_gather", error)
         raise
@@ -58,7 +58,7 @@ def gather(
     try:
         dst_rank = root_rank("gather", group, dst, group_dst, "dst")
         outputs = _list_at_root("gather", group, "gather_list", gather_list, tensor, dst_rank)
-        run = group.backend("gather", tensor.device.type).gather
+        run = group.backend_of("gather", tensor).gather
     except Exception as error:
         group.refuse("gather", error)
         raise
@@ -85,7 +85,7 @@ def scatter(
     try:
         src_rank = root_rank("scatter", group, src, group_src, "src")
         inputs = _list_at_root("scatter", group, "scatter_list", scatter_list, tensor, src_rank)
-        run = group.backend("scatter", tensor.device.type).scatter
+        run = group.backend_of("scatter", tensor).scatter
     except Exception as error:
         group.refuse("scatter", error)
         raise
@@ -109,7 +109,7 @@ def reduce_scatter(
     group = resolve_group("reduce_scatter", group)
     try:
         check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
-        run = group.backend("reduce_scatter", output.device.type).reduce_scatter
+        run = group.backend_of("reduce_scatter", output).reduce_scatter
     except Exception as error:
         group.refuse("reduce_scatter", error)
         raise
@@ -136,7 +136,7 @@ def all_to_all(
         like = output_tensor_list[0]
         check_list("all_to_all", group, "output_tensor_list", output_tensor_list, like)
         check_list("all_to_all", group, "input_tensor_list", input_tensor_list, like)
-        run = group.backend("all_to_all", like.device.type).all_to_all
+        run = group.backend_of("all_to_all", like).all_to_all
         arguments = (output_tensor_list, input_tensor_list, async_op)
     except Exception as error:
         group.refuse("all_to_all", error)
@@ -163,23 +163,34 @@ def all_to_all_single(
     group = resolve_group("all_to_all_single", group)
     try:
         check_alike("all_to_all_single", group, output, input)
-        output_rows = row_counts("all_to_all_single", group, "output", output, output_split_sizes)
-        input_rows = row_counts("all_to_all_single", group, "input", input, input_split_sizes)
-        own = group.group_rank
-        if output.shape[1:] != input.shape[1:] or output_rows[own] != input_rows[own]:
-            raise ShapeError(
-                "all_to_all_single",
-                f"output of shape {tuple(output.shape)} takes {output_rows[own]} rows from this rank, input of shape "
-                f"{tuple(input.shape)} gives {input_rows[own]}; rows must be alike in number and size.",
-                "Give split sizes and shapes that fit.",
-                rank=group.world.rank,
-            )
-        run = group.backend("all_to_all_single", input.device.type).all_to_all_single
+        shape, input_shape, size = output.shape, input.shape, group.group_size
+        if shape == input_shape and shape and not shape[0] % size and not output_split_sizes and not input_split_sizes:
+            output_rows = input_rows = [shape[0] // size] * size
+        else:
+            output_rows = row_counts("all_to_all_single", group, "output", shape, output_split_sizes)
+            input_rows = row_counts("all_to_all_single", group, "input", input_shape, input_split_sizes)
+            _check_rows(group, shape, output_rows, input_shape, input_rows)
+        run = group.backend_of("all_to_all_single", input).all_to_all_single
         arguments = (output, input, output_rows, input_rows, async_op)
     except Exception as error:
         group.refuse("all_to_all_single", error)
         raise
     return issue(group, "all_to_all_single", run, arguments, (input,), (output,), async_op)
+
+
+def _check_rows(
+    group: ProcessGroup, shape: torch.Size, rows: Sequence[int], input_shape: torch.Size, input_rows: Sequence[int]
+) -> None:
+    """Raise ShapeError unless what this rank sends to itself in all_to_all_single is what it expects."""
+    own = group.group_rank
+    if shape[1:] != input_shape[1:] or rows[own] != input_rows[own]:
+        raise ShapeError(
+            "all_to_all_single",
+            f"output of shape {tuple(shape)} takes {rows[own]} rows from this rank, input of shape "
+            f"{tuple(input_shape)} gives {input_rows[own]}; rows must be alike in number and size.",
+            "Give split sizes and shapes that fit.",
+            rank=group.world.rank,
+        )
 
 
 def _list_at_root(

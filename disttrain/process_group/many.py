@@ -34,7 +34,7 @@ def all_gather_into_tensor_coalesced(
     group = resolve_group(name, group)
     try:
         _check(name, group, outputs, inputs, gathers=True)
-        backend = group.backend(name, inputs[0].device.type)
+        backend = group.backend_of(name, inputs[0])
     except Exception as error:
         group.refuse(name, error)
         raise
@@ -58,7 +58,7 @@ def reduce_scatter_tensor_coalesced(
     group = resolve_group(name, group)
     try:
         _check(name, group, outputs, inputs, gathers=False)
-        backend = group.backend(name, inputs[0].device.type)
+        backend = group.backend_of(name, inputs[0])
     except Exception as error:
         group.refuse(name, error)
         raise

@@ -16,7 +16,7 @@ from disttrain.errors import ShapeError
 from disttrain.process_group.checks import peer_rank, root_rank
 from disttrain.process_group.collectives import all_gather_into_tensor, broadcast
 from disttrain.process_group.current import resolve_group
-from disttrain.process_group.group import ProcessGroup, barrier_device
+from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.list_collectives import gather, scatter
 from disttrain.process_group.packing import pack, unpack
 from disttrain.process_group.point_to_point import irecv, isend
@@ -203,7 +203,7 @@ def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[N
 
 def _device(group: ProcessGroup) -> torch.device:
     """Where packed values travel: they are made on the CPU."""
-    return torch.device("cpu") if group.serves("cpu") else barrier_device(group)
+    return torch.device("cpu") if group.serves("cpu") else group.barrier_device
 
 
 def _packed(value: Any) -> bytes:

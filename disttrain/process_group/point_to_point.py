@@ -9,7 +9,7 @@ import torch
 
 from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group.checks import check_contiguous, peer_rank
-from disttrain.process_group.coalescing import coalescing_manager
+from disttrain.process_group.coalescing import Coalesced
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
@@ -30,8 +30,9 @@ def isend(
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
-    peer = _checked_peer("send", group, peer_rank("send", group, dst, group_dst, "dst"), tensor)
-    run = group.backend("send", tensor.device.type).send
+    peer = peer_rank("send", group, dst, group_dst, "dst")
+    _check_message("send", group, peer, tensor)
+    run = group.backend_of("send", tensor).send
     return cast(Work, issue(group, "send", run, (tensor, peer, tag), (tensor,), (), True, peer))
 
 
@@ -48,17 +49,18 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
-    backend = group.backend("recv", tensor.device.type)
+    backend = group.backend_of("recv", tensor)
     if src is None and group_src is None:
         check_contiguous("recv", group, "tensor", tensor)
         return cast(Work, issue(group, "recv", backend.recv_any, (tensor, tag), (), (tensor,), True))
-    peer = _checked_peer("recv", group, peer_rank("recv", group, src, group_src, "src"), tensor)
+    peer = peer_rank("recv", group, src, group_src, "src")
+    _check_message("recv", group, peer, tensor)
     return cast(Work, issue(group, "recv", backend.recv, (tensor, peer, tag), (), (tensor,), True, peer))
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """isend of a contiguous tensor to group rank `peer`, another one, of a group of this rank's: nothing is checked."""
-    run = group.backend("send", tensor.device.type).send
+    run = group.backend_of("send", tensor).send
     work = issue(group, "send", run, (tensor, peer, 0), (tensor,), (), True, peer)
     assert work is not None
     return work
@@ -66,7 +68,7 @@ def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
 
 def start_receiving(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """irecv, likewise."""
-    run = group.backend("recv", tensor.device.type).recv
+    run = group.backend_of("recv", tensor).recv
     work = issue(group, "recv", run, (tensor, peer, 0), (), (tensor,), True, peer)
     assert work is not None
     return work
@@ -99,6 +101,8 @@ def recv(
 class P2POp:
     """One message of `batch_isend_irecv`: `op` is `isend` or `irecv`, the rest are its arguments."""
 
+    __slots__ = ("group", "group_peer", "op", "tag", "tensor")
+
     def __init__(
         self,
         op: Callable[..., Work],
@@ -118,13 +122,7 @@ class P2POp:
         self.tensor = tensor
         self.tag = tag
         self.group_peer = peer_rank("P2POp", self.group, peer, group_peer, "peer")
-        _checked_peer("P2POp", self.group, self.group_peer, tensor)
-
-    def start(self) -> Work:
-        """Call it."""
-        if self.op is isend:
-            return isend(self.tensor, None, self.group, self.tag, self.group_peer)
-        return irecv(self.tensor, None, self.group, self.tag, self.group_peer)
+        _check_message("P2POp", self.group, self.group_peer, tensor)
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
@@ -135,24 +133,34 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """
     if not p2p_op_list:
         raise GroupError("batch_isend_irecv", "the list of messages is empty.", "Give at least one P2POp.")
-    group, device = p2p_op_list[0].group, p2p_op_list[0].tensor.device
-    if any(message.group is not group or message.tensor.device != device for message in p2p_op_list):
-        raise GroupError(
-            "batch_isend_irecv",
-            "the messages are of several groups or devices.",
-            "Make one batch for each group and device.",
-            rank=group.world.rank,
-        )
-    with coalescing_manager(group, device, async_ops=True) as batch:
+    group, first = p2p_op_list[0].group, p2p_op_list[0].tensor
+    device = first.device
+    for message in p2p_op_list:
+        if message.group is not group or message.tensor.device != device:
+            raise GroupError(
+                "batch_isend_irecv",
+                "the messages are of several groups or devices.",
+                "Make one batch for each group and device.",
+                rank=group.world.rank,
+            )
+    backend = group.backend_of("batch_isend_irecv", first)
+    with Coalesced(group, backend, async_ops=True) as batch:
         for message in p2p_op_list:
-            message.start()
+            tensor, peer = message.tensor, message.group_peer
+            arguments, moved = (tensor, peer, message.tag), (tensor,)
+            if message.op is isend:
+                _check_message("send", group, peer, tensor)
+                issue(group, "send", backend.send, arguments, moved, (), True, peer)
+            else:
+                _check_message("recv", group, peer, tensor)
+                issue(group, "recv", backend.recv, arguments, (), moved, True, peer)
     return batch.works
 
 
-def _checked_peer(operation: str, group: ProcessGroup, peer: int, tensor: torch.Tensor) -> int:
+def _check_message(operation: str, group: ProcessGroup, peer: int, tensor: torch.Tensor) -> None:
     if peer == group.group_rank:
         raise ShapeError(
             operation, "a rank cannot exchange messages with itself.", "Copy the tensor.", rank=group.world.rank
         )
-    check_contiguous(operation, group, "tensor", tensor)
-    return peer
+    if not tensor.is_contiguous():
+        check_contiguous(operation, group, "tensor", tensor)

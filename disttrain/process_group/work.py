@@ -78,10 +78,11 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
-        _, group, sequence, *_ = self._place
-        group.waiting_in = sequence
-        if self._record is not None and group.world.recorder is not None:
-            group.world.recorder.waits(self._record)
+        group, record = self._place[1], self._record
+        group.waiting_in = self._place[2]
+        recorder = None if record is None else group.world.recorder
+        if recorder is not None:
+            recorder.waits(record)
         try:
             if timeout is None:
                 self._started.wait()
@@ -90,12 +91,15 @@ class Work:
         except Exception as error:
             call = Call(*self._place) if self._call is None else self._call
             self._error = call.failure(error)
-            if self._record is not None:
-                self._tell_recorder(self._error)
+            if recorder is not None:
+                self._record = None
+                recorder.end(record, self._error)
             call.completed(self._error)
             raise self._error from error
-        if self._record is not None:
-            self._tell_recorder(None)
+        # A future's callback may have told it.
+        if recorder is not None and self._record is not None:
+            self._record = None
+            recorder.end(record, None)
         if self._call is not None:
             self._call.completed(None)
         return True

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import disttrain
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import FlightRecorder, analyze
-from disttrain.flight_recorder import recorder as recorder_module
+from disttrain.flight_recorder import descriptions as descriptions_module
 from disttrain.flight_recorder import ring as ring_module
 from disttrain.flight_recorder import ring_layout as layout
 from disttrain.flight_recorder.process_state import start_of
@@ -133,7 +133,7 @@ def test_flipped_bits_give_an_answer(damage: list[tuple[int, int]]) -> None:
 
 def test_what_is_described_stays_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ring_module, "MAX_ENTRIES_BYTES", 20_000)
-    monkeypatch.setattr(recorder_module, "MAX_SITES", 50)
+    monkeypatch.setattr(descriptions_module, "MAX_SITES", 50)
     recorder = FlightRecorder(num_records=16)
     with entered_world(_fake_world()) as world:
         recorder.attach(world, tmp_path)

@@ -103,8 +103,7 @@ class C10dBackend(Backend):
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         options = _c10d.AllgatherOptions()
         options.asyncOp = async_op
-        lists = [[self._movable(output).view(-1) for output in outputs]]
-        return self._begun(self._transport.allgather(lists, [self._movable(input).view(-1)], options))
+        return self._begun(self._transport.allgather([self._all_flat(outputs)], [self._flat(input)], options))
 
     def gather(
         self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
@@ -112,8 +111,8 @@ class C10dBackend(Backend):
         options = _c10d.GatherOptions()
         options.rootRank = dst_rank
         options.asyncOp = async_op
-        lists = [[self._movable(output).view(-1) for output in outputs]] if outputs else []
-        return self._begun(self._transport.gather(lists, [self._movable(input).view(-1)], options))
+        lists = [self._all_flat(outputs)] if outputs else []
+        return self._begun(self._transport.gather(lists, [self._flat(input)], options))
 
     def scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
@@ -121,14 +120,14 @@ class C10dBackend(Backend):
         options = _c10d.ScatterOptions()
         options.rootRank = src_rank
         options.asyncOp = async_op
-        lists = [[self._movable(tensor).view(-1) for tensor in inputs]] if inputs else []
-        return self._begun(self._transport.scatter([self._movable(output).view(-1)], lists, options))
+        lists = [self._all_flat(inputs)] if inputs else []
+        return self._begun(self._transport.scatter([self._flat(output)], lists, options))
 
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         # Gloo splits along the leading dim only.
-        whole, flat = input.view(-1), output.view(-1)
+        whole, flat = in_a_row(input), in_a_row(output)
         options, recipe = self._reduction(
             "reduce_scatter_tensor", _c10d.ReduceScatterOptions, whole.dtype, op, async_op
         )
@@ -171,7 +170,7 @@ class C10dBackend(Backend):
         options.asyncOp = async_op
         moved = []
         for tensor, splits in ((output, output_splits), (input, input_splits)):
-            flat = self._movable(tensor).view(-1)
+            flat = self._flat(tensor)
             row_size = math.prod(tensor.shape[1:]) * tensor.element_size() // flat.element_size()
             moved.append((flat, [rows * row_size for rows in splits]))
         (flat_output, output_sizes), (flat_input, input_sizes) = moved
@@ -208,6 +207,16 @@ class C10dBackend(Backend):
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dtype in self.natives.dtypes else tensor.view(-1).view(torch.uint8)
 
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All that is to be moved, as one dim."""
+        return in_a_row(self._movable(tensor))
+
+    def _all_flat(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `_flat`, of tensors of one dtype."""
+        if tensors[0].dtype in self.natives.dtypes:
+            return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+        return [self._flat(tensor) for tensor in tensors]
+
     def _reduction(
         self, operation: str, kind: type[Any], dtype: torch.dtype, op: Reduction, async_op: bool
     ) -> Prepared:
@@ -239,6 +248,11 @@ def _still_waits(membership: Membership) -> None:
     """The transport waits for others in the store, for a while already."""
     membership.ask_others()
     membership.scope.check()
+
+
+def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.view(-1)`, which takes as long as a collective's dispatch where there is one dim already."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _with_async(kind: type[Any], async_op: bool) -> Any:

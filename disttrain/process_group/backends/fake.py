@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.process_group._c10d import Reduction
+from disttrain.process_group._c10d import Reduction, copy_to_all
 from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
 from disttrain.process_group.work import TransportWork
 
@@ -46,16 +46,17 @@ class FakeBackend(Backend):
         return _COMPLETED
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
-        for output in outputs:
-            if output.shape == input.shape:
-                output.copy_(input)
+        shape, shapes = input.shape, [output.shape for output in outputs]
+        if shapes.count(shape) == len(shapes):
+            copy_to_all(outputs, input)
+        else:
+            copy_to_all([output for output in outputs if output.shape == shape], input)
         return _COMPLETED
 
     def gather(
         self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
     ) -> TransportWork:
-        for output in outputs:
-            output.copy_(input)
+        copy_to_all(outputs, input)
         return _COMPLETED
 
     def scatter(
@@ -68,7 +69,9 @@ class FakeBackend(Backend):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        output.copy_(input.view(self._size, *output.shape).select(0, self._rank))
+        # As one view: half of what this takes goes for making views.
+        offset = input.storage_offset() + self._rank * output.numel()
+        output.copy_(input.as_strided(output.shape, output.stride(), offset))
         return _COMPLETED
 
     def reduce_scatter(

@@ -15,7 +15,7 @@ from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
-from disttrain.process_group.backends.c10d_backend import C10dBackend
+from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.backends.reduction import Natives
@@ -55,10 +55,10 @@ class GlooBackend(C10dBackend):
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
-        return super().all_gather_into_tensor(output.view(-1), input.view(-1), async_op)
+        return super().all_gather_into_tensor(in_a_row(output), in_a_row(input), async_op)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
-        if all(output.numel() == input.numel() for output in outputs):
+        if [output.numel() for output in outputs].count(input.numel()) == len(outputs):
             return super().all_gather(outputs, input, async_op)
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
         outputs[self._rank].view(-1).copy_(input.view(-1))

@@ -77,7 +77,7 @@ def start_all_to_all(
     group = _group("all_to_all_single", group_name)
     sent = input.contiguous()
     output = sent.new_empty((sum(output_splits), *input.shape[1:]))
-    run = group.backend("all_to_all_single", input.device.type).all_to_all_single
+    run = group.backend_of("all_to_all_single", input).all_to_all_single
     arguments = (output, sent, output_splits, input_splits, True)
     return output, _work(issue(group, "all_to_all_single", run, arguments, (sent,), (output,), True))
 
