@@ -5,7 +5,8 @@
 A hit is a call like one before; a new length is the same call with a first dim that was never seen; a miss is a call
 never seen in any form. Figures are of this thread's CPU time, which other processes on the machine disturb less than
 the clock on the wall. "local" is the same on this rank's part
-as a plain tensor: what remains when dispatch costs nothing.
+as a plain tensor: what remains when dispatch costs nothing. Ours is as jobs run it, with the flight recorder, and
+"unrecorded" without, where there are collectives.
 
 The leaves of "forward and backward" are plain tensors that require gradients. Of a replicated nn.Parameter we would
 also reduce the gradient there, which torch leaves to whoever reads it.
@@ -23,7 +24,7 @@ import torch
 from harness import OURS, TORCH, command_line, finish, in_turns, row
 from torch.distributed import tensor as torch_dtensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-from without_peers import without_peers
+from without_peers import UNRECORDED, below, unrecorded, without_peers
 
 import disttrain
 from disttrain import dtensor
@@ -31,6 +32,10 @@ from disttrain import dtensor
 WORLD_SIZE = 16
 CALLS_PER_ROUND = 200
 NUM_PARAMETERS = 176
+NUM_FRAMES = 20
+"""Below which a trainer calls."""
+COMMUNICATING = ("to Replicate", "parameters")
+"""How the names of cases with collectives end: these are measured without the recorder too."""
 MESHES = {"1-D": (16,), "2-D": (4, 4)}
 Case = Callable[[], object]
 
@@ -112,10 +117,11 @@ def optimizers(side: Side) -> Iterator[tuple[str, Case]]:
             parameter.grad = side.tensor(torch.randn(16, 8), (16,), ("Shard", 0))
             parameters.append(parameter)
         yield f"AdamW {kind}, {NUM_PARAMETERS} parameters", torch.optim.AdamW(parameters, **{kind: True}).step  # type: ignore[arg-type]
-    yield (
-        f"clip_grad_norm_ foreach, {NUM_PARAMETERS} parameters",
-        functools.partial(torch.nn.utils.clip_grad_norm_, parameters, 1.0, foreach=True),
-    )
+    for foreach in (None, False, True):
+        yield (
+            f"clip_grad_norm_, foreach={foreach}, {NUM_PARAMETERS} parameters",
+            functools.partial(torch.nn.utils.clip_grad_norm_, parameters, 1.0, foreach=foreach),
+        )
 
 
 def new_lengths(side: Side, num_rounds: int) -> dict[str, list[float]]:
@@ -170,10 +176,13 @@ def all_in_turns(
         for call in sides.values():
             for _ in range(3):
                 call()
-    return {
-        name: in_turns({side: functools.partial(cpu_us, call, num_calls) for side, call in sides.items()}, num_rounds)
-        for name, sides in cases.items()
-    }
+    taken = {}
+    for name, sides in cases.items():
+        calls = {side: functools.partial(cpu_us, call, num_calls) for side, call in sides.items()}
+        if name.endswith(COMMUNICATING):
+            calls[UNRECORDED] = unrecorded(calls[OURS])
+        taken[name] = in_turns(calls, num_rounds)
+    return taken
 
 
 def by_case(sides: Sequence[Side], cases: Callable[[Side], Iterator[tuple[str, Case]]]) -> dict[str, dict[str, Case]]:
@@ -200,8 +209,9 @@ def main() -> None:
             taken |= {f"{name}, {mesh_name}": times for name, times in of_mesh.items()}
         lengths = {side.name: new_lengths(side, options.rounds) for side in sides}
         taken |= {name: {side: lengths[side][name] for side in lengths} for name in lengths[OURS]}
-        taken |= all_in_turns(by_case(sides, redistributions), options.rounds, CALLS_PER_ROUND)
-        taken |= all_in_turns(by_case(sides, optimizers), options.rounds, 3)
+        for cases_of, num_calls in ((redistributions, CALLS_PER_ROUND), (optimizers, 3)):
+            cases = by_case(sides, cases_of)
+            taken |= below(NUM_FRAMES, functools.partial(all_in_turns, cases, options.rounds, num_calls))
     finish([row(name, "us of CPU", times) for name, times in taken.items()], options.json)
 
 

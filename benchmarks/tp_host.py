@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import init_device_mesh as torch_mesh
 from torch.distributed.tensor import parallel as torch_tp
-from without_peers import without_peers
+from without_peers import UNRECORDED, unrecorded, without_peers
 
 import disttrain
 from disttrain import tp
@@ -104,9 +104,10 @@ def main() -> None:
             "collectives": partial(collectives, mesh.get_group()),
         }
         calls = {side: partial(cpu_us, run, options.calls) for side, run in cases.items()}
+        calls[UNRECORDED] = unrecorded(calls[OURS])
         taken = in_turns(calls, options.rounds, 3)
     floor = sum(statistics.median(taken[name]) for name in ("plain", "collectives"))
-    over = {side: [value / floor for value in taken[side]] for side in (OURS, TORCH)}
+    over = {side: [value / floor for value in taken[side]] for side in (OURS, TORCH, UNRECORDED)}
     finish([row("gated MLP", "us of CPU", taken), row("over plain and collectives", "ratio", over)], options.json)
 
 

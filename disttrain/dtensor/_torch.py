@@ -15,12 +15,14 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils as torch_foreach
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = [
     "BOUND_FUNCTIONS",
+    "BOUND_LINALG",
     "BOUND_METHODS",
     "DispatchMode",
     "OpFacts",
@@ -76,6 +78,7 @@ BOUND_FUNCTIONS = frozenset(
     ]
 )  # fmt: skip
 BOUND_METHODS = frozenset(["add_", "copy_", "detach", "div_", "expand", "mul_", "permute", "sub_", "view", "zero_"])
+BOUND_LINALG = frozenset(["linalg_vector_norm"])
 """Operators of which torch's Python functions and methods of this name take what the operator itself takes."""
 
 
@@ -90,6 +93,9 @@ def binding_of(op: OpOverload) -> Callable[..., Any]:
             return cast(Callable[..., Any], getattr(torch._C._VariableFunctions, name))
         if name in BOUND_METHODS:
             return cast(Callable[..., Any], getattr(torch._C.TensorBase, name))
+        if name in BOUND_LINALG:
+            linalg: Any = torch._C  # the stubs leave the module out
+            return cast(Callable[..., Any], getattr(linalg._linalg, name))
     return op
 
 
@@ -104,10 +110,10 @@ def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def use_foreach_for(cls: type[torch.Tensor]) -> None:
-    """Let torch.optim choose its foreach and fused implementations for parameters of class `cls`."""
-    supported = torch_optimizer._foreach_supported_types
-    if cls not in supported:
-        supported.append(cls)
+    """Let torch.optim and torch.nn.utils choose their foreach and fused implementations for tensors of class `cls`."""
+    for supported in (torch_optimizer._foreach_supported_types, torch_foreach._foreach_supported_types):
+        if cls not in supported:
+            supported.append(cls)
 
 
 def is_called_by_autograd() -> bool:

@@ -163,6 +163,16 @@ def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[
     numbers = _numbers(args, kwargs)
     if not numbers:
         return first
+    if len(args) == 2 and not kwargs and type(args[1]) is float:
+        (number,) = numbers
+
+        # A norm of many tensors, one by one, comes here; its key says that there are two arguments, and what kinds.
+        def run_by_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args[1] == number:
+                return first(args, kwargs)
+            return _dispatch_once(wrap, op, args, kwargs, None, None)
+
+        return run_by_second
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _numbers(args, kwargs) == numbers:

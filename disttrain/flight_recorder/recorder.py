@@ -161,7 +161,7 @@ class FlightRecorder:
         except ValueError:
             frame = _getframe(1)
         file = frame.f_code.co_filename
-        codes, offsets, _ = (self._walkers.get(file) or self._walker_of_file(file))(frame)
+        codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(frame)
         key: tuple[Any, ...]
         if len(inputs) == 1 and len(outputs) <= 1:
             tensor = inputs[0]
@@ -171,7 +171,7 @@ class FlightRecorder:
             key = operation, group.group_name, peer_rank, offsets, *_asked_for(inputs, outputs)
         site_codes, site, counter, messages = self._sites.get(key, NO_SITES)[0]
         if site_codes != codes:
-            _, site, counter, messages = self._descriptions.site(key, group, inputs, outputs, (codes, offsets))
+            _, site, counter, messages = self._descriptions.site(key, group, inputs, outputs, callers)
         if not sequence and messages is not None:
             sequence = next(messages)
         world = group.world

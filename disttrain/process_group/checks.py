@@ -13,6 +13,7 @@ from disttrain.process_group.group import ProcessGroup
 
 _dtype_of: Final = attrgetter("dtype")
 _device_of: Final = attrgetter("device")
+_is_cpu: Final = attrgetter("is_cpu")
 _is_contiguous: Final[Callable[[torch.Tensor], bool]] = torch.Tensor.is_contiguous
 
 
@@ -104,7 +105,7 @@ def check_list(
     # In three passes, each of them one loop in C.
     if (
         [*map(_dtype_of, tensors)].count(like.dtype) < num
-        or [*map(_device_of, tensors)].count(like.device) < num
+        or (not all(map(_is_cpu, tensors)) if like.is_cpu else [*map(_device_of, tensors)].count(like.device) < num)
         or not all(map(_is_contiguous, tensors))
     ):
         for tensor in tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 
@@ -33,7 +32,9 @@ def isend(
     peer = peer_rank("send", group, dst, group_dst, "dst")
     _check_message("send", group, peer, tensor)
     run = group.backend_of("send", tensor).send
-    return cast(Work, issue(group, "send", run, (tensor, peer, tag), (tensor,), (), True, peer))
+    work = issue(group, "send", run, (tensor, peer, tag), (tensor,), (), True, peer)
+    assert work is not None  # it is asynchronous
+    return work
 
 
 def irecv(
@@ -52,10 +53,13 @@ def irecv(
     backend = group.backend_of("recv", tensor)
     if src is None and group_src is None:
         check_contiguous("recv", group, "tensor", tensor)
-        return cast(Work, issue(group, "recv", backend.recv_any, (tensor, tag), (), (tensor,), True))
-    peer = peer_rank("recv", group, src, group_src, "src")
-    _check_message("recv", group, peer, tensor)
-    return cast(Work, issue(group, "recv", backend.recv, (tensor, peer, tag), (), (tensor,), True, peer))
+        work = issue(group, "recv", backend.recv_any, (tensor, tag), (), (tensor,), True)
+    else:
+        peer = peer_rank("recv", group, src, group_src, "src")
+        _check_message("recv", group, peer, tensor)
+        work = issue(group, "recv", backend.recv, (tensor, peer, tag), (), (tensor,), True, peer)
+    assert work is not None  # it is asynchronous
+    return work
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:

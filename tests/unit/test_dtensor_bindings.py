@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.dtensor._torch import BOUND_FUNCTIONS, BOUND_METHODS, OpOverload, binding_of
+from disttrain.dtensor._torch import BOUND_FUNCTIONS, BOUND_LINALG, BOUND_METHODS, OpOverload, binding_of
 
 aten = torch.ops.aten
 
@@ -39,6 +39,8 @@ CALLS: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = [
     (aten.div.Tensor_mode, (X, 0.3), {"rounding_mode": "floor"}),
     (aten.div_.Tensor, (X, ROW), {}),
     (aten.expand.default, (ROW, [3, -1]), {"implicit": False}),
+    (aten.linalg_vector_norm.default, (X,), {}),
+    (aten.linalg_vector_norm.default, (X, float("inf"), [1], True), {"dtype": torch.float64}),
     (aten.mean.default, (X,), {"dtype": torch.float32}),
     (aten.mean.dim, (X, [0], True), {}),
     (aten.mm.default, (X, values(4, 5)), {}),
@@ -80,7 +82,8 @@ def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
 
 
 def test_every_binding_is_tried() -> None:
-    assert {op._schema.name.partition("::")[2] for op, _, _ in CALLS} == BOUND_FUNCTIONS | BOUND_METHODS
+    bound = BOUND_FUNCTIONS | BOUND_LINALG | BOUND_METHODS
+    assert {op._schema.name.partition("::")[2] for op, _, _ in CALLS} == bound
 
 
 def test_an_operator_without_a_known_binding_is_called_itself() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor
@@ -15,8 +17,11 @@ from disttrain.testing import run_threads
 from tests.sharding_cases import laid_out, mesh_of, normal
 
 SHAPES = [(5, 3), (4, 6), (7,), (1, 2), ()]
-CLIPPED = [(1.0, True, 0.5), (2.0, True, 0.5), (2.0, False, 0.5), (3.0, False, 0.5), (float("inf"), True, 0.5)]
-"""The type of norm, whether all gradients are taken at once, and the largest norm."""
+CLIPPED = [
+    *((1.0, True, 0.5), (2.0, True, 0.5), (2.0, False, 0.5), (2.0, None, 0.5)),
+    *((3.0, False, 0.5), (float("inf"), True, 0.5), (float("inf"), None, 0.5)),
+]
+"""The type of norm, whether all gradients are taken at once (None: torch decides), and the largest norm."""
 
 Lay = Callable[[int, torch.Tensor], torch.Tensor]
 """Makes a gradient, given its place in the list and its value."""
@@ -68,6 +73,30 @@ def on(mesh: disttrain.DeviceMesh, *choices: tuple[Placement, ...]) -> Lay:
         return laid_out(grad, mesh, kept)
 
     return lay
+
+
+class _Called(DispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func.name())
+        return func(*args, **kwargs or {})
+
+
+def test_all_are_taken_at_once_where_nobody_says() -> None:
+    """torch asks by class: of those that it does not know, it takes one gradient after the other."""
+
+    def body() -> None:
+        grads = parameters(on(mesh_of((2,)), (Shard(0),)))
+        with _Called() as called:
+            clip_grad_norm_(grads, 1.0)
+        assert {"aten::_foreach_norm.Scalar", "aten::_foreach_mul_.Tensor"} <= called.names
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

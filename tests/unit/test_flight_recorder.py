@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import traceback
 import weakref
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 import disttrain
 from disttrain.errors import DisttrainError, FlightDumpError
 from disttrain.flight_recorder import FlightRecorder, enable, read_dump
+from disttrain.flight_recorder.callers import Callers, walker
 from disttrain.flight_recorder.record import State
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
@@ -186,3 +189,80 @@ def test_a_detached_recorder_records_no_more() -> None:
         recorder.detach()
         disttrain.barrier()
     assert len(recorder.snapshot("asked for").records) == 1
+
+
+@pytest.mark.parametrize("num_frames", [0, 1, 7, 8, 9, 24])
+@pytest.mark.parametrize("depth", [0, 3, 30])
+def test_callers_are_those_of_the_stack(num_frames: int, depth: int) -> None:
+    """However many are asked for, and there are: innermost first, each at the instruction that it is at."""
+
+    def below(depth: int) -> tuple[Callers, list[tuple[CodeType, int]]]:
+        if depth:
+            return below(depth - 1)
+        here = sys._getframe()
+        found = walker(num_frames)(here)
+        return found, [(frame.f_code, frame.f_lasti) for frame, _ in traceback.walk_stack(here)][:num_frames]
+
+    (codes, offsets), expected = below(depth)
+    # This frame itself has gone on since.
+    assert [*zip(codes, offsets, strict=True)][1:] == expected[1:]
+    assert codes[:1] == [code for code, _ in expected[:1]]
+
+
+def test_calls_are_told_apart_by_all_that_they_ask_for() -> None:
+    recorder = FlightRecorder()
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        group = disttrain.new_group([0, 1, 2, 3])
+        part, whole = torch.ones(2), torch.ones(8)
+        lists = [[torch.ones(2) for _ in range(4)], [torch.ones(size) for size in (2, 1, 1, 1)]]
+        for _ in range(2):
+            # One line each, so that only what is asked for differs.
+            for tensor in (part, whole, part.long(), torch.ones(1, 2)):
+                disttrain.all_reduce(tensor)
+            for of in (None, group):
+                disttrain.barrier(of)
+            for output in (whole, whole.view(4, 2)):
+                disttrain.all_gather_into_tensor(output, part)
+            for outputs in lists:
+                disttrain.all_gather(outputs, part)
+            for message in (disttrain.isend, disttrain.irecv):
+                message(part, 1).wait()
+        records = recorder.snapshot("asked for").records
+    found = [(record.site.operation, record.site.group_name, record.site.tensors) for record in records]
+    name = group.group_name
+    assert found == 2 * [
+        ("all_reduce", "world", "float32[2]"),
+        ("all_reduce", "world", "float32[8]"),
+        ("all_reduce", "world", "int64[2]"),
+        ("all_reduce", "world", "float32[1, 2]"),
+        ("barrier", "world", ""),
+        ("barrier", name, ""),
+        ("all_gather_into_tensor", "world", "float32[2] -> [8]"),
+        ("all_gather_into_tensor", "world", "float32[2] -> [4, 2]"),
+        ("all_gather", "world", "float32[2] -> [2], [2], [2], [2]"),
+        ("all_gather", "world", "float32[2] -> [2], [1], [1], [1]"),
+        ("send", "world", "float32[2]"),
+        ("recv", "world", "float32[2]"),
+    ]
+    assert [record.sequence for record in records if record.site.is_message] == [1, 1, 2, 2]
+
+
+def test_a_batch_of_messages_has_the_stack_of_who_calls_it() -> None:
+    recorder = FlightRecorder(num_frames=2)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        messages = [
+            disttrain.P2POp(disttrain.isend, torch.ones(2), 1),
+            disttrain.P2POp(disttrain.irecv, torch.ones(3), 2),
+        ]
+        here = inspect.currentframe()
+        assert here is not None
+        at = here.f_lineno + 1
+        for work in disttrain.batch_isend_irecv(messages):
+            work.wait()
+        sent, received = recorder.snapshot("asked for").records
+    assert (sent.site.operation, sent.site.peer_rank, sent.site.tensors) == ("send", 1, "float32[2]")
+    assert (received.site.operation, received.site.peer_rank, received.site.tensors) == ("recv", 2, "float32[3]")
+    for record in (sent, received):
+        assert record.site.stack[0] == (HERE, at, "test_a_batch_of_messages_has_the_stack_of_who_calls_it")

@@ -6,6 +6,8 @@ For measuring the host's cost of a call, and for building models at the size of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 
@@ -14,6 +16,7 @@ from disttrain.process_group.backends.base import AnySourceWork, Backend, Comple
 from disttrain.process_group.work import TransportWork
 
 _COMPLETED = CompletedWork()
+_shape_of: Final = attrgetter("shape")
 
 
 class _FromFirstRank(CompletedWork):
@@ -46,7 +49,7 @@ class FakeBackend(Backend):
         return _COMPLETED
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
-        shape, shapes = input.shape, [output.shape for output in outputs]
+        shape, shapes = input.shape, [*map(_shape_of, outputs)]
         if shapes.count(shape) == len(shapes):
             copy_to_all(outputs, input)
         else:
@@ -96,7 +99,7 @@ class FakeBackend(Backend):
         input_splits: Sequence[int],
         async_op: bool,
     ) -> TransportWork:
-        if output.shape == input.shape:
+        if output_splits == input_splits or output.shape == input.shape:
             output.copy_(input)
         return _COMPLETED
 
