@@ -76,14 +76,10 @@ class Descriptions:
         with self._lock:
             return self._ring.content()
 
-    def called_at(self, site: int) -> tuple[str, str, str, int] | None:
-        """Group, mesh axis, operation and the group's size of a call site, by its number in the ring; None when it is
-        forgotten."""
+    def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
+        """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
         entry = self._described.get(site)
-        if entry is None:
-            return None
-        _, name, ranks, axis_name, _ = self._groups[entry[2]]
-        return name, axis_name, entry[3], len(ranks)
+        return None if entry is None else (self._groups[entry[2]], entry[3])
 
     def label(self, action: str, module: str) -> int:
         """The number of a label."""

@@ -141,9 +141,8 @@ class FlightRecorder:
         """Add an entry about this process to the ring, to stay."""
         self._descriptions.keep(*entry)
 
-    def called_at(self, site: int) -> tuple[str, str, str, int] | None:
-        """Group, mesh axis, operation and the group's size of a call site, by its number in the ring; None when it is
-        forgotten."""
+    def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
+        """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
         return self._descriptions.called_at(site)
 
     def begin(
