@@ -66,8 +66,8 @@ def check_pair(
 
 def check_alike(operation: str, group: ProcessGroup, output: torch.Tensor, input: torch.Tensor) -> None:
     """Raise ShapeError unless both have one dtype and device, and are contiguous."""
-    # torch has one object for each dtype.
-    if output.dtype is not input.dtype or output.device != input.device:
+    # torch has one object for each dtype, and is quickest to say whether a tensor is on the CPU.
+    if output.dtype is not input.dtype or (not output.is_cpu if input.is_cpu else output.device != input.device):
         raise ShapeError(
             operation,
             f"output is {output.dtype} on {output.device}, input {input.dtype} on {input.device}; they must be alike.",
