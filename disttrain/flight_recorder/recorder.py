@@ -166,6 +166,8 @@ class FlightRecorder:
             tensor = inputs[0]
             brought = None if outputs is inputs else outputs[0].shape if outputs else 0
             key = operation, group.group_name, peer_rank, offsets, tensor.shape, tensor.dtype, brought
+        elif not inputs and len(outputs) == 1:
+            key = operation, group.group_name, peer_rank, offsets, outputs[0].shape, outputs[0].dtype
         else:
             key = operation, group.group_name, peer_rank, offsets, *_asked_for(inputs, outputs)
         site_codes, site, counter, messages = self._sites.get(key, NO_SITES)[0]
@@ -270,9 +272,9 @@ class FlightRecorder:
 
 
 def _asked_for(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Shapes and dtypes, where there is not one input alone."""
-    if not inputs and len(outputs) <= 1:
-        return (outputs[0].shape, outputs[0].dtype) if outputs else ()
+    """Shapes and dtypes, where there is not one tensor alone, or a pair."""
+    if not inputs and not outputs:
+        return ()
     dtypes = [*map(_dtype_of, inputs or outputs)]
     return _in_short([*map(_shape_of, inputs)]), _in_short(dtypes), _in_short([*map(_shape_of, outputs)])
 

@@ -152,11 +152,11 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         for message in p2p_op_list:
             tensor, peer = message.tensor, message.group_peer
             arguments, moved = (tensor, peer, message.tag), (tensor,)
+            if peer == group.group_rank or not tensor.is_contiguous():
+                _check_message("batch_isend_irecv", group, peer, tensor)
             if message.op is isend:
-                _check_message("send", group, peer, tensor)
                 issue(group, "send", backend.send, arguments, moved, (), True, peer)
             else:
-                _check_message("recv", group, peer, tensor)
                 issue(group, "recv", backend.recv, arguments, (), moved, True, peer)
     return batch.works
 
