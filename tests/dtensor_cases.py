@@ -22,7 +22,8 @@ def counted(*shape: int, dtype: torch.dtype = torch.float64, start: int = 1) -> 
 def laid(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of value `whole`, the same on all ranks. Parts of a partial one differ from rank to rank."""
     part = whole.clone()
-    for axis, placement in enumerate(placements):
+    # Of several axes the first is reduced first, so it is the last to be taken apart.
+    for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Partial):
             part = _partial(part, placement.reduce_op, mesh.get_local_rank(axis), mesh.shape[axis])
     begin = [placement if placement.is_partial() else Replicate() for placement in placements]
@@ -35,6 +36,8 @@ def _partial(whole: torch.Tensor, reduce_op: str, position: int, axis_size: int)
     if reduce_op in ("sum", "avg"):
         share = position + 2 if position else 1 - sum(range(3, axis_size + 2))
         return whole * share * (axis_size if reduce_op == "avg" else 1)
+    if reduce_op == "product":
+        return torch.full_like(whole, 2.0) if position else whole * 0.5 ** (axis_size - 1)
     own = torch.arange(whole.numel()).reshape(whole.shape) % axis_size == position
     return torch.where(own, whole, whole + (1 + position) * {"max": -1, "min": 1}[reduce_op])
 

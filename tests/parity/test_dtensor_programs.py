@@ -1,0 +1,55 @@
+"""Random programs on DTensors give what plain tensors give. More of them: `python -m tests.dtensor_programs`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+from disttrain.dtensor import Replicate, Shard
+from tests.dtensor_programs import run
+from tests.dtensor_programs.execute import plain_redistribute
+from tests.dtensor_programs.generate import generate
+from tests.dtensor_programs.program import Leaf, Program, Ref, Step, source
+from tests.dtensor_programs.run import run_program
+from tests.dtensor_programs.shrink import shrunk
+
+
+def test_a_program_is_a_function_of_its_seed() -> None:
+    assert [generate(seed) for seed in range(20)] == [generate(seed) for seed in range(20)]
+    assert len({source(generate(seed)) for seed in range(20)}) == 20
+
+
+def test_what_fails_is_made_small() -> None:
+    leaf, other = (Leaf((4, 3), torch.float64, seed, requires_grad=True) for seed in (1, 2))
+    steps = (
+        Step(1, "leaf", (leaf, (Shard(0),))),
+        Step(2, "leaf", (other, (Replicate(),))),
+        Step(3, ".mul", (Ref(1), Ref(2))),
+        Step(4, ".exp", (Ref(3),)),
+        Step(5, "redistribute", (Ref(4), (Replicate(),))),
+        Step(6, ".add_", (Ref(1), Ref(5)), without_grad=True),
+    )
+    program = Program((2,), steps)
+    assert not run_program(program).fault
+    with mock.patch.object(run, "redistribute", lambda tensor, placements: plain_redistribute(tensor, placements) + 1):
+        verdict = shrunk(run_program(program))
+    assert verdict.fault == "silent"
+    assert [step.function for step in verdict.program.steps] == ["leaf", "redistribute"]
+    assert verdict.program.steps[0].args == (Leaf((1, 1), torch.float64, 1), (Replicate(),))
+    assert "v5 = redistribute(v1, (Replicate(),))" in source(verdict.program)
+
+
+def test_rounding_is_no_fault() -> None:
+    leaf = Leaf((3,), torch.float64, 1)
+    steps = (
+        Step(1, "leaf", (leaf, (Shard(0),))),
+        Step(2, ".sum", (Ref(1),)),
+        Step(3, "torch.nextafter", (Ref(2), Ref(1)), rounds=True),
+        Step(4, ".sub", (Ref(3), Ref(2))),
+        Step(5, ".sign", (Ref(4),)),
+    )
+    assert run.is_shaky(Program((1,), steps))
+    assert not run.is_shaky(Program((1,), steps[:3]))
+    assert not run.is_shaky(Program((1,), tuple(replace(step, rounds=False) for step in steps)))
