@@ -251,8 +251,7 @@ class DTensor(Traced, torch.Tensor):
 
     def _replicated(self, value: torch.Tensor) -> DTensor:
         """`value`, which all ranks have alike, beside this tensor."""
-        layout = self._spec.layout.replicated()
-        return DTensor(value.to(self.device), Spec.of(layout, tuple(value.shape), value.dtype))
+        return DTensor(value.to(self.device), Spec.of(self._spec.layout.replicated(), tuple(value.shape), value.dtype))
 
     @property
     def data(self) -> torch.Tensor:  # the stubs have it as an attribute
@@ -342,20 +341,20 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, grad_layout: Layout) -> DTensor:
         ctx.grad_layout = grad_layout
+        ctx.set_materialize_grads(False)  # autograd would make plain zeros of a gradient that nobody has
         # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
         part = local.detach().resolve_conj().resolve_neg()
         return DTensor(part, spec, requires_grad=local.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
-        return _as_part(grads[0], ctx.grad_layout), None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, None, None]:
+        return None if grads[0] is None else _as_part(grads[0], ctx.grad_layout), None, None
 
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, grad_layout: Layout) -> torch.Tensor:
-        ctx.spec = tensor._spec
-        ctx.grad_layout = grad_layout
+        ctx.spec, ctx.grad_layout = tensor._spec, grad_layout
         return up_to_date(tensor).detach()
 
     @staticmethod
@@ -377,16 +376,19 @@ class _Redistribute(torch.autograd.Function):
     ) -> DTensor:
         spec = ctx.spec = tensor._spec
         ctx.backward_dtype = backward_dtype or spec.dtype
+        ctx.set_materialize_grads(False)
         local = up_to_date(tensor)
         if forward_dtype is not None and forward_dtype is not spec.dtype:
             local, spec = local.to(forward_dtype), Spec(spec.layout, spec.shape, spec.stride, forward_dtype)
         if spec.layout is layout and forward_dtype is None:
             return cast(DTensor, tensor.detach())
-        local = redistribute_local(local, spec, layout)
-        return DTensor(local.detach(), spec.with_layout(layout), requires_grad=tensor.requires_grad)
+        part = redistribute_local(local, spec, layout).detach()
+        return DTensor(part, spec.with_layout(layout), requires_grad=tensor.requires_grad)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, None, None, None]:
+        if grads[0] is None:
+            return None, None, None, None
         spec: Spec = ctx.spec
         layout = spec.layout.with_placements(gradient_placements(spec.placements))
         _check_gradient(grads[0], layout.mesh)

@@ -20,7 +20,7 @@ from tests.dtensor_programs.execute import (
 from tests.dtensor_programs.program import leaves_of
 from tests.dtensor_programs.run import difference, read
 
-__all__ = ["backward", "gradient", "main"]
+__all__ = ["backward", "differences", "gradient", "main"]
 
 WrittenProgram = Callable[[Any, Any], list[Any]]
 
@@ -28,8 +28,13 @@ WrittenProgram = Callable[[Any, Any], list[Any]]
 def main(program: WrittenProgram, mesh_shape: tuple[int, ...]) -> None:
     """Run it on DTensors and on plain tensors, and print what differs."""
     torch.set_num_threads(1)
-    for text in run_threads(int(torch.Size(mesh_shape).numel()), _differences, program, mesh_shape)[0] or ["the same"]:
-        print(text)
+    print(*differences(program, mesh_shape) or ["the same"], sep="\n")
+
+
+def differences(program: WrittenProgram, mesh_shape: tuple[int, ...]) -> list[str]:
+    """What is not as plain torch has it, on any rank."""
+    by_rank = run_threads(int(torch.Size(mesh_shape).numel()), _differences, program, mesh_shape)
+    return [text for texts in by_rank for text in texts]
 
 
 def _differences(program: WrittenProgram, mesh_shape: tuple[int, ...]) -> list[str]:

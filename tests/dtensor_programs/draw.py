@@ -150,12 +150,15 @@ class Draw:
         written = _written(function, args, kwargs)
         if written and not self._may_write(function, written, args, kwargs, may_overlap):
             return []
+        # torch lets whole numbers take values that require a gradient, and loses its way then.
+        loses_way = any(not value.is_float for value in written)
         step = Step(
             self._number + 1,
             function,
             mapped(_reference, args),
             tuple((name, mapped(_reference, value)) for name, value in kwargs.items()),
-            without_grad=self.random.random() < (0.1 if not written else 0.5 if _needs_no_grad(written) else 0.1),
+            without_grad=loses_way
+            or self.random.random() < (0.1 if not written else 0.5 if _needs_no_grad(written) else 0.1),
         )
         try:
             with torch.set_grad_enabled(not step.without_grad):
@@ -203,11 +206,8 @@ class Draw:
 
     def _may_write(self, function: str, written: list[Value], args: Any, kwargs: Any, may_overlap: bool) -> bool:
         """Try it on copies: would what is written be small?"""
-        storages = [_memory_of(value) for value in written]
-        if len(set(storages)) < len(storages):
-            return False
         operands = [leaf for leaf in leaves_of((args, list(kwargs.values()))) if isinstance(leaf, Value)]
-        if not may_overlap and sum(_memory_of(value) in storages for value in operands) > len(written):
+        if _overlaps(written, operands, may_be_same=may_overlap):
             return False
         copies: dict[int, torch.Tensor] = {}
 
@@ -229,6 +229,37 @@ class Draw:
 
 def _memory_of(value: Value) -> int:
     return value.tensor.untyped_storage().data_ptr()
+
+
+def _overlaps(written: list[Value], operands: list[Value], *, may_be_same: bool) -> bool:
+    """Whether it depends on the order of elements what comes of this write."""
+    for place, value in enumerate(written):
+        elements = _elements_of(value)
+        if len(elements) < value.tensor.numel():
+            return True
+        if any(elements & _elements_of(other) for other in written[:place]):
+            return True
+        if not may_be_same and sum(other is value for other in operands) > 1:
+            return True
+        for other in operands:
+            is_same = _geometry_of(other) == _geometry_of(value) and (may_be_same or other is value)
+            if not is_same and elements & _elements_of(other):
+                return True
+    return False
+
+
+def _elements_of(value: Value) -> set[tuple[int, int]]:
+    tensor = value.tensor.detach()
+    storage = tensor.untyped_storage()
+    places = torch.arange(storage.nbytes() // tensor.itemsize).as_strided(
+        tensor.shape, tensor.stride(), tensor.storage_offset()
+    )
+    return {(storage.data_ptr(), place) for place in places.flatten().tolist()}
+
+
+def _geometry_of(value: Value) -> tuple[object, ...]:
+    tensor = value.tensor
+    return _memory_of(value), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _reference(leaf: Any) -> Any:

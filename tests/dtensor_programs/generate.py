@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Sequence
 
 from tests.dtensor_programs.draw import Draw, Value
+from tests.dtensor_programs.execute import Run, plain_leaf, plain_redistribute
 from tests.dtensor_programs.families import FAMILIES
-from tests.dtensor_programs.program import Program, Step
+from tests.dtensor_programs.program import Program, Step, without
 
 MESHES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((1,), (1, 1), (1, 1, 1)),
@@ -36,7 +38,7 @@ def generate(seed: int) -> Program:
             chance.choices(families, weights)[0](draw)
         for _ in range(chance.choice((0, 1, 1, 2))):
             derive(draw)
-    return Program(mesh_shape, _used(draw.steps), seed)
+    return Program(mesh_shape, _used(_taken(draw.steps)), seed)
 
 
 def derive(draw: Draw) -> None:
@@ -59,7 +61,28 @@ def derive(draw: Draw) -> None:
         output = draw.random.choice(grads) if grads else None
 
 
-def _used(steps: list[Step]) -> tuple[Step, ...]:
+def _taken(steps: list[Step]) -> tuple[Step, ...]:
+    """Without what torch refuses when it comes to it, since nobody has looked at the tensors in between."""
+    kept: tuple[Step, ...] = tuple(steps)
+    while (number := first_refused(kept)) is not None:
+        kept = without(kept, {number})
+    return kept
+
+
+def first_refused(steps: Sequence[Step]) -> int | None:
+    """The first step that fails on plain tensors."""
+    run = Run(plain_leaf, plain_redistribute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in steps:
+            try:
+                run.do(step)
+            except Exception:  # noqa: BLE001 -- whatever torch refuses
+                return step.number
+    return None
+
+
+def _used(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Without leaves that nothing needs."""
     needed = {number for step in steps for number in step.needs}
     return tuple(step for step in steps if step.function != "leaf" or step.number in needed)

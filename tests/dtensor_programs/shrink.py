@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
 from disttrain.dtensor import Placement, Replicate
-from tests.dtensor_programs.execute import Run, plain_leaf, plain_redistribute
+from tests.dtensor_programs.generate import first_refused
 from tests.dtensor_programs.program import Leaf, Program, Ref, Step, mapped, without
 from tests.dtensor_programs.run import Verdict, run_program
 
@@ -18,7 +17,7 @@ def shrunk(verdict: Verdict) -> Verdict:
     while is_better:
         is_better = False
         for candidate in _smaller(verdict.program):
-            if not _is_taken_by_torch(candidate):
+            if first_refused(candidate.steps) is not None:
                 continue
             found = run_program(candidate)
             if found.fault == verdict.fault:
@@ -99,15 +98,3 @@ def _simpler(step: Step) -> Iterator[Step]:
 
 def _changed(placements: tuple[Placement, ...], axis: int, placement: Placement) -> tuple[Placement, ...]:
     return (*placements[:axis], placement, *placements[axis + 1 :])
-
-
-def _is_taken_by_torch(program: Program) -> bool:
-    run = Run(plain_leaf, plain_redistribute)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for step in program.steps:
-                run.do(step)
-        except Exception:  # noqa: BLE001 -- whatever torch refuses is no program
-            return False
-    return not run.refused

@@ -98,11 +98,16 @@ class _Batch:
 
 
 def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
-    """A CPU saves no statistics that it has not computed."""
-    if _is_training(call) or call.operand.mesh.device_type != "cpu":
+    """A CPU saves no statistics that it has not computed, and others in the dtype of what it is given, where torch's
+    kernel for shapes says fp32."""
+    if call.operand.mesh.device_type != "cpu":
         return call.outputs
     output, mean, invstd, *others = call.outputs
-    return output, mean.new_empty(0), invstd.new_empty(0), *others
+    if not _is_training(call):
+        return output, mean.new_empty(0), invstd.new_empty(0), *others
+    given = [call.argument(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    dtype = next((tensor.dtype for tensor in given if tensor is not None), output.dtype)
+    return output, mean.to(dtype), invstd.to(dtype), *others
 
 
 def _forward(call: OpCall, propagation: Propagation) -> Compute:

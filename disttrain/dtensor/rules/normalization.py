@@ -27,7 +27,7 @@ def layer_norm(call: OpCall) -> AxisMap:
 
 def group_norm(call: OpCall) -> AxisMap:
     """Groups of channels of each element of the batch; only the batch may be cut."""
-    letters = "A" + "." * (len(call.output_shape) - 1)
+    letters = "A" + "." * (len(call.operand.shape) - 1)
     operands = dict.fromkeys(("input", "grad_out"), letters) | {"mean": "A.", "rstd": "A."}
     if call.facts.name.endswith("_backward"):
         return AxisMap(operands, (letters, "", ""), "A")
@@ -35,7 +35,8 @@ def group_norm(call: OpCall) -> AxisMap:
 
 
 def _rows(call: OpCall) -> str:
-    return batch_letters(len(call.output_shape), len(call.argument("normalized_shape")))
+    # Of the input, or its gradient's; a gradient that nobody asked for is empty.
+    return batch_letters(len(call.operand.shape), len(call.argument("normalized_shape")))
 
 
 def _cut(letters: str) -> str:

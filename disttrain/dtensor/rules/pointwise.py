@@ -15,7 +15,6 @@ from disttrain.dtensor.rules.parts import partials_of
 _COPIES = (
     "aten._to_copy",
     "aten.clone",
-    "aten.copy",
     "aten.lift_fresh",
     "aten.positive",
 )
@@ -65,6 +64,7 @@ _UNTAGGED = (
     "aten._prelu_kernel_backward",
     "aten.abs",
     "aten.complex",
+    "aten.copy",
     "aten.copysign",
     "aten.elu_backward",
     "aten.eq",
@@ -129,7 +129,7 @@ def _partial(call: OpCall) -> list[Signature]:
         return []
     name = call.facts.name.removesuffix("_") if call.facts.is_inplace else call.facts.name
     signatures = _mirrored(call, list(kinds)) if name == "aten.neg" else []
-    if name in _COPIES and len(call.operands) == 1:
+    if name in _COPIES:
         return [Signature.of((kind,), kind) for kind in kinds if _keeps_values(call, kind)]
     for group in _groups(call, name):
         signatures += [

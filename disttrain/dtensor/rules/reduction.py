@@ -88,10 +88,15 @@ def reduced_dims(call: OpCall) -> frozenset[int]:
         return frozenset({dims % num_dims} if num_dims else ())
     if dims:
         return frozenset(dim % num_dims for dim in dims if num_dims)
-    # An empty list is every dim to most operators, and none to some.
-    if dims is not None and num_dims and call.output_shape == call.operand.shape:
-        return frozenset()
-    return frozenset(range(num_dims))
+    return frozenset() if dims is not None and num_dims and not _reduces_all(call) else frozenset(range(num_dims))
+
+
+def _reduces_all(call: OpCall) -> bool:
+    """Whether an empty list is every dim, as to most operators, or none. Where all sizes are one, both look alike."""
+    probe = torch.empty((2,) * len(call.operand.shape), dtype=call.operand.dtype, device="meta")
+    results = call.op(probe, *call.arguments[1:], **call.keywords)
+    first: torch.Tensor = results if isinstance(results, torch.Tensor) else results[0]
+    return first.shape != probe.shape
 
 
 def keeps_dims(call: OpCall) -> bool:

@@ -1,0 +1,73 @@
+"""Programs on DTensors that once differed from plain torch, as `python -m tests.dtensor_programs` found them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from disttrain.dtensor import Partial, Replicate, Shard
+from tests.dtensor_programs.alone import WrittenProgram, backward, differences, gradient
+from tests.dtensor_programs.program import Leaf
+
+
+def a_number_copied_into_partial(leaf: Any, redistribute: Any) -> list[Any]:
+    results = []
+    for reduce_op in ("sum", "avg", "max", "product"):
+        value = leaf(Leaf((3,), torch.float64, 1), (Partial(reduce_op),))
+        results += [value, value.copy_(0.25), value.copy_(2)]
+    return results
+
+
+def a_sum_of_one_element_over_no_dims(leaf: Any, redistribute: Any) -> list[Any]:
+    value = leaf(Leaf((1, 1), torch.float64, 1, requires_grad=True), (Shard(1),))
+    norm = torch.linalg.vector_norm(value, float("-inf"), None, True)
+    sums = [value.sum([], keepdim=True), value.amax((), keepdim=True), value.logsumexp((0,), keepdim=True)]
+    return [*sums, norm, gradient(norm, [value], False)]
+
+
+def norms_of_inputs_without_gradients(leaf: Any, redistribute: Any) -> list[Any]:
+    results = []
+    for placements in ((Partial(),), (Shard(0),), (Shard(2),)):
+        value = leaf(Leaf((4, 3, 7), torch.float64, 1), placements)
+        weight = leaf(Leaf((3, 7), torch.float64, 2, requires_grad=True), (Replicate(),))
+        channels = leaf(Leaf((3,), torch.float64, 3, requires_grad=True), (Replicate(),))
+        outputs = [
+            functional.layer_norm(value, (3, 7), weight),
+            functional.rms_norm(value, (3, 7), weight),
+            functional.group_norm(value, 3, channels),
+            functional.batch_norm(value, None, None, channels, channels, True),
+        ]
+        results += [[output, gradient(output.mul(value), [weight, channels], False)] for output in outputs]
+    return results
+
+
+def a_batch_norm_of_16_bits_with_fewer_channels_than_ranks(leaf: Any, redistribute: Any) -> list[Any]:
+    value = leaf(Leaf((4, 1, 3), torch.bfloat16, 1), (Shard(1),))
+    weight = leaf(Leaf((1,), torch.bfloat16, 2, requires_grad=True), (Shard(0),))
+    output = functional.batch_norm(value, None, None, weight, None, True)
+    return [output, gradient(output, [weight], False)]
+
+
+def a_gradient_that_one_of_a_list_has(leaf: Any, redistribute: Any) -> list[Any]:
+    first = leaf(Leaf((2, 1), torch.float64, 1, requires_grad=True), (Shard(0),))
+    other = leaf(Leaf((3,), torch.float64, 2, requires_grad=True), (Shard(0),))
+    results = torch._foreach_abs([other, redistribute(first, (Replicate(),))])
+    backward(results[0])
+    return [first, other, *results]
+
+
+FOUND: dict[WrittenProgram, tuple[int, ...]] = {
+    a_number_copied_into_partial: (2,),
+    a_sum_of_one_element_over_no_dims: (2,),
+    norms_of_inputs_without_gradients: (2,),
+    a_batch_norm_of_16_bits_with_fewer_channels_than_ranks: (2,),
+    a_gradient_that_one_of_a_list_has: (2,),
+}
+
+
+@pytest.mark.parametrize("program", FOUND, ids=lambda program: program.__name__)
+def test_it_is_the_same(program: WrittenProgram) -> None:
+    assert not differences(program, FOUND[program])
