@@ -33,7 +33,7 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
         possible = [
             (_cost(call, signature, present, num_bytes, axis_size), signature)
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
-            if (axis_size == 1 or not signature.for_one_rank) and not (may_mix and _mixes(call, signature, axis))
+            if signature.holds_along(axis, axis_size) and not (may_mix and _mixes(call, signature, axis))
         ]
         best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
         chosen.append(best)

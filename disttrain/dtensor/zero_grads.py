@@ -6,12 +6,13 @@ of the global shape. These operators are caught before autograd sees them, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
 
 import torch
 
 from disttrain.dtensor._torch import OpOverload, above_autograd, composed, is_traced, is_transformed
+from disttrain.dtensor.call_plan import tensors_of
 from disttrain.dtensor.mixed import is_plain
 from disttrain.dtensor.placement import Replicate
 from disttrain.dtensor.shard_sizes import contiguous_strides
@@ -23,14 +24,17 @@ class _FlatIn(torch.autograd.Function):
     """The result, of which the gradient for `others` is zero."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(other)
+    def forward(ctx: Any, result: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        # Not for their values: they may be written to.
+        ctx.others = [other.detach() for other in others]
         return result.clone()  # a view could not be written to
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        (other,) = ctx.saved_tensors
-        return grads[0], torch.zeros_like(other)
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, ...]:
+        zeros = [torch.zeros_like(other) for other in ctx.others]
+        return grads[0], *[
+            zero if has_one else None for zero, has_one in zip(zeros, ctx.needs_input_grad[1:], strict=True)
+        ]
 
 
 def _may_differentiate() -> bool:
@@ -50,6 +54,35 @@ def _flat_in(place: int) -> Callable[..., Any]:
         return _FlatIn.apply(result, other)  # type: ignore[no-untyped-call]
 
     return run
+
+
+def _written(op: OpOverload, written: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """For operators in place whose derivative is zero, by what is written to or by another argument, or by both.
+
+    They are composed of the operator that is not in place, and a copy, which autograd knows.
+    """
+    tensors = tensors_of([written, *args])
+    if (
+        any(map(is_plain, tensors))
+        or written.is_complex()
+        or not (_may_differentiate() and any(tensor.requires_grad for tensor in tensors))
+    ):
+        return above_autograd(op, written, *args, **kwargs)
+    is_flat, function = _IN_PLACE[op]
+    # What is written to is a copy to its own gradient.
+    parts = [tensor.detach() if flat else tensor.clone() for tensor, flat in zip(tensors, is_flat, strict=False)]
+    flats = [tensor for tensor, flat in zip(tensors, is_flat, strict=False) if flat and tensor.is_floating_point()]
+    result = function(*[*parts, *args[len(tensors) - 1 :]], **kwargs).to(written.dtype)
+    return written.copy_(_FlatIn.apply(result, *flats))  # type: ignore[no-untyped-call]
+
+
+def _repeat(op: OpOverload, tensor: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """Repeated no times."""
+    if is_plain(tensor) or all(repeats) or not (tensor.requires_grad and _may_differentiate()):
+        result: torch.Tensor = above_autograd(op, tensor, repeats)
+        return result
+    result = above_autograd(op, tensor.detach(), repeats)
+    return cast(torch.Tensor, _FlatIn.apply(result, tensor))  # type: ignore[no-untyped-call]
 
 
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
@@ -77,12 +110,33 @@ def _det(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
     return result
 
 
+_IN_PLACE: Final[dict[OpOverload, tuple[tuple[bool, ...], Callable[..., torch.Tensor]]]] = {
+    _aten.copysign_.Tensor: ((False, True), torch.copysign),
+    _aten.nextafter_.default: ((False, True), torch.nextafter),
+    _aten.sgn_.default: ((True,), torch.sgn),
+    _aten.eq_.Scalar: ((True,), torch.eq),
+    _aten.eq_.Tensor: ((True, True), torch.eq),
+    _aten.ge_.Scalar: ((True,), torch.ge),
+    _aten.ge_.Tensor: ((True, True), torch.ge),
+    _aten.gt_.Scalar: ((True,), torch.gt),
+    _aten.gt_.Tensor: ((True, True), torch.gt),
+    _aten.le_.Scalar: ((True,), torch.le),
+    _aten.le_.Tensor: ((True, True), torch.le),
+    _aten.lt_.Scalar: ((True,), torch.lt),
+    _aten.lt_.Tensor: ((True, True), torch.lt),
+    _aten.ne_.Scalar: ((True,), torch.ne),
+    _aten.ne_.Tensor: ((True, True), torch.ne),
+}
+"""By which of their tensors the derivative is zero, and the same not in place."""
+
 ZERO_GRADS: Final[dict[OpOverload, Callable[..., Any]]] = {
     _aten.copysign.Tensor: _flat_in(1),
     _aten.linalg_det.default: _det,
     _aten.nextafter.default: _flat_in(1),
     _aten.sgn.default: _flat_in(0),
+    _aten.repeat.default: _repeat,
     _aten.trace.default: _trace,
+    **dict.fromkeys(_IN_PLACE, _written),
     **dict.fromkeys(
         (
             _aten._adaptive_avg_pool2d_backward.default,

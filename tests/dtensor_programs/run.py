@@ -112,7 +112,7 @@ def snapshot(run: Run) -> dict[str, Any]:
         for item, leaf in enumerate(leaves_of(result)):
             name = f"v{number}[{item}]" if isinstance(result, list | tuple) else f"v{number}"
             found[name] = read(leaf)
-            if run.is_leaf(number) and leaf.grad is not None:
+            if run.is_leaf(number) and leaf.is_leaf and leaf.grad is not None:
                 found[f"{name}.grad"] = read(leaf.grad)
     return found
 

@@ -59,12 +59,41 @@ def a_gradient_that_one_of_a_list_has(leaf: Any, redistribute: Any) -> list[Any]
     return [first, other, *results]
 
 
+def vectors_put_side_by_side_that_are_cut_and_partial(leaf: Any, redistribute: Any) -> list[Any]:
+    cut = leaf(Leaf((3,), torch.float32, 1), (Shard(0), Partial("avg")))
+    partial = leaf(Leaf((1,), torch.float32, 2), (Replicate(), Partial()))
+    return [torch.cat([cut, partial]), torch.cat([partial, cut])]
+
+
+def gradients_of_what_is_flat_in_place(leaf: Any, redistribute: Any) -> list[Any]:
+    first = leaf(Leaf((4,), torch.float64, 1, requires_grad=True), (Shard(0),))
+    other = leaf(Leaf((4,), torch.float64, 2, requires_grad=True), (Replicate(),))
+    results = []
+    for name in ("copysign_", "nextafter_", "gt_", "eq_"):
+        written = getattr(first.mul(2), name)(other)
+        results += [written, gradient(written, [first, other], False)]
+    for written in (first.mul(2).sgn_(), first.mul(2).le_(0.5), first.repeat(0, 2)):
+        results += [written, gradient(written, [first], False)]
+    return results
+
+
+def a_sign_taken_from_what_is_written_to_later(leaf: Any, redistribute: Any) -> list[Any]:
+    first, other = (leaf(Leaf((4,), torch.float64, seed, requires_grad=True), (Shard(0),)) for seed in (1, 2))
+    result = first.copysign(other)
+    with torch.no_grad():
+        other.abs_()
+    return [result, gradient(result, [first, other], False)]
+
+
 FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     a_number_copied_into_partial: (2,),
     a_sum_of_one_element_over_no_dims: (2,),
     norms_of_inputs_without_gradients: (2,),
     a_batch_norm_of_16_bits_with_fewer_channels_than_ranks: (2,),
     a_gradient_that_one_of_a_list_has: (2,),
+    vectors_put_side_by_side_that_are_cut_and_partial: (2, 2),
+    gradients_of_what_is_flat_in_place: (2,),
+    a_sign_taken_from_what_is_written_to_later: (2,),
 }
 
 

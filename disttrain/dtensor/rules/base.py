@@ -63,12 +63,17 @@ class OpCall:
 class Signature:
     """Along one axis: what each operand must be, and what each result is then.
 
-    `for_one_rank`: this holds along axes of one rank alone, where what is cut is whole all the same.
+    `for_one_rank`: this holds along axes of one rank alone, where what is cut is whole all the same. `only_axis`: it
+    holds along that axis of the mesh alone, where what is cut along several cannot be computed by parts.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
     for_one_rank: bool = False
+    only_axis: int | None = None
+
+    def holds_along(self, axis: int, axis_size: int) -> bool:
+        return (axis_size == 1 or not self.for_one_rank) and self.only_axis in (None, axis)
 
     @classmethod
     def of(cls, operands: Sequence[Placement], *results: Placement) -> Signature:

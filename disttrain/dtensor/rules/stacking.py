@@ -52,8 +52,9 @@ def cat(call: OpCall) -> Sequence[Signature]:
         if dim != along
     ]
     signatures += [Signature.of((partial,) * num_operands, partial) for partial in _partials(call)]
-    if _axes_along(call, along) == 1 and not any(_is_left_out(spec, num_dims) for spec in call.operands):
-        signatures.append(Signature.of((Shard(along),) * num_operands, Shard(along)))
+    axis = _sole_axis_along(call, along)
+    if axis is not None and not any(_is_left_out(spec, num_dims) for spec in call.operands):
+        signatures.append(Signature((Shard(along),) * num_operands, (Shard(along),), only_axis=axis))
     return signatures
 
 
@@ -66,16 +67,16 @@ def _beside(spec: Spec | None, dim: int) -> Placement:
     return Replicate() if spec is None or (spec.shape == (0,) and dim > 0) else Shard(dim)
 
 
-def _axes_along(call: OpCall, dim: int) -> int:
-    """How many mesh axes cut `dim` in any operand; more than any where one of them does it by blocks."""
-    specs = [spec for spec in call.operands if spec is not None]
+def _sole_axis_along(call: OpCall, dim: int) -> int | None:
+    """The one mesh axis that cuts `dim` in any operand, into consecutive pieces; None where there is no such one."""
     cuts = {
         (axis, placement)
-        for spec in specs
+        for spec in call.operands
+        if spec is not None
         for axis, placement in enumerate(spec.placements)
         if placement.cut_dim == dim
     }
-    return len(cuts) if all(isinstance(placement, Shard) for _, placement in cuts) else len(specs[0].placements) + 1
+    return cuts.pop()[0] if len(cuts) == 1 and all(isinstance(placement, Shard) for _, placement in cuts) else None
 
 
 def _cat_parts(call: OpCall, propagation: Propagation) -> Compute:
