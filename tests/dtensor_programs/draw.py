@@ -110,7 +110,9 @@ class Draw:
 
     def leaf(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, bound: int | None = None) -> Value:
         dtype = dtype or self.random.choice(FLOATS)
-        needs_grad = dtype.is_floating_point and bound is None and self.random.random() < 0.6
+        # The gradient that torch has for an empty vector within `cat` is plain.
+        may_need_grad = dtype.is_floating_point and bound is None and shape != (0,)
+        needs_grad = may_need_grad and self.random.random() < 0.6
         leaf = Leaf(shape, dtype, self.random.randrange(1000), bound, needs_grad)
         self._number += 1
         step = Step(self._number, "leaf", (leaf, self.placements(len(shape), dtype)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from unittest import mock
 
+import pytest
 import torch
 
 from disttrain.dtensor import Replicate, Shard
@@ -53,3 +54,14 @@ def test_rounding_is_no_fault() -> None:
     assert run.is_shaky(Program((1,), steps))
     assert not run.is_shaky(Program((1,), steps[:3]))
     assert not run.is_shaky(Program((1,), tuple(replace(step, rounds=False) for step in steps)))
+
+
+SEEDS_EACH = 25
+
+
+@pytest.mark.parametrize("first_seed", range(0, 12 * SEEDS_EACH, SEEDS_EACH))
+def test_programs(first_seed: int) -> None:
+    programs = [generate(seed) for seed in range(first_seed, first_seed + SEEDS_EACH)]
+    for world_size in (1, 2, 3, 4):
+        for verdict in run.run_programs([one for one in programs if one.world_size == world_size]):
+            assert not verdict.fault, f"seed {verdict.program.seed}: {verdict.text}\n{source(verdict.program)}"
