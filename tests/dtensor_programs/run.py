@@ -150,10 +150,10 @@ def difference(found: Any, expected: Any) -> str:
         if isinstance(found, torch.Tensor):
             return f"a plain tensor of shape {tuple(found.shape)} instead of a DTensor"
         if isinstance(expected, torch.Tensor):
-            return f"{found!r} instead of a tensor"
+            return "" if found is None and not expected.any() else f"{found!r} instead of a tensor"
         return "" if _is_same_plain(found, expected) else f"{found} instead of {expected}"
     if expected is None and not found.whole.any():
-        return ""  # a gradient that is zero, of which torch knows so
+        return ""  # a gradient that is zero may be none, and the other way round
     if not isinstance(expected, torch.Tensor):
         return f"a tensor of shape {tuple(found.whole.shape)} instead of {expected!r}"
     whole = found.whole

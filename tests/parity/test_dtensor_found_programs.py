@@ -85,6 +85,17 @@ def a_sign_taken_from_what_is_written_to_later(leaf: Any, redistribute: Any) -> 
     return [result, gradient(result, [first, other], False)]
 
 
+def kernels_that_are_empty_on_some_ranks(leaf: Any, redistribute: Any) -> list[Any]:
+    results = []
+    for needs in ((True, False), (False, True), (True, True)):
+        images = leaf(Leaf((1, 2, 1), torch.float64, 1, requires_grad=needs[0]), (Replicate(),))
+        kernel = leaf(Leaf((2, 2, 1), torch.float64, 2, requires_grad=needs[1]), (Shard(2),))
+        output = functional.conv1d(images, kernel)
+        wanted = [tensor for tensor, is_needed in zip((images, kernel), needs, strict=True) if is_needed]
+        results += [output, gradient(output, wanted, False)]
+    return results
+
+
 FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     a_number_copied_into_partial: (2,),
     a_sum_of_one_element_over_no_dims: (2,),
@@ -94,6 +105,7 @@ FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     vectors_put_side_by_side_that_are_cut_and_partial: (2, 2),
     gradients_of_what_is_flat_in_place: (2,),
     a_sign_taken_from_what_is_written_to_later: (2,),
+    kernels_that_are_empty_on_some_ranks: (3,),
 }
 
 

@@ -148,14 +148,20 @@ def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute
         if spec is not None and layout is not None:
             local_shape = spec.with_layout(layout).local_shape
             if any(own == 0 and size > 0 for own, size in zip(local_shape, spec.shape, strict=True)):
-                return _zeros(local_outputs(call, propagation))
+                specs = local_outputs(call, propagation)
+                return _zeros(specs, call.argument("output_mask", (True,) * len(specs)))
     return compute
 
 
-def _zeros(specs: Sequence[Spec]) -> Compute:
+def _zeros(specs: Sequence[Spec], is_wanted: Sequence[bool]) -> Compute:
+    """Zeros of these shapes; nothing for gradients that nobody asked for, which have no shape."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        parts = [given.new_zeros(spec.local_shape, dtype=spec.dtype) for spec in specs]
+        parts = [
+            given.new_zeros(spec.local_shape, dtype=spec.dtype) if wanted else None
+            for spec, wanted in zip(specs, is_wanted, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     return run
