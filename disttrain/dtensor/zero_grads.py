@@ -6,8 +6,8 @@ of the global shape. These operators are caught before autograd sees them, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -76,15 +76,6 @@ def _written(op: OpOverload, written: torch.Tensor, *args: Any, **kwargs: Any) -
     return written.copy_(_FlatIn.apply(result, *flats))  # type: ignore[no-untyped-call]
 
 
-def _repeat(op: OpOverload, tensor: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Repeated no times."""
-    if is_plain(tensor) or all(repeats) or not (tensor.requires_grad and _may_differentiate()):
-        result: torch.Tensor = above_autograd(op, tensor, repeats)
-        return result
-    result = above_autograd(op, tensor.detach(), repeats)
-    return cast(torch.Tensor, _FlatIn.apply(result, tensor))  # type: ignore[no-untyped-call]
-
-
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = (
         above_autograd(op, matrix) if is_plain(matrix) or matrix.ndim != 2 else matrix.diagonal().sum()
@@ -134,7 +125,6 @@ ZERO_GRADS: Final[dict[OpOverload, Callable[..., Any]]] = {
     _aten.linalg_det.default: _det,
     _aten.nextafter.default: _flat_in(1),
     _aten.sgn.default: _flat_in(0),
-    _aten.repeat.default: _repeat,
     _aten.trace.default: _trace,
     **dict.fromkeys(_IN_PLACE, _written),
     **dict.fromkeys(

@@ -8,12 +8,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 
 from tests.dtensor_programs.generate import generate
 from tests.dtensor_programs.program import Program, source
-from tests.dtensor_programs.run import Verdict, run_programs
+from tests.dtensor_programs.run import Verdict, run_program, run_programs
 from tests.dtensor_programs.shrink import shrunk
 
 BATCH = 60
@@ -30,25 +31,38 @@ def main() -> int:
     options = parser.parse_args()
     faulthandler.enable()
     torch.set_num_threads(1)
-    started, verdicts = time.monotonic(), _verdicts(options.seed, options.seconds, options.programs)
-    num_programs, num_shaky, num_faults = 0, 0, 0
-    refused: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for verdict in verdicts:
-        num_programs += 1
-        num_shaky += verdict.is_shaky
-        refused.update(verdict.refused.keys())
-        examples.update(verdict.refused)
-        if verdict.fault:
-            num_faults += 1
-            _show(verdict if options.no_shrink else shrunk(verdict), verdict)
-            if num_faults >= options.faults:
+    started, tally = time.monotonic(), _Tally()
+    with suppress(KeyboardInterrupt):
+        for verdict in _verdicts(options.seed, options.seconds, options.programs):
+            tally.add(verdict)
+            if verdict.fault:
+                _show(verdict, shrinks=not options.no_shrink)
+            if tally.num_faults >= options.faults:
                 break
-    for function, count in refused.most_common():
-        print(f"refused {count:4d}  {function:28} {examples[function][:160]}")
-    rate = num_programs / (time.monotonic() - started)
-    print(f"{num_programs} programs from seed {options.seed}, {rate:.0f}/s: {num_faults} faults, {num_shaky} undecided")
-    return bool(num_faults)
+    for function, count in tally.refused.most_common():
+        print(f"refused {count:4d}  {function:28} {tally.examples[function][:160]}")
+    rate = tally.num_programs / (time.monotonic() - started)
+    print(
+        f"{tally.num_programs} programs from seed {options.seed}, {rate:.0f}/s: "
+        f"{tally.num_faults} faults, {tally.num_shaky} undecided"
+    )
+    return bool(tally.num_faults)
+
+
+class _Tally:
+    """How many programs have gone how; which functions were refused."""
+
+    def __init__(self) -> None:
+        self.num_programs = self.num_faults = self.num_shaky = 0
+        self.refused: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+
+    def add(self, verdict: Verdict) -> None:
+        self.num_programs += 1
+        self.num_faults += bool(verdict.fault)
+        self.num_shaky += verdict.is_shaky
+        self.refused.update(verdict.refused.keys())
+        self.examples.update(verdict.refused)
 
 
 def _verdicts(seed: int, seconds: float, num_programs: int) -> Iterator[Verdict]:
@@ -63,10 +77,14 @@ def _verdicts(seed: int, seconds: float, num_programs: int) -> Iterator[Verdict]
             yield from run_programs(alike)
 
 
-def _show(verdict: Verdict, first: Verdict) -> None:
-    print(f"===== seed {first.program.seed}: {verdict.fault}: {verdict.text}")
-    print(source(verdict.program).split("\n\n\n")[1])
-    print(f"    on {verdict.program.mesh_shape}", flush=True)
+def _show(verdict: Verdict, *, shrinks: bool) -> None:
+    print(f"===== seed {verdict.program.seed}: {verdict.fault}: {verdict.text}")
+    if run_program(verdict.program).fault != verdict.fault:
+        print("(only after other programs in the same world)")
+    elif shrinks:
+        verdict = shrunk(verdict)
+        print(f"----- made small: {verdict.text}")
+    print(source(verdict.program), flush=True)
 
 
 if __name__ == "__main__":
