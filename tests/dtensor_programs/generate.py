@@ -54,7 +54,9 @@ def derive(draw: Draw) -> None:
         if draw.random.random() < 0.3:
             draw.do("backward", weighted[0])
         inner = draw.pick(lambda value: value.tensor.requires_grad and value.is_float)
-        if draw.random.random() < 0.3 and inner is not None:
+        # What a gradient's gradient is by a result depends on which formula the first one has.
+        is_first = all(step.function != "gradient" for step in draw.steps)
+        if draw.random.random() < 0.3 and inner is not None and is_first:
             inputs.append(inner)
         grads: list[Value] = draw.do("gradient", weighted[0], inputs, again)
         grads = [grad for grad in grads if grad.tensor.requires_grad]

@@ -96,6 +96,16 @@ def kernels_that_are_empty_on_some_ranks(leaf: Any, redistribute: Any) -> list[A
     return results
 
 
+def norms_of_fewer_rows_than_ranks_in_16_bits(leaf: Any, redistribute: Any) -> list[Any]:
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        value = leaf(Leaf((1, 4), torch.bfloat16, 1, requires_grad=True), (Shard(0),))
+        weight = leaf(Leaf((4,), dtype, 2, requires_grad=True), (Replicate(),))
+        for output in (functional.layer_norm(value, (4,)), functional.group_norm(value, 2, weight)):
+            results += [output, gradient(output, [value], False)]
+    return results
+
+
 FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     a_number_copied_into_partial: (2,),
     a_sum_of_one_element_over_no_dims: (2,),
@@ -106,6 +116,7 @@ FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     gradients_of_what_is_flat_in_place: (2,),
     a_sign_taken_from_what_is_written_to_later: (2,),
     kernels_that_are_empty_on_some_ranks: (3,),
+    norms_of_fewer_rows_than_ranks_in_16_bits: (2,),
 }
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from disttrain.dtensor.rules.axis_map import (
     AxisMap,
     batch_letters,
@@ -49,14 +53,24 @@ def _with_local_batch(call: OpCall, propagation: Propagation) -> Compute:
     return guarded(call, propagation, with_arguments(call, {"N": spec.local_shape[0]}))
 
 
+def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
+    """On a CPU, statistics in the dtype of the weights, or else of the input; torch's kernel for shapes has another."""
+    if call.operand.mesh.device_type != "cpu":
+        return call.outputs
+    output, *statistics = call.outputs
+    given = [call.argument(name) for name in ("weight", "bias")]
+    dtype = next((tensor.dtype for tensor in given if tensor is not None), output.dtype)
+    return output, *[statistic.to(dtype) for statistic in statistics]
+
+
 _LAYER_NORM = Rule(signatures_of(layer_norm), zeros_where_empty)
 _GROUP_NORM = Rule(signatures_of(group_norm), _with_local_batch)
 
 RULES = {
     "aten._fused_rms_norm": _LAYER_NORM,
     "aten._fused_rms_norm_backward": _LAYER_NORM,
-    "aten.native_group_norm": _GROUP_NORM,
+    "aten.native_group_norm": replace(_GROUP_NORM, outputs=_outputs),
     "aten.native_group_norm_backward": _GROUP_NORM,
-    "aten.native_layer_norm": _LAYER_NORM,
+    "aten.native_layer_norm": replace(_LAYER_NORM, outputs=_outputs),
     "aten.native_layer_norm_backward": _LAYER_NORM,
 }
