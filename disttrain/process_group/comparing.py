@@ -84,7 +84,8 @@ class Comparing:
     def look_for_gone(self, group: ProcessGroup, sequence: int) -> None:
         """End `group` where a member has left the job that has not come to this collective. Raises StoreError."""
         gone = {rank: come_to for rank, come_to in self.left(group).items() if come_to < sequence}
-        if gone:
+        # Who refused a call and left said so first, and that is the reason.
+        if gone and not group.find_reason():
             group.end(f"not every rank came, nor can: {left_text(gone)}.")
 
     def left(self, group: ProcessGroup) -> dict[int, int]:
