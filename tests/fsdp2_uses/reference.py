@@ -1,0 +1,101 @@
+"""What is right: a plain model for each rank, in one thread; gradients are averaged when all have had their backward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from tests.fsdp2_uses.models import Owner, Part, initialised, owners, parts_of
+from tests.fsdp2_uses.programs import Program, Use
+from tests.fsdp2_uses.session import Session
+
+BACKWARDS = ("backward", "input_gradients")
+
+
+class Plain(Session):
+    """A rank that computes with whole parameters."""
+
+    is_sharded = False
+
+    def __init__(self, program: Program, model: Part, rank: int) -> None:
+        super().__init__(program, model, rank)
+        self.reached: set[Part] = set()
+        self.pending: dict[str, torch.Tensor] = {}
+        """Gradients that are not reduced yet."""
+        self.watch()
+
+    def watch(self) -> None:
+        """Be told of the sharded parts that a backward reaches."""
+        for part in parts_of(self.model):
+            part.reached = self.reached.add if self._is_sharded_part(part) else None
+
+    def do_copy(self) -> None:
+        for part in parts_of(self.model):
+            part.reached = None
+        super().do_copy()
+        self.pending.clear()
+        self.watch()
+
+    def clear_gradients(self, set_to_none: bool = True) -> None:
+        super().clear_gradients(set_to_none)
+        self.pending.clear()
+
+    def state(self) -> dict[str, Any]:
+        """All parameters with their gradients."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            grad = None if parameter.grad is None else parameter.grad.clone()
+            found[name] = parameter.detach().clone(), grad, parameter.requires_grad
+        return found
+
+
+class Reference:
+    """All ranks."""
+
+    def __init__(self, program: Program) -> None:
+        model = initialised(program.model, program.seed)
+        self.ranks = [Plain(program, copy.deepcopy(model), rank) for rank in range(program.num_ranks)]
+        self.num_copies = program.mesh[0] if len(program.mesh) == 2 else 1
+
+    def do(self, use: Use) -> list[Any]:
+        """What came of it, by rank."""
+        if use.name not in BACKWARDS:
+            return [rank.do(use) for rank in self.ranks]
+        earlier = [{name: p.grad for name, p in rank.model.named_parameters()} for rank in self.ranks]
+        for rank in self.ranks:
+            rank.reached.clear()
+            for parameter in rank.model.parameters():
+                parameter.grad = None
+        results = [rank.do(use) for rank in self.ranks]
+        self._reduce(earlier)
+        return results
+
+    def _reduce(self, earlier: list[dict[str, torch.Tensor | None]]) -> None:
+        """Average what has come, add it to what was there."""
+        taken = owners(self.ranks[0].model)
+        roots = self.ranks[0].roots()
+        reached = {root for root in roots if self.ranks[0].reached & set(root.modules())}
+        below = {module for root in reached for module in root.modules()}
+        parameters = [dict(rank.model.named_parameters()) for rank in self.ranks]
+        for name, owner in taken.items():
+            grads = [named[name].grad for named in parameters]
+            if owner is not None:
+                grads = self._averaged(name, owner, grads, is_reached=owner.part in below)
+            for named, before, grad in zip(parameters, earlier, grads, strict=True):
+                old = before[name]
+                named[name].grad = grad if old is None else old if grad is None else old + grad
+
+    def _averaged(
+        self, name: str, owner: Owner, grads: list[torch.Tensor | None], is_reached: bool
+    ) -> list[torch.Tensor | None]:
+        for rank, grad in zip(self.ranks, grads, strict=True):
+            if grad is not None:
+                rank.pending[name] = rank.pending[name] + grad if name in rank.pending else grad
+        is_summed = owner.part.sums_copies or self.num_copies == 1
+        if not (owner.part.syncs and is_summed and is_reached) or name not in self.ranks[0].pending:
+            return [None] * len(grads)
+        found = [rank.pending.pop(name) for rank in self.ranks]
+        mean = torch.stack([grad.double() for grad in found]).mean(0).to(found[0].dtype)
+        return [mean.clone() for _ in found]
