@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self, cast
 
@@ -225,8 +226,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing to a module that is not sharded.
     """
-    state = state_of(module)
-    if state is None:
+    if state_of(module) is None:
         return
     if not hasattr(module, method_name):
         raise ShardingError(
@@ -235,12 +235,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             "Name one that it has.",
         )
     method = getattr(module, method_name)
+    is_bound = isinstance(method, types.MethodType) and method.__self__ is module
 
     @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        return state.run_gathered(module, method, args, kwargs)
+    def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the module has this function, too, and computes with its own parameters.
+        own = types.MethodType(method.__func__, self) if is_bound else method
+        return _state(self).run_gathered(self, own, args, kwargs)
 
-    setattr(module, method_name, gathered)
+    setattr(module, method_name, types.MethodType(gathered, module))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -79,7 +79,8 @@ class Wholes:
             if param.dim == 0:
                 place.copy_(rows)
             else:
-                front = rows.reshape(-1, *slot.shape[1:]).narrow(0, 0, slot.shape[0])
+                padded = (self._plan.num_shards * slot.padded_rows, *slot.shape[1:])
+                front = rows.reshape(padded).narrow(0, 0, slot.shape[0])
                 place.copy_(front.movedim(0, param.dim))
 
     def rows(self, first: int, count: int) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""Copies of sharded modules, and parameters without elements; ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import Shard
+from disttrain.fsdp2 import fully_shard, register_fsdp_forward_method
+from disttrain.testing import run_threads
+
+
+class Scaled(nn.Module):
+    def __init__(self, shape: tuple[int, ...] = (5,)) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale.sum()
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + self.scale
+
+
+def test_another_method_of_a_copy_computes_with_the_copys_parameters() -> None:
+    def main() -> None:
+        model = fully_shard(Scaled())
+        register_fsdp_forward_method(model, "generate")
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            twin.scale.mul_(2.0)
+        for module, value in ((model, 1.0), (twin, 2.0), (copy.deepcopy(twin), 2.0)):
+            assert torch.equal(module.generate(torch.ones(5)), torch.full((5,), 6.0 * value))
+            module.generate(torch.ones(5)).sum().backward()
+            assert torch.equal(module.scale.grad.full_tensor(), torch.full((5,), 6.0))
+
+    run_threads(2, main)
+
+
+def test_what_has_no_elements_may_be_cut_along_any_dim() -> None:
+    def main(dim: int) -> None:
+        model = nn.Sequential(Scaled((0, 3)), Scaled((3, 4)))
+        fully_shard(model, shard_placement_fn=lambda _: Shard(dim))
+        assert model(torch.ones(2)).tolist() == [0.0, 0.0]
+        model(torch.ones(2)).sum().backward()
+        assert torch.equal(model[1].scale.grad.full_tensor(), torch.zeros(3, 4))
+
+    for dim in (0, 1):
+        run_threads(2, main, dim)
