@@ -7,7 +7,24 @@ from random import Random
 from tests.fsdp2_uses.models import CONTAINERS, IO, LEAVES, Node, Shard
 from tests.fsdp2_uses.programs import Program, Use
 
-MESHES = ((1,), (2,), (2,), (2,), (3,), (3,), (4,), (1, 1), (1, 2), (2, 1), (2, 2), (1, 3), (3, 1))
+MESHES = (
+    (1,),
+    (2,),
+    (2,),
+    (2,),
+    (3,),
+    (3,),
+    (4,),
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (2, 2),
+    (2, 2),
+    (1, 3),
+    (3, 1),
+    (4, 1),
+    (1, 4),
+)
 
 RESHARDS = (None, None, True, False)
 
@@ -29,9 +46,8 @@ class _Models:
         self._reshards = (*RESHARDS, *(number for number in range(1, num_shards + 1) if num_shards % number == 0))
 
     def tree(self, num_parts: int) -> Node:
-        """A root with about as many parts; something of it is sharded."""
-        root = self._node(num_parts, is_sharded=self._random.random() < 0.85, depth=0)
-        return root
+        """A root with about as many parts."""
+        return self._node(num_parts, is_sharded=self._random.random() < 0.85, depth=0)
 
     def _node(self, num_parts: int, *, is_sharded: bool, depth: int) -> Node:
         random = self._random
@@ -53,7 +69,13 @@ class _Models:
 
     def _shard(self, together: bool = False) -> Shard:
         random = self._random
-        return Shard(random.choice(self._reshards), random.choice(self._policies), random.random() < 0.2, together)
+        return Shard(
+            random.choice(self._reshards),
+            random.choice(self._policies),
+            random.random() < 0.2,
+            together,
+            random.random() < 0.1,
+        )
 
 
 def _uses(random: Random, count: int) -> list[Use]:
@@ -65,7 +87,7 @@ def _uses(random: Random, count: int) -> list[Use]:
 
 
 def _kind(random: Random) -> str:
-    return random.choice(("sgd", "momentum", "adam", "adamw"))
+    return random.choice(("sgd", "momentum", "adam", "adamw", "foreach"))
 
 
 def _iteration(random: Random) -> list[Use]:
@@ -117,6 +139,11 @@ MAKERS = (
     lambda r: Use("sync", syncs=r.random() < 0.6),
     lambda r: Use("sum_copies", sums=r.random() < 0.6),
     lambda r: Use("reshard_after_forward", at=_which(r), frees=_flag(r), recurse=_flag(r)),
+    lambda r: Use("reshard_after_backward", at=_which(r), frees=r.random() < 0.7),
+    lambda r: Use("read", at=_which(r)),
+    lambda r: Use("penalty", batch=_which(r)),
+    lambda r: Use("hook", which=_which(r), does=r.choice(("double", "step", "count"))),
+    lambda r: Use("replace", at=_which(r), what=r.choice(("layer", "parameter", "one more"))),
     lambda r: Use("prefetch", at=_which(r), ahead=(_which(r), _which(r)), backward=_flag(r)),
     lambda r: Use("mode", training=_flag(r)),
     lambda r: Use("unshard", at=_which(r), asynchronous=_flag(r)),

@@ -5,6 +5,7 @@ All parts map rows of DIM numbers to such rows, so any part fits anywhere, and a
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,18 +19,28 @@ from torch.utils.checkpoint import checkpoint
 DIM = 5
 
 
-@dataclass(frozen=True)
-class Shard:
-    """How `fully_shard` is called on a part; `together`: on the list of its parts."""
+class _Short:
+    """A dataclass that is printed without what is as ever."""
+
+    def __repr__(self) -> str:
+        own = [field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in own)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Shard(_Short):
+    """How `fully_shard` is called on a part; `together`: on the list of its parts; `on_host`: with a policy that keeps
+    shards there."""
 
     reshard: bool | int | None = None
     policy: str = ""
     cuts_last: bool = False
     together: bool = False
+    on_host: bool = False
 
 
-@dataclass(frozen=True)
-class Node:
+@dataclass(frozen=True, repr=False)
+class Node(_Short):
     """A part of a model. `io`: in what its inputs and outputs come."""
 
     kind: str
@@ -54,6 +65,10 @@ class Part(nn.Module):
         super().__init__()
         self.node = node
         self.parts = nn.ModuleList(map(Part, node.children))
+        if node.kind == "shared" and len(self.parts):
+            self.again = self.parts[0]
+        if node.kind == "tied parts":
+            tie(self)
         self.syncs = True
         """Also said to `fully_shard`; the reference goes by it."""
         self.sums_copies = True
@@ -72,6 +87,8 @@ class Part(nn.Module):
     def forward(self, given: Any = None, *, named: torch.Tensor | None = None) -> Any:
         x = named if named is not None else opened(given, self.node.io)
         y = COMPUTE[self.node.kind](self, x).to(x.dtype)
+        if "added" in self._parameters:
+            y = y + self.added.to(x.dtype)
         if self.reached is not None and y.requires_grad:
             y.register_hook(lambda _: self.reached(self))
         if self.node.io in ("pair", "spare"):
@@ -83,6 +100,22 @@ class Part(nn.Module):
     def extra(self, given: Any) -> torch.Tensor:
         """Another method than forward."""
         return COMPUTE[self.node.kind](self, opened(given, self.node.io)) * 0.5
+
+
+def tie(part: Part) -> None:
+    """Let all linear layers below have one weight, but for those that are sharded apart."""
+    found: list[Part] = []
+
+    def visit(below: Part) -> None:
+        if below.node.shard is None:
+            found.extend([below] if below.node.kind == "linear" else [])
+            for child in below.parts:
+                visit(child)
+
+    for child in part.parts:
+        visit(child)
+    for below in found:
+        below.weight = found[0].weight
 
 
 def call(part: Part, x: torch.Tensor) -> torch.Tensor:
@@ -177,6 +210,11 @@ def _twice(part: Part, x: torch.Tensor) -> torch.Tensor:
     return _seq(part, _seq(part, x))
 
 
+def _shared(part: Part, x: torch.Tensor) -> torch.Tensor:
+    x = _seq(part, x)
+    return call(part.again, x) if len(part.parts) else x
+
+
 def _dropped(part: Part, x: torch.Tensor) -> torch.Tensor:
     _seq(part, x)
     return x.tanh()
@@ -208,6 +246,8 @@ COMPUTE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "residual": lambda part, x: x + _seq(part, x).tanh(),
     "branches": lambda part, x: x + sum(call(child, x).tanh() for child in part.parts),
     "twice": _twice,
+    "shared": _shared,
+    "tied parts": _seq,
     "dropped": _dropped,
     "detached": _detached,
     "in training": lambda part, x: _seq(part, x) if part.training else x,

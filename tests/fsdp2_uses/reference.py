@@ -1,20 +1,22 @@
-"""What is right: a plain model for each rank, in one thread; gradients are averaged when all have had their backward."""
+"""What is right: a plain model for each rank, one after the other; then gradients are averaged."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from tests.fsdp2_uses.models import Owner, Part, initialised, owners, parts_of
+from tests.fsdp2_uses.models import Owner, Part, initialised, owners, parts_of, taken_together
 from tests.fsdp2_uses.programs import Program, Use
-from tests.fsdp2_uses.session import Session
+from tests.fsdp2_uses.uses import Rank
 
-BACKWARDS = ("backward", "input_gradients")
+BACKWARDS = ("backward", "input_gradients", "penalty")
 
 
-class Plain(Session):
+class Plain(Rank):
     """A rank that computes with whole parameters."""
 
     is_sharded = False
@@ -29,7 +31,11 @@ class Plain(Session):
     def watch(self) -> None:
         """Be told of the sharded parts that a backward reaches."""
         for part in parts_of(self.model):
-            part.reached = self.reached.add if self._is_sharded_part(part) else None
+            if self._is_sharded_part(part):
+                part.reached = self.reached.add
+            together = taken_together(part)
+            for one in together:
+                one.reached = lambda _, first=together[0]: self.reached.add(first)
 
     def do_copy(self) -> None:
         for part in parts_of(self.model):
@@ -61,6 +67,8 @@ class Reference:
 
     def do(self, use: Use) -> list[Any]:
         """What came of it, by rank."""
+        for rank in self.ranks:
+            rank.calls.clear()
         if use.name not in BACKWARDS:
             return [rank.do(use) for rank in self.ranks]
         earlier = [{name: p.grad for name, p in rank.model.named_parameters()} for rank in self.ranks]
@@ -69,10 +77,10 @@ class Reference:
             for parameter in rank.model.parameters():
                 parameter.grad = None
         results = [rank.do(use) for rank in self.ranks]
-        self._reduce(earlier)
+        self._reduce(use, earlier)
         return results
 
-    def _reduce(self, earlier: list[dict[str, torch.Tensor | None]]) -> None:
+    def _reduce(self, use: Use, earlier: list[dict[str, torch.Tensor | None]]) -> None:
         """Average what has come, add it to what was there."""
         taken = owners(self.ranks[0].model)
         roots = self.ranks[0].roots()
@@ -82,10 +90,11 @@ class Reference:
         for name, owner in taken.items():
             grads = [named[name].grad for named in parameters]
             if owner is not None:
-                grads = self._averaged(name, owner, grads, is_reached=owner.part in below)
-            for named, before, grad in zip(parameters, earlier, grads, strict=True):
-                old = before[name]
-                named[name].grad = grad if old is None else old if grad is None else old + grad
+                is_reached = owner.part in below
+                own_terms = use.name == "penalty" and not is_reached
+                grads = _mean(grads) if own_terms else self._averaged(name, owner, grads, is_reached=is_reached)
+            for rank, named, before, grad in zip(self.ranks, parameters, earlier, grads, strict=True):
+                _accumulate(rank, name, named[name], before[name], grad)
 
     def _averaged(
         self, name: str, owner: Owner, grads: list[torch.Tensor | None], is_reached: bool
@@ -96,6 +105,28 @@ class Reference:
         is_summed = owner.part.sums_copies or self.num_copies == 1
         if not (owner.part.syncs and is_summed and is_reached) or name not in self.ranks[0].pending:
             return [None] * len(grads)
-        found = [rank.pending.pop(name) for rank in self.ranks]
-        mean = torch.stack([grad.double() for grad in found]).mean(0).to(found[0].dtype)
-        return [mean.clone() for _ in found]
+        return _mean([rank.pending.pop(name) for rank in self.ranks])
+
+
+def _mean(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    found = [grad for grad in grads if grad is not None]
+    if not found:
+        return list(grads)
+    mean = torch.stack([grad.double() for grad in found]).mean(0).to(found[0].dtype)
+    return [mean.clone() for _ in grads]
+
+
+def _accumulate(
+    rank: Plain, name: str, parameter: nn.Parameter, old: torch.Tensor | None, grad: torch.Tensor | None
+) -> None:
+    """Add a gradient to an earlier one, as autograd does: with the parameter's hooks."""
+    parameter.grad = old
+    if grad is None:
+        return
+    hooks = rank.hooks.get(name, ())
+    for _ in range(hooks.count("double")):
+        grad = rank.doubled(name, grad)
+    parameter.grad = grad if old is None else old + grad
+    for does in hooks:
+        if does != "double":
+            rank.used(name, parameter, does)

@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.dtensor import DTensor, Placement, Replicate, Shard as Cut
-from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from disttrain.dtensor import DTensor, Placement, Replicate
+from disttrain.dtensor import Shard as Cut
+from disttrain.errors import ShardingError
+from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from disttrain.testing import run_threads
 from tests.fsdp2_uses.models import Node, Owner, Part, initialised, owners, parts_of, taken_together
 from tests.fsdp2_uses.programs import Program
 from tests.fsdp2_uses.reference import Reference
-from tests.fsdp2_uses.session import Planned, Session
+from tests.fsdp2_uses.session import Session
+from tests.fsdp2_uses.uses import Rank
 
 POLICIES = {
     "": None,
@@ -34,6 +37,7 @@ class Step:
     result: Any
     state: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    calls: list[str]
     error: Exception | None = None
 
 
@@ -58,6 +62,7 @@ def shard(model: Part, mesh: disttrain.DeviceMesh) -> Part:
             mp_policy=POLICIES[how.policy],
             shard_placement_fn=last_dim if how.cuts_last else None,
             ignored_params=ignored,
+            offload_policy=CPUOffloadPolicy(pin_memory=False) if how.on_host else None,
         )
     register_fsdp_forward_method(model, "extra")
     return model
@@ -80,23 +85,23 @@ def play(program: Program) -> list[Step]:
     """On this rank."""
     names = ("copies", "ranks")[-len(program.mesh) :]
     mesh = disttrain.init_device_mesh("cpu", program.mesh, mesh_dim_names=names)
-    session = Session(program, shard(initialised(program.model, program.seed), mesh), mesh.get_rank())
-    steps = []
-    for use in program.uses:
+    session = Rank(program, shard(initialised(program.model, program.seed), mesh), mesh.get_rank())
+    steps: list[Step] = []
+    while len(steps) < len(program.uses) and (not steps or steps[-1].error is None):
         result, error = None, None
+        session.calls.clear()
         try:
-            result = session.do(use)
-        except Exception as raised:  # noqa: BLE001 -- judged below
+            result = session.do(program.uses[len(steps)])
+        except Exception as raised:  # noqa: BLE001 -- judged by `check`
             error = raised
         state = {} if error is not None else state_of(session)
-        steps.append(Step(result, state, {name: b.clone() for name, b in session.model.named_buffers()}, error))
-        if error is not None:
-            break
+        buffers = {name: buffer.clone() for name, buffer in session.model.named_buffers()}
+        steps.append(Step(result, state, buffers, sorted(session.calls), error))
     return steps
 
 
 class Difference(AssertionError):
-    """What a program has done otherwise than the reference; `kind` is alike for smaller programs with the same fault."""
+    """What a program has done otherwise than the reference. Programs with the same fault have it of one `kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -112,10 +117,13 @@ def check(program: Program, timeout_s: float = 20.0) -> None:
         for number, use in enumerate(program.uses):
             found = [steps[number] for steps in by_rank if number < len(steps)]
             wanted, error = None, None
+            had_fresh = bool(reference.ranks[0].fresh)
             try:
                 wanted = reference.do(use)
             except Exception as raised:  # noqa: BLE001 -- ranks must have raised it, too
                 error = raised
+            if had_fresh and all(isinstance(step.error, ShardingError) for step in found):
+                return
             try:
                 _compare_errors([step.error for step in found], error, program.num_ranks)
                 if wanted is None:
@@ -160,7 +168,7 @@ class _Comparison:
             seen, seen_grad, seen_asks = step.state[name]
             if seen_asks != asks:
                 raise Difference("other requires_grad", f"{name} has {seen_asks}")
-            may_be_whole = self._plain.is_unsharded and not isinstance(seen, tuple)
+            may_be_whole = (self._plain.is_unsharded or name in self._plain.fresh) and not isinstance(seen, tuple)
             owner = None if may_be_whole else taken[name]
             if may_be_whole and seen is not None:
                 # As it is computed with.
@@ -168,6 +176,8 @@ class _Comparison:
             self._same_part("parameter", name, owner, seen, parameter)
             if not may_be_whole:
                 self._same_part("gradient", name, owner, seen_grad, grad)
+        if step.calls != sorted(self._plain.calls):
+            raise Difference("calls of hooks", f"{step.calls}, not {sorted(self._plain.calls)}")
         self._same("buffer", "one", step.buffers, dict(self._plain.model.named_buffers()))
 
     def _same_part(self, what: str, name: str, owner: Owner | None, found: Any, wanted: torch.Tensor | None) -> None:

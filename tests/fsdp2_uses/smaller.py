@@ -25,7 +25,10 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def _smaller_models(node: Node) -> Iterator[Node]:
-    yield from node.children
+    for child in node.children:
+        yield child
+        if node.shard is not None and child.shard is None:
+            yield dataclasses.replace(child, shard=node.shard)
     for children in without_some(node.children):
         yield dataclasses.replace(node, children=children)
     if node.shard is not None:
