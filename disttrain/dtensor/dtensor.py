@@ -31,14 +31,14 @@ from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
 from disttrain.dtensor.sequences import has_places, with_places
-from disttrain.dtensor.settled_grads import settle_gradient
+from disttrain.dtensor.settled_grads import AsParameter
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.dtensor.traced import Traced
 from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 
 
-class DTensor(Traced, torch.Tensor):
+class DTensor(Traced, AsParameter, torch.Tensor):
     """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
 
     Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
@@ -220,14 +220,6 @@ class DTensor(Traced, torch.Tensor):
             return result if result is None or isinstance(result, DTensor) else _as_gradient(result, grad)
 
         return super().register_hook(run)  # type: ignore[no-untyped-call]
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As of a tensor; gradients that a parameter accumulates from now on lie as it does itself."""
-        super().requires_grad_(requires_grad)
-        if requires_grad and self.is_leaf and not vars(self).get("_settles"):
-            self.register_post_accumulate_grad_hook(settle_gradient)  # type: ignore[no-untyped-call]
-            vars(self)["_settles"] = True
-        return self
 
     def __copy__(self) -> Self:
         """Another tensor of the same part."""

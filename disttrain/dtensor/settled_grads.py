@@ -6,13 +6,40 @@ anew, and clipping and optimizers call several.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 
 from disttrain.dtensor.checked_layouts import gradient_placements
 from disttrain.dtensor.layout import Spec
+
+
+class AsParameter:
+    """The part of DTensor that parameters need."""
+
+    is_leaf: bool
+    requires_grad: bool
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As of a tensor; gradients that a parameter accumulates from now on lie as it does itself."""
+        super().requires_grad_(requires_grad)  # type: ignore[misc]
+        if requires_grad and self.is_leaf and not vars(self).get("_settles"):
+            cast(Any, self).register_post_accumulate_grad_hook(settle_gradient)
+            vars(self)["_settles"] = True
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As torch copies parameters: without their gradients and hooks."""
+        if not isinstance(self, nn.Parameter):
+            return super().__deepcopy__(memo)  # type: ignore[misc]
+        if id(self) not in memo:
+            twin = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            own = vars(twin)
+            others = {name: value for name, value in vars(self).items() if name not in own and name != "_settles"}
+            own.update(copy.deepcopy(others, memo))
+        return memo[id(self)]
 
 
 def settle_gradient(leaf: Any) -> None:

@@ -48,6 +48,31 @@ class Computing(Session):
         self.is_unsharded |= self.keeps_after_backward
         return [None if x.grad is None else x.grad.clone() for _, x in chosen]
 
+    def do_write_between(self, batch: int, at: int) -> Compared:
+        """Write to a part's parameters between a forward and its backward. Gradients are those at what the forward has
+        computed with, or refused, as torch refuses them where it has kept what was written to."""
+        if any(part.node.kind.startswith("recomputed") for part in parts_of(self.model)):
+            # There, torch itself recomputes with what was written, and says nothing.
+            return None
+        self.before_writing()
+        _, loss = self.loss_of(self.model, self.inputs(batch))
+        if not self.is_sharded and loss.requires_grad and not self.is_refused:
+            loss.backward()
+        with torch.no_grad():
+            for parameter in self.part(at).parameters():
+                parameter.mul_(0.8)
+        try:
+            if self.is_sharded and loss.requires_grad:
+                loss.backward()
+        except (ShardingError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "modified by an inplace operation" not in str(error):
+                raise
+            self.is_refused = True
+        if not self.is_refused:
+            return "gave gradients"
+        self.clear_gradients()
+        return "refused"
+
     def do_penalty(self, batch: int) -> Compared:
         """A loss of which a term is the parameters' own, and its backward."""
         if self.hooks or not all(part.syncs and part.sums_copies for part in parts_of(self.model)):
@@ -122,7 +147,7 @@ class Computing(Session):
             return None
         with torch.set_grad_enabled(mode == "train"):
             try:
-                return torch.func.functional_call(self.model, given, (argument,)).detach().clone()
+                return torch.func.functional_call(self.model, given, (argument,)).detach().double()
             except ShardingError:
                 return "refused"
 

@@ -140,6 +140,7 @@ MAKERS = (
     lambda r: Use("sum_copies", sums=r.random() < 0.6),
     lambda r: Use("reshard_after_forward", at=_which(r), frees=_flag(r), recurse=_flag(r)),
     lambda r: Use("reshard_after_backward", at=_which(r), frees=r.random() < 0.7),
+    lambda r: Use("write_between", batch=_which(r), at=_which(r)),
     lambda r: Use("read", at=_which(r)),
     lambda r: Use("penalty", batch=_which(r)),
     lambda r: Use("hook", which=_which(r), does=r.choice(("double", "step", "count"))),

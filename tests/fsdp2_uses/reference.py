@@ -13,7 +13,7 @@ from tests.fsdp2_uses.models import Owner, Part, initialised, owners, parts_of, 
 from tests.fsdp2_uses.programs import Program, Use
 from tests.fsdp2_uses.uses import Rank
 
-BACKWARDS = ("backward", "input_gradients", "penalty")
+BACKWARDS = ("backward", "write_between", "input_gradients", "penalty")
 
 
 class Plain(Rank):
@@ -65,10 +65,11 @@ class Reference:
         self.ranks = [Plain(program, copy.deepcopy(model), rank) for rank in range(program.num_ranks)]
         self.num_copies = program.mesh[0] if len(program.mesh) == 2 else 1
 
-    def do(self, use: Use) -> list[Any]:
-        """What came of it, by rank."""
+    def do(self, use: Use, *, is_refused: bool = False) -> list[Any]:
+        """What came of it, by rank. `is_refused`: by the sharded ones, where they may."""
         for rank in self.ranks:
             rank.calls.clear()
+            rank.is_refused = is_refused
         if use.name not in BACKWARDS:
             return [rank.do(use) for rank in self.ranks]
         earlier = [{name: p.grad for name, p in rank.model.named_parameters()} for rank in self.ranks]

@@ -90,6 +90,7 @@ def play(program: Program) -> list[Step]:
     while len(steps) < len(program.uses) and (not steps or steps[-1].error is None):
         result, error = None, None
         session.calls.clear()
+        session.is_refused = False
         try:
             result = session.do(program.uses[len(steps)])
         except Exception as raised:  # noqa: BLE001 -- judged by `check`
@@ -119,7 +120,8 @@ def check(program: Program, timeout_s: float = 20.0) -> None:
             wanted, error = None, None
             had_fresh = bool(reference.ranks[0].fresh)
             try:
-                wanted = reference.do(use)
+                refused = all(isinstance(step.result, str) and step.result == "refused" for step in found)
+                wanted = reference.do(use, is_refused=refused)
             except Exception as raised:  # noqa: BLE001 -- ranks must have raised it, too
                 error = raised
             if had_fresh and all(isinstance(step.error, ShardingError) for step in found):

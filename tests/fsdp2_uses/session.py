@@ -33,6 +33,8 @@ class Session:
         """Of hooks, since the last use."""
         self.is_unsharded = False
         """The user has gathered something, and not freed it."""
+        self.is_refused = False
+        """The use is one that the sharded model refuses."""
         self.keeps_after_backward = False
         self.hooks: dict[str, list[str]] = {}
         """What hooks of parameters do, by name."""

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from disttrain.dtensor import Shard
+from disttrain.dtensor import Replicate, Shard
 from disttrain.fsdp2 import fully_shard, register_fsdp_forward_method
 from disttrain.testing import run_threads
 
@@ -35,6 +35,27 @@ def test_another_method_of_a_copy_computes_with_the_copys_parameters() -> None:
             assert torch.equal(module.generate(torch.ones(5)), torch.full((5,), 6.0 * value))
             module.generate(torch.ones(5)).sum().backward()
             assert torch.equal(module.scale.grad.full_tensor(), torch.full((5,), 6.0))
+
+    run_threads(2, main)
+
+
+def test_copied_parameters_have_no_gradients_yet() -> None:
+    """As those of a plain module."""
+
+    def main() -> None:
+        model = fully_shard(nn.Sequential(Scaled(), Scaled((3,))))
+        model[0].scale.tag = ["no decay"]
+        model(torch.ones(5)).sum().backward()
+        model[0].scale.requires_grad_(False)
+        twin = copy.deepcopy(model)
+        assert [p.grad for p in twin.parameters()] == [None, None]
+        assert all(p.grad is not None for p in model.parameters())
+        assert twin[0].scale.tag == ["no decay"]
+        assert twin[0].scale.tag is not model[0].scale.tag
+        # Once it is trained again, a gradient comes to lie as the parameter does.
+        twin[0].scale.requires_grad_(True)
+        twin[0].scale.redistribute(placements=[Replicate()]).sum().backward()
+        assert twin[0].scale.grad.placements == (Shard(0),)
 
     run_threads(2, main)
 
