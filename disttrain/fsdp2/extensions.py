@@ -32,6 +32,7 @@ from disttrain.fsdp2.checks import common_dtype, refuse_device
 from disttrain.fsdp2.collectives import start_gather
 from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.stale_graphs import versions
 from disttrain.fsdp2.wholes import Wholes, wrapped
 
 _ALIGNMENT_BYTES = 16
@@ -105,6 +106,7 @@ class ExtensionGroup(ParamGroup):
             device = param.sharded.device
             if device.type == "meta" or device not in (self._device, self._shard_device(param.sharded)):
                 refuse_device(self.params[0], device, self._device, self.sharding.mesh.get_rank())
+        self.gathered = versions(self.params, None)
         comm = self._comm()
         comm.release_gathered()
         with torch.inference_mode(False), torch.no_grad():

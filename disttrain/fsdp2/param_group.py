@@ -28,6 +28,7 @@ from disttrain.fsdp2.rounded import RoundedShards, latest
 from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import Place, Shown
+from disttrain.fsdp2.stale_graphs import versions
 from disttrain.fsdp2.wholes import Wholes
 
 
@@ -69,6 +70,8 @@ class ParamGroup:
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
         self._gather: Gather | None = None
+        self.gathered: tuple[int, ...] = ()
+        """Which versions of the shards."""
         self._unreduced: dict[ShardedParam, torch.Tensor] = {}
         """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
         self._early: EarlyParts | None = None
@@ -155,6 +158,8 @@ class ParamGroup:
         assert self._flat is not None
         if self._is_misplaced:
             refuse_device(self.params[0], self._flat.device, self._device, self.sharding.mesh.get_rank())
+        if self._kept is None:
+            self.gathered = versions(self.params, self._flat)
         comm = self._comm()
         ready, comm.ready = comm.ready, None
         dtype, group = self.compute_dtype, self.sharding.shard_group

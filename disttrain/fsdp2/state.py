@@ -25,6 +25,7 @@ from disttrain.fsdp2.policies import MixedPrecisionPolicy
 from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
+from disttrain.fsdp2.stale_graphs import refuse_stale
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 from disttrain.fsdp2.structure import STATE, check_parameters
 
@@ -257,12 +258,14 @@ class ShardState:
         num_outputs = 0
         self._to_run.discard(module)
 
+        gathered = [group.gathered for group in self.groups]
+
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_outputs
             num_outputs += 1
             # A gathered parameter is freed later on: what a module returns of it must not go with it.
             tensor = tensor.clone() if any(group.holds(tensor) for group in self.groups) else tensor
-            return self._watch_output(tensor) if grad_will_come else tensor
+            return self._watch_output(tensor, gathered) if grad_will_come else tensor
 
         if self._policy.output_dtype is not None:
             outputs = cast_floats(outputs, self._policy.output_dtype)
@@ -293,12 +296,13 @@ class ShardState:
     def _ranks_after_forward(self) -> int | None:
         return None if isinstance(self.reshard_after_forward, bool | None) else self.reshard_after_forward
 
-    def _watch_output(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _watch_output(self, tensor: torch.Tensor, gathered: Sequence[object]) -> torch.Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(self._pre_backward)
+            tensor.register_hook(partial(self._pre_backward, gathered))
         return tensor
 
-    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def _pre_backward(self, gathered: Sequence[object], grad: torch.Tensor) -> torch.Tensor:
+        """The backward of a forward begins that has computed with what was `gathered`, by group."""
         if self.scheduled is not None:
             if self.unshards_in_backward:
                 check_whole(self, "backward")
@@ -309,6 +313,7 @@ class ShardState:
         self._awaits_post_backward = True
         if self.unshards_in_backward:
             self.unshard()
+            refuse_stale(self.groups, gathered, type(self.module).__name__)
             self.wait_for_unshard()
         following = context.order.backward_from(self)
         for state in self._next(self.backward_prefetch, following):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disttrain
+from disttrain.errors import CollectiveMismatchError, GroupError, ShardingError
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.fsdp2_cases import assert_same_gradients, backward_of_both, own_rows, pair
 from tests.multirank import models
@@ -117,3 +118,17 @@ def test_a_hook_that_fails_is_not_called_for_what_is_dropped() -> None:
     model.zero_grad()
     backward_of_both(model, reference, 1)
     assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_ranks_hear_of_one_that_has_written_between_forward_and_backward() -> None:
+    model, _ = pair()
+    loss = models.loss_of(model, own_rows(0))
+    if disttrain.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.to_local().detach().mul_(0.9)
+        with pytest.raises(ShardingError, match="have been written to since the forward"):
+            loss.backward()
+    else:
+        with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused backward.*written to since"):
+            loss.backward()

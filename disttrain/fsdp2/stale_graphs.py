@@ -1,0 +1,53 @@
+"""A backward of a forward that has computed with other parameters than there are now.
+
+Between the two parameters are freed, and gathered again. What has been written to them meanwhile, by an optimizer or a
+load, would be multiplied with what the forward has kept, and give gradients of nothing. Autograd refuses that of a
+plain module, whose parameters it has saved and whose versions it compares; so do we, of the shards.
+
+What has stayed gathered since that forward is as it was, and no obstacle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import versions_of
+from disttrain.process_group.refusals import ANY
+
+if TYPE_CHECKING:
+    import torch
+
+    from disttrain.fsdp2.param import ShardedParam
+    from disttrain.fsdp2.param_group import ParamGroup
+
+
+def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple[int, ...]:
+    """Others when the shards have been written to, or lie in another buffer. What is written through a DTensor does not
+    count for `flat`, nor what is written to that for DTensors."""
+    shards = [param.sharded for param in params]
+    return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))
+
+
+def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind: str) -> None:
+    """Raise ShardingError where other values have been gathered for a backward than `gathered` for its forward, in
+    turn those of `groups`, which are a module's, of this `kind`.
+
+    A rank that has written to its shard alone is alone with this error, and tells the others.
+    """
+    for group, versions in zip(groups, gathered, strict=True):
+        if group.gathered == versions:
+            continue
+        mesh = group.sharding.mesh
+        error = ShardingError(
+            "backward",
+            f"parameters of {kind}, such as {group.params[0].fqn}, have been written to since the forward that this"
+            " backward belongs to, which has computed with what they were.",
+            "Let optimizers step, and load, when all backwards of earlier forwards are over.",
+            rank=mesh.get_rank(),
+        )
+        for axis in range(mesh.ndim):
+            if mesh.shape[axis] > 1:
+                mesh.get_group(axis).refuse("backward", error, ANY)
+        raise error
