@@ -109,6 +109,10 @@ class Computing(Session):
     def do_raise_in_backward(self, batch: int, at: int, before: bool) -> Compared:
         """By the gradient of a part's inputs or outputs. What came of the gradients before is cleared."""
 
+        if self.hooks:
+            # Which of them have been called before it fails is a matter of order.
+            return None
+
         def of_output(_: nn.Module, args: object, output: Any) -> None:
             _raise_at_gradient(output)
 

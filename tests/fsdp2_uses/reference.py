@@ -78,7 +78,8 @@ class Reference:
             for parameter in rank.model.parameters():
                 parameter.grad = None
         results = [rank.do(use) for rank in self.ranks]
-        self._reduce(use, earlier)
+        if not is_refused:
+            self._reduce(use, earlier)
         return results
 
     def _reduce(self, use: Use, earlier: list[dict[str, torch.Tensor | None]]) -> None:
