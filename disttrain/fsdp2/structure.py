@@ -46,12 +46,14 @@ class Structure:
         return self._found() == self._known
 
 
-def unmanaged_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and what is below it, but for parts that are sharded already."""
+def unmanaged_modules(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """The module and what is below it, each once, but for parts that are sharded already."""
+    seen = set() if seen is None else seen
+    seen.add(module)
     yield module
     for child in module.children():
-        if STATE not in child.__dict__:
-            yield from unmanaged_modules(child)
+        if STATE not in child.__dict__ and child not in seen:
+            yield from unmanaged_modules(child, seen)
 
 
 def check_parameters(state: ShardState) -> None:

@@ -196,3 +196,15 @@ def test_parameters_that_are_left_out_of_sharding_may_stay() -> None:
         torch.testing.assert_close(model(X), PLAIN(X))
 
     run_threads(2, body)
+
+
+def test_a_module_may_be_in_several_places() -> None:
+    def body() -> None:
+        model = copy.deepcopy(PLAIN)
+        model.append(model[0])
+        plain = copy.deepcopy(model)
+        fully_shard(model)
+        for _ in range(2):
+            torch.testing.assert_close(model(X), plain(X))
+
+    run_threads(2, body)
