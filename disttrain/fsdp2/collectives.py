@@ -189,8 +189,11 @@ def start_reduction(
 ) -> Reduction:
     """Average whole gradients over the ranks, scatter them as flat shards, on the reduce-scatter stream. Collective.
 
-    `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas.
+    `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas. Where no
+    gradient has elements, nothing is done.
     """
+    if plan.shard_numel == 0:
+        return Reduction(grads[0].new_empty(0, dtype=dtype), (), None, None, None)
     packed = _in_places(grads, plan, dtype) if streams.is_cuda else [_in_one(grads, plan, dtype)]
     if what.averaging.before not in (None, 1.0):
         for tensor in packed:
@@ -204,7 +207,9 @@ def start_reduction(
     with streams.reducing():
         streams.follow(copied_in)
         output = packed[0].new_empty(plan.shard_numel)
-        reduce_scatter_tensor_coalesced(output.split(plan.split_sizes), packed, what.op, group=group)
+        pairs = [pair for pair in zip(output.split(plan.split_sizes), packed, strict=True) if pair[1].numel()]
+        outputs, inputs = [part for part, _ in pairs], [part for _, part in pairs]
+        reduce_scatter_tensor_coalesced(outputs, inputs, what.op, group=group)
         scattered = streams.mark()
         if not what.has_rest(unreduced):
             return Reduction(output, packed, None, scattered, None)
@@ -218,7 +223,7 @@ def start_reduction(
 def _in_one(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> torch.Tensor:
     """All gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
     packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
-    chunk_cat(grads, plan.num_shards, out=packed)
+    chunk_cat([grad for grad in grads if grad.numel()], plan.num_shards, out=packed)
     return packed
 
 

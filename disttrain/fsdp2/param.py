@@ -158,14 +158,14 @@ class ShardedParam:
 
     @property
     def is_trained(self) -> bool:
-        """True where the whole has elements, and gradients that are asked for."""
-        return self.unsharded is not None and self.unsharded.requires_grad and self.unsharded.numel() > 0
+        """True where gradients of the whole are asked for."""
+        return self.unsharded is not None and self.unsharded.requires_grad
 
     @property
     def has_grad(self) -> bool:
         """True when a backward pass has left a gradient of the whole that has not been reduced."""
         whole = self.unsharded
-        return whole is not None and (whole.grad is not None or self._earlier_grad is not None) and whole.numel() > 0
+        return whole is not None and (whole.grad is not None or self._earlier_grad is not None)
 
     def drop_grad(self) -> None:
         """Forget the gradient of the whole."""

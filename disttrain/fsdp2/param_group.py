@@ -335,7 +335,6 @@ class ParamGroup:
         unless `reduces_unused`, or a schedule reduces, which gives `scale`.
         """
         comm = self._comm()
-        # What has no elements has nothing to reduce.
         trainable = [param for param in params if param.is_trained or param in self._unreduced]
         with torch.no_grad():
             grads = [param.whole_grad() for param in trainable]

@@ -67,6 +67,11 @@ def test_what_has_no_elements_may_be_cut_along_any_dim() -> None:
         assert model(torch.ones(2)).tolist() == [0.0, 0.0]
         model(torch.ones(2)).sum().backward()
         assert torch.equal(model[1].scale.grad.full_tensor(), torch.zeros(3, 4))
+        # As of a plain module: there is a gradient, and nothing in it.
+        assert model[0].scale.grad.shape == (0, 3)
+        alone = fully_shard(Scaled((0, 3)), shard_placement_fn=lambda _: Shard(dim))
+        alone(torch.ones(2)).sum().backward()
+        assert alone.scale.grad.full_tensor().shape == (0, 3)
 
     for dim in (0, 1):
         run_threads(2, main, dim)
