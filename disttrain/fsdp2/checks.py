@@ -34,3 +34,12 @@ def refuse_device(param: ShardedParam, found: torch.device, wanted: torch.device
         else f"Move the model there: model.to({str(wanted)!r}).",
         rank=rank,
     )
+
+
+def refuse_transform(kind: str) -> NoReturn:
+    """Raise ShardingError for a forward of a module of this kind."""
+    raise ShardingError(
+        "forward",
+        f"this {kind} is sharded, and called within a transform of torch.func.",
+        "Differentiate by torch.autograd.grad or backward(), or leave it out of fully_shard.",
+    )

@@ -52,8 +52,7 @@ class FSDPModule:
         With `async_op` only start to, and return a handle to wait on; the module's forward waits for itself.
         """
         state = _state(self)
-        state.unshard()
-        state.is_kept_unsharded = True
+        state.keep_unsharded()
         handle = UnshardHandle(state)
         if async_op:
             return handle

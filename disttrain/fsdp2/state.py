@@ -17,6 +17,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed
+from disttrain.fsdp2.checks import refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
@@ -72,6 +73,8 @@ class ShardState:
         self._is_root = False
         self._is_shown_later: list[ParamGroup] = []
         """Of which shards are in a module while its state dict is made."""
+        self._num_methods = 0
+        """Methods other than forward that are under way; within them, the module's forward is no new one."""
         self._num_running = 0
         """Forwards of the module that are under way: it may call itself."""
         self._to_run: set[nn.Module] = set()
@@ -98,6 +101,7 @@ class ShardState:
             "_awaits_post_backward": False,
             "_is_root": False,
             "_is_shown_later": [],
+            "_num_methods": 0,
             "_num_running": 0,
             "_to_run": set(),
         }
@@ -107,6 +111,16 @@ class ShardState:
         for group in self.groups:
             with Named(group):
                 group.unshard()
+
+    def keep_unsharded(self) -> None:
+        """Start gathering, for the user. Collective."""
+        context = self.context
+        is_running = context is not None and (context.is_in_forward or context.is_in_backward)
+        if not (self.is_kept_unsharded or is_running):
+            # What is there since a forward may have been written to.
+            self.reshard()
+        self.unshard()
+        self.is_kept_unsharded = True
 
     def wait_for_unshard(self) -> None:
         """Have the module compute with the gathered parameters."""
@@ -145,9 +159,11 @@ class ShardState:
         """Call a method of the module as its forward is called."""
         args, kwargs = self._pre_forward(module, args, kwargs)
         outputs = None
+        self._num_methods += 1
         try:
             outputs = method(*args, **kwargs)
         finally:
+            self._num_methods -= 1
             outputs = self._post_forward(module, args, outputs)
         return outputs
 
@@ -192,20 +208,17 @@ class ShardState:
             check_whole(self, "forward")
             return self._cast_inputs(args, kwargs)
         if is_transformed():
-            raise ShardingError(
-                "forward",
-                f"this {type(module).__name__} is sharded, and called within a transform of torch.func.",
-                "Differentiate by torch.autograd.grad or backward(), or leave it out of fully_shard.",
-            )
+            refuse_transform(type(module).__name__)
         context = self.context or self.become_root()
         # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
         is_recomputation = backward_is_running()
-        if self._is_root and not is_recomputation:
+        is_within = is_recomputation or self._num_methods > 0
+        if self._is_root and not is_within:
             context.begin_forward()
             if not context.structure.holds():
                 context = self.become_root()
                 context.begin_forward()
-        elif not (context.is_in_forward or is_recomputation or self.is_kept_unsharded):
+        elif not (context.is_in_forward or is_within or self.is_kept_unsharded):
             # Called on its own, without the root: here, too, what was gathered may have been overwritten since.
             self.reshard()
             if not context.structure.holds():
@@ -250,14 +263,14 @@ class ShardState:
         context = self.context
         if context is None:
             return outputs
-        if self._is_root:
+        ends_iteration = self._is_root and not self._num_methods
+        if ends_iteration:
             context.is_in_forward, context.comm.ready = False, None
         # After an exception there is no backward to keep anything for.
         has_failed = outputs is None and sys.exception() is not None
         grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
         self._to_run.discard(module)
-
         gathered = [group.gathered for group in self.groups]
 
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -279,7 +292,7 @@ class ShardState:
         is_needed = is_needed or (bool(self._to_run) and not has_failed) or self._num_running > 0
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
-        if self._is_root and not grad_will_come:
+        if ends_iteration and not grad_will_come:
             context.comm.finish_upload()
             for state in context.states:
                 if not (state.is_kept_unsharded or state._awaits_post_backward):

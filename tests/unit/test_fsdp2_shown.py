@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.dtensor import DTensor
-from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from disttrain.errors import ShardingError
+from disttrain.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from disttrain.testing import run_threads
 
 
@@ -167,11 +168,11 @@ def test_what_is_written_between_forward_and_backward_is_there_afterwards() -> N
         model, plain = sharded(), copy.deepcopy(PLAIN)
         for one, rows in ((model, own(X)), (plain, X)):
             out = one(rows)
-            # Other memory: the backward computes with the values of its forward, as that of one process does.
             one.load_state_dict({name: value * 2 for name, value in one.state_dict().items()}, assign=True)
             if one is plain:
                 continue
-            out.square().mean().backward()
+            with pytest.raises(ShardingError, match="have been written to"):
+                out.square().mean().backward()
             one.zero_grad()
         assert_shards(model)
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
@@ -182,6 +183,22 @@ def test_what_is_written_between_forward_and_backward_is_there_afterwards() -> N
         torch.testing.assert_close(model(X), plain(X))
         copied = copy.deepcopy(model)
         torch.testing.assert_close(copied(X), plain(X))
+
+    run_threads(2, body)
+
+
+def test_unshard_gathers_what_has_been_written_since_a_forward() -> None:
+    def body() -> None:
+        model = sharded()
+        model(own(X))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                assert all(bool((p == 0.5).all()) for p in module.parameters() if not isinstance(p, DTensor))
+                module.reshard()
 
     run_threads(2, body)
 
