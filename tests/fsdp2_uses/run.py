@@ -119,12 +119,12 @@ def check(program: Program, timeout_s: float = 20.0) -> None:
             found = [steps[number] for steps in by_rank if number < len(steps)]
             wanted, error = None, None
             had_fresh = bool(reference.ranks[0].fresh)
+            refused = all(isinstance(step.result, str) and step.result == "refused" for step in found)
             try:
-                refused = all(isinstance(step.result, str) and step.result == "refused" for step in found)
                 wanted = reference.do(use, is_refused=refused)
             except Exception as raised:  # noqa: BLE001 -- ranks must have raised it, too
                 error = raised
-            if had_fresh and all(isinstance(step.error, ShardingError) for step in found):
+            if had_fresh and (refused or all(isinstance(step.error, ShardingError) for step in found)):
                 return
             try:
                 _compare_errors([step.error for step in found], error, program.num_ranks)
