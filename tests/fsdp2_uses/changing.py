@@ -58,7 +58,7 @@ class Changing(Session):
         names = " ".join(state)
         state = {name: value.detach() * factor if value.is_floating_point() else value for name, value in state.items()}
         # Assigned to a plain model, what two parts share would become two.
-        is_tied = any(part.node.kind == "tied" for part in parts_of(self.model))
+        is_tied = any(part.node.kind.startswith("tied") for part in parts_of(self.model))
         self.model.load_state_dict(state, assign=assign and not is_tied)
         if assign and not is_tied:
             self.hooks.clear()
@@ -110,7 +110,8 @@ class Changing(Session):
         if what == "layer" and parents:
             parent = parents[at % len(parents)]
             place = at % len(parent.parts)
-            if any(below.node.shard for below in parts_of(parent.parts[place])):
+            if set(parts_of(parent.parts[place])) & set(self.units()):
+                # With it `fully_shard`'s work goes, of which the new one knows nothing.
                 return
             parent.parts[place] = part = initialised(parent.parts[place].node, 77)
         elif what == "one more":

@@ -46,6 +46,9 @@ class Computing(Session):
             x.grad = None
         torch.autograd.backward([loss for loss, _ in chosen], retain_graph=retain)
         self.is_unsharded |= self.keeps_after_backward
+        if any("step" in does for does in self.hooks.values()):
+            # What these have written to would be refused to the backwards of earlier forwards.
+            self.graphs.clear()
         return [None if x.grad is None else x.grad.clone() for _, x in chosen]
 
     def do_write_between(self, batch: int, at: int) -> Compared:
@@ -68,6 +71,9 @@ class Computing(Session):
             if isinstance(error, RuntimeError) and "modified by an inplace operation" not in str(error):
                 raise
             self.is_refused = True
+        # What a backward leaves gathered is as it was before that was written.
+        self.is_unsharded |= self.keeps_after_backward
+        self.settle_shards()
         if not self.is_refused:
             return "gave gradients"
         self.clear_gradients()

@@ -35,7 +35,7 @@ def _smaller_models(node: Node) -> Iterator[Node]:
         yield dataclasses.replace(node, shard=None)
         if node.shard != Shard():
             yield dataclasses.replace(node, shard=Shard())
-    if node.kind not in ("seq", "linear", "scale"):
+    if node.kind not in ("seq", "scale"):
         yield dataclasses.replace(node, kind="seq" if node.children else "scale")
     if node.io != "plain":
         yield dataclasses.replace(node, io="plain")
