@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch.autograd import graph
+from torch.autograd import forward_ad, graph
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 from torch.utils import _python_dispatch
@@ -127,6 +127,9 @@ def is_called_by_autograd() -> bool:
     while frame.f_code.co_name != "__torch_dispatch__" and frame.f_back is not None:
         frame = frame.f_back
     caller = frame.f_back
+    # What a formula calls may have been caught, and called again.
+    while caller and caller.f_globals["__name__"] in (__name__, "disttrain.dtensor.zero_grads", "torch._ops"):
+        caller = caller.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
 
@@ -277,19 +280,33 @@ def composed_in_inference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return composed(op, *args, **kwargs)
 
 
-def above_autograd(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """`op` as though nobody had caught it."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
-        return op(*args, **kwargs)
+def above_autograd(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The results of `op` as though nobody had caught it."""
+
+    def call() -> list[torch.Tensor]:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
+            results = op(*args, **kwargs)
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    _UNCAUGHT[id(call)] = call
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return tuple(torch.ops.disttrain.above_autograd.default(given, id(call)))
 
 
 def is_transformed() -> bool:
-    """True within `torch.func.grad` and its like."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """True within `torch.func.grad` and its like, and where derivatives are computed forward."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-# What is registered holds as long as this does.
+# What is registered holds as long as these do.
 _ATEN: Final = torch.library.Library("aten", "IMPL")
+_OWN: Final = torch.library.Library("disttrain", "FRAGMENT")
+# torch 2.11 lets nothing come to a subclass but by the kernel whose place a caught operator's has taken. An operator
+# that nobody catches comes by it, and calls the other one from there.
+_OWN.define("above_autograd(Tensor[] given, int call) -> Tensor[]")
+_UNCAUGHT: Final[dict[int, Callable[[], list[torch.Tensor]]]] = {}
+for _key in ("CompositeImplicitAutograd", "Python"):
+    _OWN.impl("above_autograd", lambda _, call: _UNCAUGHT.pop(call)(), _key)
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

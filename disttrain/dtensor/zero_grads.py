@@ -48,9 +48,9 @@ def _flat_in(place: int) -> Callable[..., Any]:
     def run(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         other = args[place]
         if is_plain(other) or other.is_complex() or not (other.requires_grad and _may_differentiate()):
-            return above_autograd(op, *args, **kwargs)
+            return _as_ever(op, other, args, kwargs)
         # By its place: the same tensor may stand at another one as well.
-        result = above_autograd(op, *args[:place], other.detach(), *args[place + 1 :], **kwargs)
+        result, *_ = above_autograd(op, *args[:place], other.detach(), *args[place + 1 :], **kwargs)
         return _FlatIn.apply(result, other)  # type: ignore[no-untyped-call]
 
     return run
@@ -67,7 +67,7 @@ def _written(op: OpOverload, written: torch.Tensor, *args: Any, **kwargs: Any) -
         or written.is_complex()
         or not (_may_differentiate() and any(tensor.requires_grad for tensor in tensors))
     ):
-        return above_autograd(op, written, *args, **kwargs)
+        return above_autograd(op, written, *args, **kwargs)[0]
     is_flat, function = _IN_PLACE[op]
     # What is written to is a copy to its own gradient.
     parts = [tensor.detach() if flat else tensor.clone() for tensor, flat in zip(tensors, is_flat, strict=False)]
@@ -76,11 +76,29 @@ def _written(op: OpOverload, written: torch.Tensor, *args: Any, **kwargs: Any) -
     return written.copy_(_FlatIn.apply(result, *flats))  # type: ignore[no-untyped-call]
 
 
+def _as_ever(op: OpOverload, tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of `op` on `tensor` and others; in most backwards autograd has nothing to do there, and is passed."""
+    others = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    kinds = {type(tensor), torch.Tensor, torch.nn.Parameter}
+    is_direct = not (is_plain(tensor) or torch.is_grad_enabled() or is_traced() or is_transformed())
+    if is_direct and all(type(other) in kinds for other in others):
+        return tensor.__torch_dispatch__(op, (type(tensor),), args, kwargs)
+    results = above_autograd(op, *args, **kwargs)
+    return results[0] if len(op._schema.returns) == 1 else results
+
+
+def _prelu_backward(op: OpOverload, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Beside a weight that needs no gradient, the slope is the same everywhere around `tensor`."""
+    if is_plain(tensor) or weight.requires_grad or not (tensor.requires_grad and _may_differentiate()):
+        return _as_ever(op, tensor, (grad, tensor, weight), {})
+    result, weight_grad = above_autograd(op, grad, tensor.detach(), weight)
+    return _FlatIn.apply(result, tensor), weight_grad  # type: ignore[no-untyped-call]
+
+
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = (
-        above_autograd(op, matrix) if is_plain(matrix) or matrix.ndim != 2 else matrix.diagonal().sum()
-    )
-    return result
+    if is_plain(matrix) or matrix.ndim != 2:
+        return above_autograd(op, matrix)[0]
+    return matrix.diagonal().sum()
 
 
 def _det(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
@@ -121,6 +139,7 @@ _IN_PLACE: Final[dict[OpOverload, tuple[tuple[bool, ...], Callable[..., torch.Te
 """By which of their tensors the derivative is zero, and the same not in place."""
 
 ZERO_GRADS: Final[dict[OpOverload, Callable[..., Any]]] = {
+    _aten._prelu_kernel_backward.default: _prelu_backward,
     _aten.copysign.Tensor: _flat_in(1),
     _aten.linalg_det.default: _det,
     _aten.nextafter.default: _flat_in(1),
