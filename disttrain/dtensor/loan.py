@@ -102,7 +102,8 @@ class Loan:
         if self._before is None:
             self._fetch.write(self.moved, self._part)
         else:
-            new, old = (self._part.new_empty(self._part.shape) for _ in range(2))
+            # Alike where nothing is written to.
+            new, old = _copy(self._part), _copy(self._part)
             self._fetch.write(self.moved, new)
             self._fetch.write(self._before, old)
             write_changes(new, old, self._part)

@@ -182,6 +182,21 @@ def test_of_parts_of_a_sum_no_write_goes_back_to_what_overlaps_itself() -> None:
     run_threads(4, body)
 
 
+def test_a_write_to_some_of_what_overlaps_itself_leaves_the_rest() -> None:
+    def windows(x: torch.Tensor) -> torch.Tensor:
+        return x.unfold(0, 2, 1).transpose(3, -2).diagonal(0, -1, -3)
+
+    def body() -> None:
+        for factor in range(1, 30):
+            plain = torch.arange(20.0, dtype=torch.float64).view(5, 2, 2) * factor
+            x = laid(plain.clone(), disttrain.init_device_mesh("cpu", (2,)), [Shard(0)])
+            for tensor in (plain, x):
+                windows(tensor).select(0, 3).cumsum_(-1)
+            assert torch.equal(x.full_tensor(), plain)
+
+    run_threads(2, body)
+
+
 def test_a_list_is_counted_as_written_to() -> None:
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", (2,))
