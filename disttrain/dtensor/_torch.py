@@ -90,7 +90,7 @@ def binding_of(op: OpOverload) -> Callable[..., Any]:
     if op.namespace == "aten" and op._overloadname != "out":
         name = op._schema.name.partition("::")[2]
         if name in BOUND_FUNCTIONS or name.startswith(("_foreach_", "_fused_adam")):
-            return cast(Callable[..., Any], getattr(torch._C._VariableFunctions, name))
+            return cast(Callable[..., Any], getattr(torch._C._VariableFunctions, name, op))
         if name in BOUND_METHODS:
             return cast(Callable[..., Any], getattr(torch._C.TensorBase, name))
         if name in BOUND_LINALG:

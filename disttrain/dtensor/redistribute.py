@@ -170,7 +170,10 @@ def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: t
 
 def _signed_power(values: torch.Tensor, exponent: float) -> torch.Tensor:
     """A norm that was written to may be negative, on the one rank that holds it: its powers are, too."""
-    return values.abs().pow_(exponent).copysign_(values)
+    magnitudes = values.abs()
+    if exponent == 2.0:
+        return magnitudes.mul_(values)
+    return (magnitudes.sqrt_() if exponent == 0.5 else magnitudes.pow_(exponent)).copysign_(values)
 
 
 def _is_average_of_floats(local: torch.Tensor, partial: Partial) -> bool:
