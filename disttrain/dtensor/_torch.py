@@ -59,15 +59,12 @@ __all__ = [
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that only wants to see aten operators."""
 
-
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
-
 
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of a class with a shape and no storage: (class, size, strides, storage offset, memory format, dtype, layout,
 device, pin memory, requires grad, ...)."""
-
 
 BOUND_FUNCTIONS = frozenset(
     [
@@ -119,7 +116,7 @@ def use_foreach_for(cls: type[torch.Tensor]) -> None:
 def is_called_by_autograd() -> bool:
     """True when the operator being dispatched is called by the formula of a gradient, not by a hook or other function.
 
-    To be asked below a `__torch_dispatch__`.
+    To be asked below a `__torch_dispatch__`. What a formula calls may have been caught, and called again.
     """
     if torch._C._current_autograd_node() is None:
         return False
@@ -127,7 +124,6 @@ def is_called_by_autograd() -> bool:
     while frame.f_code.co_name != "__torch_dispatch__" and frame.f_back is not None:
         frame = frame.f_back
     caller = frame.f_back
-    # What a formula calls may have been caught, and called again.
     while caller and caller.f_globals["__name__"] in (__name__, "disttrain.dtensor.zero_grads", "torch._ops"):
         caller = caller.f_back
     # On a device the engine has a thread of its own, without a frame.
@@ -188,7 +184,7 @@ def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None
 
 def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
     """A number of which it is recorded how `expression` comes of the known ones."""
-    # Loaded by whoever records, as is the next one.
+    # Loaded by whoever records.
     from torch.utils._sympy.interp import sympy_interp
 
     # And this one.
@@ -301,12 +297,11 @@ def is_transformed() -> bool:
 # What is registered holds as long as these do.
 _ATEN: Final = torch.library.Library("aten", "IMPL")
 _OWN: Final = torch.library.Library("disttrain", "FRAGMENT")
-# torch 2.11 lets nothing come to a subclass but by the kernel whose place a caught operator's has taken. An operator
-# that nobody catches comes by it, and calls the other one from there.
+# To a subclass torch 2.11 lets come only what passes the kernel that is replaced where we catch; as this one does.
 _OWN.define("above_autograd(Tensor[] given, int call) -> Tensor[]")
 _UNCAUGHT: Final[dict[int, Callable[[], list[torch.Tensor]]]] = {}
-for _key in ("CompositeImplicitAutograd", "Python"):
-    _OWN.impl("above_autograd", lambda _, call: _UNCAUGHT.pop(call)(), _key)
+_OWN.impl("above_autograd", lambda _, call: _UNCAUGHT.pop(call)(), "CompositeImplicitAutograd")
+_OWN.impl("above_autograd", lambda _, call: _UNCAUGHT.pop(call)(), "Python")
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
