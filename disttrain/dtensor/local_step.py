@@ -163,7 +163,8 @@ def _send_stand_in(
     if type(optimizer) not in _BY_ELEMENT or len(args) > 1 or kwargs or optimizer._optimizer_step_pre_hooks:
         return None
     groups = optimizer.param_groups
-    if torch.compiler.is_compiling() or not any(isinstance(group["params"][0], DTensor) for group in groups):
+    firsts = chain.from_iterable(group["params"][:1] for group in groups)
+    if torch.compiler.is_compiling() or not any(isinstance(first, DTensor) for first in firsts):
         return None
     stand_in: _StandIn = optimizer.__dict__.setdefault("_stand_in", _StandIn())
     state: dict[torch.Tensor, dict[str, Any]] = {}

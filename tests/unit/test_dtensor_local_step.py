@@ -105,6 +105,21 @@ def test_steps_are_those_of_one_process(name: str, num_plain: int) -> None:
     run_threads(3, body)
 
 
+@pytest.mark.parametrize("num_cut", [0, 4])
+def test_a_group_may_be_empty(num_cut: int) -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        some, alone = parameters(mesh, 4 - num_cut), parameters(None)
+        ours, plain = (optim.AdamW([{"params": []}, {"params": params}], lr=0.1) for params in (some, alone))
+        for number in range(3):
+            for params, optimizer in ((some, ours), (alone, plain)):
+                give_gradients(params, number)
+                optimizer.step()
+            assert_same(some, alone)
+
+    run_threads(2, body)
+
+
 def test_what_is_replaced_between_steps_is_noticed() -> None:
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", (2,))
