@@ -26,21 +26,26 @@ Receivers = Sequence[ShardedParam | None]
 
 
 def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
-    """Add each receiver's part of a flat buffer to its gradient, and call its hooks."""
+    """Add each receiver's part of a flat buffer to its gradient, and call its hooks.
+
+    Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
+    of them may step an optimizer that has others of these parameters.
+    """
+    hooked: list[torch.Tensor] = []
     for param, slot in zip(receivers, slots, strict=True):
         if param is None:
             continue
         sharded, local = param.sharded, param.slot_view(flat, slot)
-        is_hooked = has_hooks(sharded)
-        if is_hooked:
+        if has_hooks(sharded):
+            hooked.append(sharded)
             local = _hooked(param, local, gradient_hooks(sharded))
         if sharded.grad is None:
             sharded.grad = DTensor(local, param.spec)
         else:
             sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-        if is_hooked:
-            for hook in post_accumulate_hooks(sharded):
-                hook(sharded)
+    for sharded in reversed(hooked):
+        for hook in post_accumulate_hooks(sharded):
+            hook(sharded)
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:

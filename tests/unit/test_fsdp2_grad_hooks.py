@@ -95,13 +95,31 @@ def test_gradients_are_reduced_once_and_hooks_are_called_once_for_that() -> None
             own_loss(model, 0).backward()
             assert bool(calls) == is_last
         names = [name for name, _ in model.named_parameters()]
-        assert [kind for _, kind, _ in calls] == ["grad", "sum"] * len(names)
-        assert sorted(name for name, kind, _ in calls if kind == "sum") == sorted(names)
+        assert sorted((name, kind) for name, kind, _ in calls) == sorted((n, k) for n in names for k in ("grad", "sum"))
+        seen = [(name, kind) for name, kind, _ in calls]
+        assert all(seen.index((name, "grad")) < seen.index((name, "sum")) for name in names)
         # Blocks are reduced as their backwards end, the root last.
         first = [name.split(".")[1] for name, kind, _ in calls if name.startswith("blocks") and kind == "sum"]
         assert first == sorted(first, reverse=True)
         assert not calls[-1][0].startswith("blocks")
         assert {placements for _, _, placements in calls} == {model.head.weight.placements}
+
+    run_threads(2, body)
+
+
+def test_a_hook_finds_the_gradients_of_what_is_reduced_together() -> None:
+    plain = plain_model()
+
+    def body() -> None:
+        reference = copy.deepcopy(plain)
+        model = sharded(plain)
+        for one in (model, reference):
+            optimizer = torch.optim.SGD(one.parameters(), 0.5)
+            # Backward comes to the embedding last: all gradients are there.
+            one.embedding.weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        own_loss(model, 0).backward()
+        models.loss_of(reference, models.batch(0)).backward()
+        assert_same(model, reference)
 
     run_threads(2, body)
 
