@@ -163,6 +163,31 @@ def test_optimizers_without_a_state(options: str) -> None:
     assert other.param_groups[0]["betas"] == (0.5, 0.75)
 
 
+def test_an_optimizer_that_needs_a_closure() -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 1)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = (model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])) - 1).square().sum()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+
+    model, optimizer = made()
+    ours.get_state_dict(model, optimizer)
+    step(model, optimizer)
+    other, its_optimizer = made()
+    model_state, state = copy.deepcopy(ours.get_state_dict(model, optimizer))
+    ours.set_state_dict(other, its_optimizer, model_state_dict=model_state, optim_state_dict=state)
+    for one in ((model, optimizer), (other, its_optimizer)):
+        step(*one)
+    assert plain(other.state_dict()) == plain(model.state_dict())
+
+
 def test_a_wrapped_model_has_the_names_of_the_plain_one() -> None:
     model, optimizer = make("adamw")
     expected = plain(ours.get_state_dict(model, optimizer))

@@ -92,11 +92,16 @@ def fill_state(optimizer: Optimizer) -> None:
         # Some optimizers write to parameters without gradients too, as far as the rate lets them.
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
     try:
-        optimizer.step(closure=None)
+        optimizer.step(closure=_zero)  # LBFGS, and others that look ahead, need one
     finally:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         optimizer.zero_grad(set_to_none=True)
+
+
+def _zero() -> float:
+    """A loss that leaves gradients as they are."""
+    return 0.0
 
 
 def _laid(
