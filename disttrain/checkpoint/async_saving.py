@@ -294,7 +294,7 @@ class AsyncSaver:
         outline = described.outline
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
         contents = contents_of(outlines) if council.rank == 0 else None
-        shared = shared_names([outline.values for outline in outlines])[council.rank] if council.size > 1 else []
+        shared = shared_names([outline.compared for outline in outlines])[council.rank] if council.size > 1 else []
         self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents, shared)
         if self._session is None:
             self._session = Session(council.world, token, self._memory)

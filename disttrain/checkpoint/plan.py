@@ -6,6 +6,7 @@ function of one rank's wishes and the manifest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,11 @@ from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 SPLIT_BYTES = 4 << 20
 """A part that several ranks hold is split among them when it is larger."""
+
+_MOST_COMPARED = 1 << 14
+"""Integers of one tensor that are compared among ranks: no more than the state of a generator, or a few."""
+_INTEGERS = frozenset(["bool", "uint8", "int8", "int16", "int32", "int64"])
+_NUMBERS = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,12 @@ class Outline:
     per_rank: Sequence[str] = ()
     same_as: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def compared(self) -> list[str]:
+        """What is looked at before a save: values, and plain tensors that are like values, such as counters and
+        states of generators. Floats of several elements, such as averages of batches, may be each rank's own."""
+        return [*self.values, *(name for name, sharding in self.tensors.items() if _is_like_a_value(sharding))]
+
     def to_plain(self) -> list[Any]:
         tensors = {name: sharding.to_plain() for name, sharding in self.tensors.items()}
         return [tensors, list(self.values), list(self.per_rank), dict(self.same_as)]
@@ -41,6 +53,13 @@ class Outline:
     def from_plain(cls, plain: list[Any]) -> Outline:
         tensors, values, per_rank, same_as = plain
         return cls({name: Sharding.from_plain(item) for name, item in tensors.items()}, values, per_rank, same_as)
+
+
+def _is_like_a_value(sharding: Sharding) -> bool:
+    if not sharding.is_plain:
+        return False
+    shape, dtype = sharding.shape, sharding.dtype
+    return (not shape and dtype in _NUMBERS) or (dtype in _INTEGERS and math.prod(shape) <= _MOST_COMPARED)
 
 
 @dataclass(frozen=True)

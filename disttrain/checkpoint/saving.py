@@ -46,7 +46,8 @@ def save(
     """Save a state into the new folder `path`.
 
     Args:    state_dict  dicts, to any depth, of tensors, DTensors, modules, Statefuls, PerRank and plain values. Plain
-                         values must be equal on all ranks, plain tensors are taken to be: one rank writes them. A
+                         values must be equal on all ranks, and so must plain tensors on CPUs that are like values:
+                         of one number, or few integers. Other plain tensors are taken to be: one rank writes them. A
                          data loader of torchdata is taken as PerRank.
              storage     where `path` is; default: what a URL such as `s3://bucket/x` means to fsspec, else files.
              checkpoint_id, process_group, no_dist  as in torch.distributed.checkpoint: another word for path; the
@@ -75,7 +76,7 @@ def save_folder(
             nonlocal tree, outline
             tree = take_apart(council.operation, state)
             outline = tree.outline()
-            return [path.name, digest_of(outline), digest_of_values(tree), findings(tree)]
+            return [path.name, digest_of(outline), digest_of_values(tree, outline.compared), findings(tree)]
 
         def begin(described: list[list[Any]]) -> list[Any]:
             names, digests, of_values, found = zip(*described, strict=True)
@@ -88,7 +89,7 @@ def save_folder(
             return [target.save_id, len(set(digests)) == 1, len(set(of_values)) == 1]
 
         save_id, are_alike, values_are_alike = council.agree(describe, begin)
-        values = {} if values_are_alike else packed_values(tree)
+        values = {} if values_are_alike else packed_values(tree, outline.compared)
         if are_alike and not values_are_alike:
             council.agree(lambda: described_values(values), lambda found: refuse_differing(council.operation, found))
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline, values)
@@ -112,28 +113,29 @@ def metadata_of(save_id: str) -> dict[str, str]:
     return {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
 
 
-def digest_of_values(tree: Tree) -> bytes:
-    """Equal for plain values that are packed alike."""
-    values = tree.values
+def digest_of_values(tree: Tree, names: Sequence[str]) -> bytes:
+    """Equal for values that are packed alike."""
+    values = tree.compared(names)
     try:
         return xxhash.xxh3_128_digest(pack([list(values), list(values.values())]))
     except ShapeError:
-        packed_values(tree)  # raises for the one that cannot be packed, by name
+        packed_values(tree, names)  # raises for the one that cannot be packed, by name
         raise
 
 
-def packed_values(tree: Tree) -> dict[str, bytes]:
-    """Each plain value. Raises CheckpointError for one that cannot be saved."""
-    return {name: _packed(tree, name, value) for name, value in tree.values.items()}
+def packed_values(tree: Tree, names: Sequence[str]) -> dict[str, bytes]:
+    """Each of these values. Raises CheckpointError for one that cannot be saved."""
+    return {name: _packed(tree, name, value) for name, value in tree.compared(names).items()}
 
 
 def packed_groups(tree: Tree, shared: Sequence[tuple[int, Sequence[str]]]) -> list[Group]:
     """The values that other ranks have as well; see `shared_names`."""
-    values = tree.values if shared else {}
+    names_of_all = [name for _, names in shared for name in names]
+    values = tree.compared(names_of_all)
     try:
         return [Group(number, names, pack([values[name] for name in names])) for number, names in shared]
     except ShapeError:
-        packed_values(tree)  # raises for the one that cannot be packed, by name
+        packed_values(tree, names_of_all)  # raises for the one that cannot be packed, by name
         raise
 
 

@@ -66,15 +66,18 @@ class Tree:
             same_as,
         )
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """The plain values, which are to be alike on all ranks, in the order of names."""
-        leaves = {name: self.leaves[name] for name in sorted(self.leaves)}
-        return {
-            name: leaf.value if isinstance(leaf, Value) else leaf
-            for name, leaf in leaves.items()
-            if not isinstance(leaf, torch.Tensor | PerRank)
-        }
+    def compared(self, names: Iterable[str]) -> dict[str, Any]:
+        """What is to be alike on all ranks, see `Outline.compared`, in the order of names. Of tensors those on CPUs: a
+        save does not wait here for a GPU."""
+        values: dict[str, Any] = {}
+        for name in sorted(names):
+            leaf = self.leaves[name]
+            if isinstance(leaf, torch.Tensor):
+                # There may be many numbers, such as the steps of optimizers: they are packed sooner than tensors.
+                values[name] = None if not leaf.is_cpu else leaf if leaf.ndim else leaf.item()
+            else:
+                values[name] = leaf.value if isinstance(leaf, Value) else leaf
+        return values
 
     def make_for(self, name: str) -> Make | None:
         """How to make a tensor for a leaf that the state does not have; None where no place is open for it."""

@@ -57,6 +57,13 @@ def refused(*states: dict[str, Any]) -> list[str]:
         ([{"x": 1, "own0": 1}, {"x": 2, "own1": torch.ones(1)}], "'x' is 1 on rank 0, 2 on rank 1."),
         ([{"x": np.zeros(3)}, {"x": np.ones(3)}], r"'x' is an array of <f8[3]... (digest "),
         ([{"x": [torch.zeros(3)]}, {"x": [torch.ones(3)]}], r"'x' is [a tensor of float32[3]...] (digest "),
+        ([{"x": torch.tensor(3)}, {"x": torch.tensor(4)}], "'x' is 3 on rank 0, 4 on rank 1"),
+        ([{"x": torch.tensor(0.5)}, {"x": torch.tensor(0.25)}], "'x' is 0.5 on rank 0, 0.25 on rank 1"),
+        (
+            [{"x": torch.zeros(5056).byte()}, {"x": torch.ones(5056).byte()}],
+            r"'x' is a tensor of uint8[5056]... (digest ",
+        ),
+        ([{"x": torch.tensor(3)}, {"x": torch.tensor(4), "y": 0}], "'x' is 3 on rank 0, 4 on rank 1"),
         ([{"x": "a" * 99 + "b"}, {"x": "a" * 100}], "'x' is 'aaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaab' (digest "),
         ([{f"x{at}": rank for at in range(9)} for rank in range(2)], "'x3' is 0 on rank 0, 1 on rank 1; and 5 more."),
         ([{"o": {"param_groups": [{"lr": rank}]}} for rank in range(2)], "flatten_optimizer_state_dict=True"),
@@ -76,6 +83,8 @@ def test_all_ranks_are_told_who_has_what(states: list[dict[str, Any]], sentence:
         [{"x": 1, "y": 0.0}, {"x": 1.0, "y": -0.0}],
         [{"x": 1}, {}, {"x": 1, "y": 2}],
         [{"x": PerRank(1)}, {"x": PerRank(2)}],
+        # As the averages of batches that each rank has its own of.
+        [{"x": torch.zeros(3), "y": torch.ones(())}, {"x": torch.ones(3), "y": torch.ones(())}],
         [{"x": PerRank(1)}, {}],
     ],
 )
