@@ -31,7 +31,7 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
     Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
     of them may step an optimizer that has others of these parameters.
     """
-    hooked: list[torch.Tensor] = []
+    hooked: list[torch.nn.Parameter] = []
     for param, slot in zip(receivers, slots, strict=True):
         if param is None:
             continue
