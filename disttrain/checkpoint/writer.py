@@ -79,4 +79,5 @@ def _slices_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # A single element may have any stride, and is contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

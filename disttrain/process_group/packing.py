@@ -34,10 +34,12 @@ def _extend(value: object) -> msgpack.ExtType:
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, pack(list(value)))
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        whole = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # A single element may have any stride, and is contiguous.
+        flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         name = str(value.dtype).removeprefix("torch.")
         return msgpack.ExtType(_TENSOR, pack([name, list(value.shape), flat.numpy().tobytes()]))
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
         return msgpack.ExtType(_ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
     if isinstance(value, torch.dtype):
         return msgpack.ExtType(_DTYPE, str(value).removeprefix("torch.").encode())

@@ -236,3 +236,14 @@ def test_a_tensor_that_no_memory_holds_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("disttrain.checkpoint.whole._empty", fail)
     with pytest.raises(CheckpointError, match="there is no memory for the 8 bytes of 'w': DefaultCPU"):
         load_full(tmp_path / "save")
+
+
+@pytest.mark.parametrize("num_elements", [1, 3])
+def test_a_tensor_with_gaps_between_its_elements(tmp_path: Path, num_elements: int) -> None:
+    numbers = torch.view_as_complex(torch.arange(1.0, 1 + 2 * num_elements).view(-1, 2))
+    views = {"imag": numbers.imag, "conj": numbers.conj(), "neg": numbers.conj().imag}
+    save(dict(views), tmp_path / "save")
+    found = load_full(tmp_path / "save")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: view.tolist() for name, view in views.items()
+    }

@@ -36,6 +36,15 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert (back[0].dtype, back[0].shape, back[1]) == (dtype, tensor.shape, dtype)
 
 
+def test_views_of_complex_numbers() -> None:
+    for num_elements in (1, 3):
+        numbers = torch.arange(1.0, 1 + 2 * num_elements).view(-1, 2)
+        numbers = torch.view_as_complex(numbers)
+        for view in (numbers.imag, numbers.conj(), numbers.conj().imag):
+            found = unpack(pack(view))
+            assert found.tolist() == view.tolist()
+
+
 def test_a_transposed_tensor_and_an_array() -> None:
     tensor = torch.arange(6).view(2, 3).T
     array = np.arange(6, dtype=np.int16).reshape(3, 2)
@@ -45,7 +54,7 @@ def test_a_transposed_tensor_and_an_array() -> None:
     assert back[1].dtype == array.dtype
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), 2**70])
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), np.zeros(2, [("x", "i4")]), 2**70])
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ShapeError, match="cannot travel"):
         pack(value)
