@@ -12,6 +12,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import when_backward_ends
 from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
+from disttrain.fsdp2.stale_graphs import free_old
 from disttrain.fsdp2.structure import Structure
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class RootContext:
         self.order.begin()
         for state in self.states:
             state.forget_forward()
-            if not state.is_kept_unsharded:
-                state.reshard()
+            free_old(state.groups, is_kept=state.is_kept_unsharded)
 
     def begin_backward(self) -> None:
         """The first gradient of a backward pass reaches the model."""

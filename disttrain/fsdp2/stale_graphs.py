@@ -30,6 +30,14 @@ def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple
     return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))
 
 
+def free_old(groups: Sequence[ParamGroup], *, is_kept: bool) -> None:
+    """Free what may have been overwritten since it was gathered: all, or of what is kept those whose shards have been
+    written to, as by an optimizer."""
+    for group in groups:
+        if not is_kept or group.gathered != versions(group.params, group._flat):
+            group.reshard()
+
+
 def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind: str) -> None:
     """Raise ShardingError where other values have been gathered for a backward than `gathered` for its forward, in
     turn those of `groups`, which are a module's, of this `kind`.

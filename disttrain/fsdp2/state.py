@@ -26,7 +26,7 @@ from disttrain.fsdp2.policies import MixedPrecisionPolicy
 from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
-from disttrain.fsdp2.stale_graphs import refuse_stale
+from disttrain.fsdp2.stale_graphs import free_old, refuse_stale
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 from disttrain.fsdp2.structure import STATE, check_parameters
 
@@ -218,10 +218,10 @@ class ShardState:
             if not context.structure.holds():
                 context = self.become_root()
                 context.begin_forward()
-        elif not (context.is_in_forward or is_within or self.is_kept_unsharded):
+        elif not (context.is_in_forward or is_within):
             # Called on its own, without the root: here, too, what was gathered may have been overwritten since.
-            self.reshard()
-            if not context.structure.holds():
+            free_old(self.groups, is_kept=self.is_kept_unsharded)
+            if not (self.is_kept_unsharded or context.structure.holds()):
                 context.root.become_root()
                 # What that does not hold any more is a root of its own.
                 context = self.become_root() if self.context in (None, context) else self.context

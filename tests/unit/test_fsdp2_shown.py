@@ -14,6 +14,7 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from disttrain.kernels import AdamW
 from disttrain.testing import run_threads
 
 
@@ -343,5 +344,32 @@ def test_precision_is_the_modules_own_affair() -> None:
         out = model(own(X))
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
         assert out.dtype == torch.float32
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("how", ["after backward", "by hand"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_is_kept_is_gathered_anew_once_an_optimizer_has_stepped(how: str, is_fused: bool) -> None:
+    def body() -> None:
+        model, plain = sharded(), copy.deepcopy(PLAIN)
+        assert isinstance(model, FSDPModule)
+        kind = AdamW if is_fused else torch.optim.AdamW
+        optimizers = [kind(one.parameters(), lr=0.1) for one in (model, plain)]
+        if how == "after backward":
+            model.set_reshard_after_backward(False)
+        for _ in range(3):
+            torch.testing.assert_close(model(X), plain(X))
+            for one, optimizer in zip((model, plain), optimizers, strict=True):
+                one(X).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if how == "by hand":
+                model.unshard()
+                for optimizer, one in zip(optimizers, (model, plain), strict=True):
+                    for parameter in optimizer.param_groups[0]["params"]:
+                        parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+                    one.zero_grad()
 
     run_threads(2, body)
