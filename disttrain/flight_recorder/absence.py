@@ -27,7 +27,7 @@ _IO_FILES: Final = (
 """Where a thread is innermost, it waits for somebody outside the process."""
 _DEVICE_FILES: Final = ("/torch/cuda/__init__.py", "/torch/cuda/streams.py", "/torch/accelerator/__init__.py")
 _OF_TRANSPORTS: Final = {"BackendError", "CollectiveTimeoutError", "StoreConnectionError", "StoreTimeoutError"}
-_OF_OTHERS: Final = ("another rank has failed", " has ended: ")
+_OF_OTHERS: Final = ("another rank has failed", " has ended: ", "not every rank came, nor can: ")
 _LIFELESS_S: Final = 1.0
 
 
