@@ -13,6 +13,7 @@ import torch
 
 from disttrain.dtensor import DTensor, Partial, Replicate
 from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import backward_is_running
 from disttrain.fsdp2.extensions import ExtensionGroup
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
@@ -24,7 +25,11 @@ def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) ->
 
     Raises ShardingError for what they cannot compute with.
     """
+    is_backward = backward_is_running()
     if not is_given([place.found for place in places]):
+        if is_backward:
+            # Its forward has computed with what is gathered.
+            return
         # Other parameters, which came while the gathered ones were there: they are the module's from now on.
         group.reshard()
         group.unshard()
@@ -36,7 +41,9 @@ def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) ->
         if place.found is None:
             place.param.refuse_removed()
         if place.found not in values:
-            values[place.found] = _whole(group, place.param, place.found, device)
+            # A checkpoint computes again with what is made in its backward, whose hooks record nothing by themselves.
+            with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
+                values[place.found] = _whole(group, place.param, place.found, device)
         group.shown.lend(place, values[place.found])
 
 

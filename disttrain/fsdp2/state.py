@@ -126,12 +126,14 @@ class ShardState:
         """Have the module compute with the gathered parameters."""
         for group in self.groups:
             group.wait_for_unshard()
-            group.show()
+        self.show()
 
     def show(self) -> None:
-        """Have the module compute with the gathered parameters, where it has them."""
+        """Have the module compute with the gathered parameters, where it has them, or with what it was given."""
         for group in self.groups:
-            group.show()
+            others = group.show()
+            if others:
+                take_up(group, others, self.device)
 
     def show_shards(self) -> None:
         """Let whoever asks the module have the shards, but where the user has asked for gathered parameters."""
@@ -226,11 +228,7 @@ class ShardState:
                 # What that does not hold any more is a root of its own.
                 context = self.become_root() if self.context in (None, context) else self.context
         self.unshard()
-        for group in self.groups:
-            group.wait_for_unshard()
-            others = group.show()
-            if others and not is_recomputation:
-                take_up(group, others, self.device)
+        self.wait_for_unshard()
         self._num_running += 1
         if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.dtensor import Shard, distribute_tensor
@@ -124,6 +125,49 @@ def test_a_tied_parameter_is_given_once() -> None:
         torch.testing.assert_close(functional_call(model, given, (X,)), expected(X))
         assert model[0].weight is model[2].weight
         torch.testing.assert_close(model(X), tied(X))
+
+    run_threads(2, body)
+
+
+class Recomputed(nn.Module):
+    """A layer that is in two places, of which a backward computes each again."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6).double()
+        self.second = self.first
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant).tanh()
+        return x
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("each", [True, False])
+def test_what_torch_leaves_in_a_layer_of_two_places_is_computed_with_again(use_reentrant: bool, each: bool) -> None:
+    """Of such a layer, functional_call puts the given value back, not what was there."""
+    plain = Recomputed(use_reentrant)
+
+    def body() -> None:
+        model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
+        if each:
+            fully_shard(model.first)
+        fully_shard(model)
+        found = []
+        for one, rows in ((model, own(X)), (expected, X)):
+            given = {name: (p.detach() * 0.8).requires_grad_() for name, p in one.named_parameters()}
+            x = rows.clone().requires_grad_()
+            functional_call(one, given, (x,))
+            assert one.first.weight is given["first.weight"]
+            one(x).square().mean().backward()
+            found.append((x.grad, [value.grad for value in given.values()]))
+            assert one.first.weight is given["first.weight"]
+        (x_grad, grads), (expected_x_grad, expected_grads) = found
+        torch.testing.assert_close(x_grad, own(expected_x_grad) * disttrain.get_world_size())
+        for grad, expected_grad in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(grad.full_tensor(), expected_grad)
 
     run_threads(2, body)
 
