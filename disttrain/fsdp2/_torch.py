@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from types import FrameType
 from typing import Any, cast
 
@@ -11,6 +13,12 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.utils import stateless
+
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
+
+_BACKWARD_HOOKS = attrgetter("_backward_hooks")
+_POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -64,9 +72,13 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def has_hooks(leaf: torch.Tensor) -> bool:
-    """True where a hook of the user's waits for the leaf's gradient."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+def have_hooks(leaves: Sequence[torch.Tensor], own: Callable[..., Any]) -> bool:
+    """True where a hook waits for the gradient of a leaf, other than `own`, which is called after it has been added."""
+    # All of it runs in C: it is asked of each parameter in each step.
+    if any(map(_BACKWARD_HOOKS, leaves)):
+        return True
+    later = chain.from_iterable(map(dict.values, filter(None, map(_POST_ACCUMULATE_HOOKS, leaves))))
+    return any(map(is_not, later, repeat(own)))
 
 
 def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from disttrain.dtensor import DTensor, Spec
+from disttrain.dtensor.settled_grads import settle_gradient
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import gradient_hooks, has_hooks, post_accumulate_hooks
+from disttrain.fsdp2._torch import gradient_hooks, have_hooks, post_accumulate_hooks, without_overrides
 from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.param import ShardedParam
@@ -26,26 +27,30 @@ Receivers = Sequence[ShardedParam | None]
 
 
 def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
-    """Add each receiver's part of a flat buffer to its gradient, and call its hooks.
+    """Add each receiver's part of a flat buffer to its gradient, and call its hooks."""
+    given = [(param, slot) for param, slot in zip(receivers, slots, strict=True) if param is not None]
+    with without_overrides():
+        is_hooked = have_hooks([param.sharded for param, _ in given], settle_gradient)
+        if not is_hooked:
+            for param, slot in given:
+                _add(param, param.slot_view(flat, slot))
+    if is_hooked:
+        for param, slot in given:
+            local = param.slot_view(flat, slot)
+            if hooks := gradient_hooks(param.sharded):
+                local = _hooked(param, local, hooks)
+            _add(param, local)
+            for hook in post_accumulate_hooks(param.sharded):
+                hook(param.sharded)
 
-    Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
-    of them may step an optimizer that has others of these parameters.
-    """
-    hooked: list[torch.nn.Parameter] = []
-    for param, slot in zip(receivers, slots, strict=True):
-        if param is None:
-            continue
-        sharded, local = param.sharded, param.slot_view(flat, slot)
-        if has_hooks(sharded):
-            hooked.append(sharded)
-            local = _hooked(param, local, gradient_hooks(sharded))
-        if sharded.grad is None:
-            sharded.grad = DTensor(local, param.spec)
-        else:
-            sharded.grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-    for sharded in reversed(hooked):
-        for hook in post_accumulate_hooks(sharded):
-            hook(sharded)
+
+def _add(param: ShardedParam, local: torch.Tensor) -> None:
+    sharded = param.sharded
+    grad = sharded.grad
+    if grad is None:
+        sharded.grad = DTensor(local, param.spec)
+    else:
+        grad._local_tensor.add_(local)  # type: ignore[attr-defined]
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:
@@ -54,7 +59,7 @@ def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: 
     on_host.copy_(flat, non_blocking=True)
     comm.offloaded = comm.streams.mark()
     shards = [param.sharded for param in receivers if param is not None]
-    is_hooked = any(map(has_hooks, shards))
+    is_hooked = have_hooks(shards, settle_gradient)
     if is_hooked or any(shard.grad is not None for shard in shards):
         comm.finish_offload()
     if is_hooked:
