@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from types import FrameType
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from torch.nn.utils import stateless
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -29,6 +30,17 @@ def parameters_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's children by name, as they are registered."""
     return module._modules
+
+
+def are_same(ones: Iterable[object], others: Iterable[object]) -> bool:
+    """True where each of the ones is the other, which there is for each."""
+    return all(map(is_, ones, others))
+
+
+def which_require_grad(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each whether gradients are asked for."""
+    with without_overrides():
+        return [*map(_REQUIRES_GRAD, tensors)]
 
 
 def is_functional_call() -> bool:

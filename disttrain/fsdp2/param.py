@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -13,11 +15,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import parameters_of, registered_parameter
+from disttrain.fsdp2._torch import are_same, parameters_of, registered_parameter
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import is_given
 
+local_part = attrgetter("_local_tensor")
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
@@ -199,6 +202,23 @@ class ShardedParam:
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
         return grad
+
+
+class LaidOut:
+    """Parameters as they have been laid out; asked before each gather."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        owners = [param.owners[0] for param in params]
+        self._parameters = [parameters_of(owner.module) for owner in owners]
+        self._names = [owner.name for owner in owners]
+        self._shards = [param.sharded for param in params]
+        self._views = [local_part(shard) for shard in self._shards]
+
+    def holds(self) -> bool:
+        """False once one of them is not `is_laid_out` any more."""
+        return are_same(map(dict.get, self._parameters, self._names), self._shards) and are_same(
+            map(local_part, self._shards), self._views
+        )
 
 
 def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:

@@ -21,7 +21,7 @@ from disttrain.fsdp2.collectives import (
 from disttrain.fsdp2.comm import Comm, UnderWay
 from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
-from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.param import LaidOut, ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.reduced_grads import hand_out, to_host
 from disttrain.fsdp2.rounded import RoundedShards, latest
@@ -65,6 +65,7 @@ class ParamGroup:
         self._is_cut_in_front = all(param.dim == 0 for param in params)
         self._wholes: Wholes | None = None
         self._flat: torch.Tensor | None = None
+        self._laid_out: LaidOut | None = None
         self.rounded: RoundedShards | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
@@ -111,16 +112,16 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = dict.fromkeys(("comm", "_wholes", "_flat", "_gather", "_kept", "_early", "grad_sums", "rounded"))
-        return {**self.__dict__, **gone, "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
+        gone = ("comm", "_wholes", "_flat", "_laid_out", "_gather", "_kept", "_early", "grad_sums", "rounded")
+        return {**self.__dict__, **dict.fromkeys(gone), "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
-        if self._flat is not None and all(param.is_laid_out() for param in self.params):
+        if self._laid_out is not None and self._laid_out.holds():
             return
         for param in self.params:
             param.adopt_registered()
-        if self._flat is not None and all(param.is_in_place() for param in self.params):
+        if self._laid_out is not None and all(param.is_in_place() for param in self.params):
             return
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
@@ -131,7 +132,7 @@ class ParamGroup:
                 view = param.slot_view(flat, slot)
                 view.copy_(local)
                 param.lay_out(view)
-        self._flat = flat
+        self._flat, self._laid_out = flat, LaidOut(self.params)
         self.shown.forget()
         self._is_misplaced = flat.is_meta or (flat.device != self._device and not self.is_offloaded)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import is_functional_call, parameters_of
+from disttrain.fsdp2._torch import are_same, is_functional_call, parameters_of, which_require_grad
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param import ShardedParam
@@ -34,7 +34,37 @@ def is_given(found: Sequence[torch.Tensor | None]) -> bool:
     return any(one is not None and not isinstance(one, nn.Parameter) for one in found) or is_functional_call()
 
 
-_Swap = tuple[dict[str, torch.Tensor | None], str, nn.Parameter, nn.Parameter]
+@dataclass(frozen=True, eq=False)
+class _Swaps:
+    """Column by column: modules' parameters, the name of one of them, its shard, and the gathered one."""
+
+    parameters: list[dict[str, torch.Tensor | None]]
+    names: list[str]
+    shards: list[nn.Parameter]
+    wholes: list[nn.Parameter]
+
+    @classmethod
+    def of(cls, params: Sequence[ShardedParam], wholes: Sequence[nn.Parameter]) -> _Swaps:
+        """One for each owner of each parameter."""
+        owners = [owner for param in params for owner in param.owners]
+        return cls(
+            [parameters_of(owner.module) for owner in owners],
+            [owner.name for owner in owners],
+            [param.sharded for param in params for _ in param.owners],
+            [whole for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
+        )
+
+    def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
+        """Put each new one where the old one is. False where a module has something else, which is left to it."""
+        found = [*map(dict.get, self.parameters, self.names)]
+        if are_same(found, old):
+            for parameters, name, one in zip(self.parameters, self.names, new, strict=True):
+                parameters[name] = one
+            return True
+        for parameters, name, there, was, one in zip(self.parameters, self.names, found, old, new, strict=True):
+            if there is was:
+                parameters[name] = one
+        return False
 
 
 class Shown:
@@ -44,7 +74,7 @@ class Shown:
         self.is_whole = False
         """True while modules have the gathered parameters."""
         self._params = params
-        self._swaps: list[_Swap] | None = None
+        self._swaps: _Swaps | None = None
         self._asked_for: list[bool] = []
         """Which of the gathered parameters require gradients, as modules were given them."""
         self._lent: list[tuple[Place, torch.Tensor]] = []
@@ -63,30 +93,20 @@ class Shown:
         which are left as they are."""
         swaps = self._swaps
         if swaps is None:
-            swaps = self._swaps = [
-                (parameters_of(owner.module), owner.name, param.sharded, whole)
-                for param, whole in zip(self._params, wholes, strict=True)
-                for owner in param.owners
-            ]
+            swaps = self._swaps = _Swaps.of(self._params, wholes)
         self.is_whole = True
-        asked_for = self._asked_for = []
-        is_complete = True
-        for parameters, name, sharded, whole in swaps:
-            asks = sharded.requires_grad
-            if whole.requires_grad is not asks:
-                whole.requires_grad_(asks)
-            asked_for.append(asks)
-            if parameters.get(name) is sharded:
-                parameters[name] = whole
-            else:
-                is_complete = False
-        return [] if is_complete else self._others(swaps)
+        asked_for = self._asked_for = which_require_grad(swaps.shards)
+        if which_require_grad(swaps.wholes) != asked_for:
+            for whole, asks in zip(swaps.wholes, asked_for, strict=True):
+                if whole.requires_grad is not asks:
+                    whole.requires_grad_(asks)
+        return [] if swaps.put(swaps.wholes, swaps.shards) else self._others(swaps)
 
-    def _others(self, swaps: Sequence[_Swap]) -> list[Place]:
+    def _others(self, swaps: _Swaps) -> list[Place]:
         params = [param for param in self._params for _ in param.owners]
         return [
             Place(param, parameters, name, parameters.get(name))
-            for param, (parameters, name, _, whole) in zip(params, swaps, strict=True)
+            for param, parameters, name, whole in zip(params, swaps.parameters, swaps.names, swaps.wholes, strict=True)
             if parameters.get(name) is not whole
         ]
 
@@ -100,12 +120,12 @@ class Shown:
         swaps = self._swaps
         assert swaps is not None
         self.is_whole = False
-        for (parameters, name, sharded, whole), was_asked in zip(swaps, self._asked_for, strict=True):
-            if whole.requires_grad is not was_asked:
-                # Frozen, or unfrozen, by whoever saw the whole parameter.
-                sharded.requires_grad_(whole.requires_grad)
-            if parameters.get(name) is whole:
-                parameters[name] = sharded
+        if which_require_grad(swaps.wholes) != self._asked_for:
+            for sharded, whole, was_asked in zip(swaps.shards, swaps.wholes, self._asked_for, strict=True):
+                if whole.requires_grad is not was_asked:
+                    # Frozen, or unfrozen, by whoever saw the whole parameter.
+                    sharded.requires_grad_(whole.requires_grad)
+        swaps.put(swaps.shards, swaps.wholes)
         for place, value in self._lent:
             if place.parameters.get(place.name) is value:
                 place.parameters[place.name] = place.found
