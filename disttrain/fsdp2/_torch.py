@@ -87,10 +87,11 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 def have_hooks(leaves: Sequence[torch.Tensor], own: Callable[..., Any]) -> bool:
     """True where a hook waits for the gradient of a leaf, other than `own`, which is called after it has been added."""
     # All of it runs in C: it is asked of each parameter in each step.
-    if any(map(_BACKWARD_HOOKS, leaves)):
-        return True
-    later = chain.from_iterable(map(dict.values, filter(None, map(_POST_ACCUMULATE_HOOKS, leaves))))
-    return any(map(is_not, later, repeat(own)))
+    with without_overrides():
+        if any(map(_BACKWARD_HOOKS, leaves)):
+            return True
+        later = chain.from_iterable(map(dict.values, filter(None, map(_POST_ACCUMULATE_HOOKS, leaves))))
+        return any(map(is_not, later, repeat(own)))
 
 
 def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:

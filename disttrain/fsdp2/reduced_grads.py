@@ -11,6 +11,7 @@ each, on the stream that computes, ordered after the reduction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,29 +29,23 @@ Receivers = Sequence[ShardedParam | None]
 
 def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
     """Add each receiver's part of a flat buffer to its gradient, and call its hooks."""
-    given = [(param, slot) for param, slot in zip(receivers, slots, strict=True) if param is not None]
-    with without_overrides():
-        is_hooked = have_hooks([param.sharded for param, _ in given], settle_gradient)
-        if not is_hooked:
-            for param, slot in given:
-                _add(param, param.slot_view(flat, slot))
-    if is_hooked:
-        for param, slot in given:
-            local = param.slot_view(flat, slot)
-            if hooks := gradient_hooks(param.sharded):
+    shards = [param.sharded for param in receivers if param is not None]
+    is_hooked = have_hooks(shards, settle_gradient)
+    with nullcontext() if is_hooked else without_overrides():
+        for param, slot in zip(receivers, slots, strict=True):
+            if param is None:
+                continue
+            sharded, local = param.sharded, param.slot_view(flat, slot)
+            if is_hooked and (hooks := gradient_hooks(sharded)):
                 local = _hooked(param, local, hooks)
-            _add(param, local)
-            for hook in post_accumulate_hooks(param.sharded):
-                hook(param.sharded)
-
-
-def _add(param: ShardedParam, local: torch.Tensor) -> None:
-    sharded = param.sharded
-    grad = sharded.grad
-    if grad is None:
-        sharded.grad = DTensor(local, param.spec)
-    else:
-        grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+            grad = sharded.grad
+            if grad is None:
+                sharded.grad = DTensor.__new__(DTensor, local, param.spec)
+            else:
+                grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+            if is_hooked:
+                for hook in post_accumulate_hooks(sharded):
+                    hook(sharded)
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:

@@ -12,6 +12,9 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.reduced_grads import to_host
+from disttrain.fsdp2.state import state_of
 from disttrain.testing import run_threads
 from tests.fsdp2_cases import small_parts
 from tests.multirank import models
@@ -221,5 +224,26 @@ def test_a_schedule_hands_gradients_out_at_its_end() -> None:
             model.finish_grads()
             models.loss_of(plain, models.batch(step)).backward()
             assert_same(model, plain)
+
+    run_threads(2, body)
+
+
+class Waited:
+    def synchronize(self) -> None:
+        """As an event that has come."""
+
+
+def test_without_a_hook_of_the_users_nothing_waits_for_gradients_on_their_way_to_the_host() -> None:
+    def body() -> None:
+        model = sharded(plain_model(), offload_policy=CPUOffloadPolicy())
+        group = state_of(model.blocks[0]).groups[0]
+        shards, comm = [param.sharded for param in group.params], Comm(torch.device("cpu"))
+        for is_hooked in (False, True):
+            if is_hooked:
+                handle = shards[0].register_post_accumulate_grad_hook(lambda p: None)
+            comm.uploaded = Waited()
+            to_host(torch.zeros(4), group.params, comm, is_pinned=False)
+            assert (comm.uploaded is None) == is_hooked
+        handle.remove()
 
     run_threads(2, body)
