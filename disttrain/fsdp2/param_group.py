@@ -80,7 +80,6 @@ class ParamGroup:
         self._reduced: set[ShardedParam] = set()
         """Those that this backward pass has reduced already."""
         self._has_taken_part = False
-        """This backward pass has reduced unused parameters, too."""
         self.shown = Shown(params)
         self._is_misplaced = False
         self.lay_out()

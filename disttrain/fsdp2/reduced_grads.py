@@ -28,7 +28,11 @@ Receivers = Sequence[ShardedParam | None]
 
 
 def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
-    """Add each receiver's part of a flat buffer to its gradient, and call its hooks."""
+    """Add each receiver's part of a flat buffer to its gradient, and call its hooks.
+
+    Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
+    of them may step an optimizer that has others of these parameters.
+    """
     shards = [param.sharded for param in receivers if param is not None]
     is_hooked = have_hooks(shards, settle_gradient)
     with nullcontext() if is_hooked else without_overrides():
@@ -43,9 +47,10 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
                 sharded.grad = DTensor.__new__(DTensor, local, param.spec)
             else:
                 grad._local_tensor.add_(local)  # type: ignore[attr-defined]
-            if is_hooked:
-                for hook in post_accumulate_hooks(sharded):
-                    hook(sharded)
+    if is_hooked:
+        for shard in reversed(shards):
+            for hook in post_accumulate_hooks(shard):
+                hook(shard)
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:
