@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from types import FrameType
@@ -17,6 +18,7 @@ from torch.nn.utils import stateless
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
 
+_VERSION = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -74,6 +76,11 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
+def out_of_inference() -> AbstractContextManager[object]:
+    """Out of inference mode; to leave it takes longer than to ask."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 def backward_is_running() -> bool:
     """True when this thread is inside a backward pass, as in a recomputation under activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
@@ -113,4 +120,5 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Others when torch's operators have written to any of the tensors, or to a view of it."""
-    return tuple(tensor._version for tensor in tensors)
+    with without_overrides():
+        return tuple(map(_VERSION, tensors))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+from disttrain.fsdp2._torch import are_same
+
+_SEQUENCES: Final = (tuple, list)
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
@@ -22,14 +26,19 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
     """
     if isinstance(values, torch.Tensor):
         return function(values)
+    if isinstance(values, _SEQUENCES):
+        places = [for_each_tensor(value, function) for value in values]
+        if are_same(places, values):
+            return values
+        if isinstance(values, list):
+            return places
+        return type(values)(*places) if hasattr(values, "_fields") else tuple(places)
     items = _items_of(values)
-    mapped = {key: for_each_tensor(value, function) for key, value in items.items()}
-    if all(mapped[key] is value for key, value in items.items()):
+    if not items:
         return values
-    if isinstance(values, tuple):
-        return type(values)(*mapped.values()) if hasattr(values, "_fields") else tuple(mapped.values())
-    if isinstance(values, list):
-        return list(mapped.values())
+    mapped = {key: for_each_tensor(value, function) for key, value in items.items()}
+    if are_same(mapped.values(), items.values()):
+        return values
     # A subclass of dict, or a dataclass, may have more to it than its items.
     changed = copy.copy(values)
     for key, value in mapped.items():
@@ -41,9 +50,7 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
 
 
 def _items_of(values: Any) -> dict[Any, Any]:
-    """What a container holds, by place, key or field; nothing for other values."""
-    if isinstance(values, tuple | list):
-        return dict(enumerate(values))
+    """What a dict or a dataclass holds, by key or field; nothing for other values."""
     if isinstance(values, dict):
         return dict(values)
     if dataclasses.is_dataclass(values) and not isinstance(values, type):

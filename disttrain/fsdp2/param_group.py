@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import base_of
+from disttrain.fsdp2._torch import base_of, out_of_inference
 from disttrain.fsdp2.checks import common_dtype, refuse_device
 from disttrain.fsdp2.collectives import (
     Averaging,
@@ -189,7 +189,7 @@ class ParamGroup:
         self._gather = None
         gather.wait(comm.streams)
         if gather.output is not None:
-            with torch.inference_mode(False), torch.no_grad():
+            with out_of_inference(), torch.no_grad():
                 self._allocated_wholes().write(gather.output)
             # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
             comm.copied_out = (gather.output, comm.streams.mark())
@@ -369,6 +369,8 @@ class ParamGroup:
 
     def _unreduced_of(self, params: Sequence[ShardedParam], plan: FlatPlan) -> torch.Tensor | None:
         """What earlier backward passes have left to be reduced over the replicas, laid out by `plan`."""
+        if not self._unreduced:
+            return None
         parts = [self._unreduced.pop(param, None) for param in params]
         given = next((part for part in parts if part is not None), None)
         if given is None:

@@ -23,14 +23,16 @@ def watch_inputs(
             inputs.append(tensor)
         return tensor
 
-    for_each_tensor((args, kwargs), collect)
+    for_each_tensor(args, collect)
+    for_each_tensor(kwargs, collect)
     if not inputs:
         return args, kwargs
     outputs = iter(_PostBackward.apply(state, *inputs))  # type: ignore[no-untyped-call]
-    replaced: tuple[tuple[Any, ...], dict[str, Any]] = for_each_tensor(
-        (args, kwargs), lambda tensor: next(outputs) if tensor.requires_grad else tensor
-    )
-    return replaced
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        return next(outputs) if tensor.requires_grad else tensor
+
+    return for_each_tensor(args, replace), for_each_tensor(kwargs, replace)
 
 
 class _PostBackward(torch.autograd.Function):
