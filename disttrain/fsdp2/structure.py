@@ -27,8 +27,9 @@ class Structure:
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))
-        self._children = [children_of(module) for module in modules]
-        self._parameters = [parameters_of(module) for module in modules]
+        children, parameters = [*map(children_of, modules)], [*map(parameters_of, modules)]
+        self._children, self._parameters = [*filter(None, children)], [*filter(None, parameters)]
+        self._empty = [names for names in (*children, *parameters) if not names]
         self._known = self._found()
 
     def _found(self) -> tuple[list[int], list[nn.Module | None], list[int], list[str]]:
@@ -43,7 +44,7 @@ class Structure:
 
     def holds(self) -> bool:
         """False once a module has other children, or parameters of other names."""
-        return self._found() == self._known
+        return not any(self._empty) and self._found() == self._known
 
 
 def unmanaged_modules(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
