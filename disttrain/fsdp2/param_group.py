@@ -356,7 +356,7 @@ class ParamGroup:
         averaging = Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale)
         what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
         with torch.no_grad():
-            unreduced = self._unreduced_of(trainable, plan)
+            unreduced = self._unreduced_of(trainable, plan) if self._unreduced else None
             packed = [
                 torch.zeros(slot.shape, dtype=self.compute_dtype, device=self._device) if grad is None else grad
                 for grad, slot in zip(grads, plan.slots, strict=True)
@@ -369,8 +369,6 @@ class ParamGroup:
 
     def _unreduced_of(self, params: Sequence[ShardedParam], plan: FlatPlan) -> torch.Tensor | None:
         """What earlier backward passes have left to be reduced over the replicas, laid out by `plan`."""
-        if not self._unreduced:
-            return None
         parts = [self._unreduced.pop(param, None) for param in params]
         given = next((part for part in parts if part is not None), None)
         if given is None:
