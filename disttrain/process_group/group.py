@@ -272,9 +272,12 @@ class ProcessGroup:
 
     def end(self, reason: str) -> None:
         """As `abort`, and every call under way, or made later, raises an error with this `reason`."""
-        self._scope.give_up(reason)
+        self._scope.explain(reason)
+        backends = self._taken_out()
+        # Last: who waits goes on from here, and its next call must not find a backend that ends under it.
+        self._scope.is_given_up = True
         self._call_back()
-        for backend in self._taken_out():
+        for backend in backends:
             # Gloo may take its time, and the witness, who calls this, has others to answer.
             threading.Thread(target=backend.abort, name="disttrain abort", daemon=True).start()
 
@@ -313,13 +316,7 @@ class ProcessGroup:
             if made is not None:
                 return made
             if self._is_destroyed:
-                reason = f"ended: {self.ended_by}".rstrip(".") if self.ended_by else "been destroyed"
-                raise GroupError(
-                    operation,
-                    f"group {self.group_name} has {reason}.",
-                    "Make a new group, or destroy it later.",
-                    rank=self.world.rank,
-                )
+                raise self._destroyed_error(operation)
             kind = self._backend_classes.get(device_type)
             if kind is None:
                 raise BackendError(
@@ -334,7 +331,20 @@ class ProcessGroup:
                 self.world.become_witness()
             made = kind(self._membership(device_type))
             self._made[device_type] = made
-            return made
+        if self._is_destroyed and self._made.pop(device_type, None) is not None:
+            # It ended while this rank connected: nobody takes out what came after.
+            made.abort()
+            raise self._destroyed_error(operation)
+        return made
+
+    def _destroyed_error(self, operation: str) -> GroupError:
+        reason = f"ended: {self.ended_by}".rstrip(".") if self.ended_by else "been destroyed"
+        return GroupError(
+            operation,
+            f"group {self.group_name} has {reason}.",
+            "Make a new group, or destroy it later.",
+            rank=self.world.rank,
+        )
 
     def _ask_others(self, device_type: str) -> None:
         self.world.connecting.ask(self, device_type)

@@ -34,11 +34,10 @@ class GivableUp:
         self.is_given_up = False
         self.reason = ""
 
-    def give_up(self, reason: str) -> None:
-        """Let all that wait end for this reason; the first one holds."""
+    def explain(self, reason: str) -> None:
+        """Why it is about to be given up; the first reason holds."""
         if not self.is_given_up:
-            self.reason = reason
-            self.is_given_up = True
+            self.reason = self.reason or reason
 
     def check(self) -> None:
         """Raise InterruptedError once it has been given up."""
