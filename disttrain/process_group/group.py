@@ -331,11 +331,14 @@ class ProcessGroup:
                 self.world.become_witness()
             made = kind(self._membership(device_type))
             self._made[device_type] = made
-        if self._is_destroyed and self._made.pop(device_type, None) is not None:
-            # It ended while this rank connected: nobody takes out what came after.
+        if made in self._came_too_late():
             made.abort()
             raise self._destroyed_error(operation)
         return made
+
+    def _came_too_late(self) -> list[Backend]:
+        """What connected while the group ended, and was not there to be taken out."""
+        return self._taken_out() if self._is_destroyed else []
 
     def _destroyed_error(self, operation: str) -> GroupError:
         reason = f"ended: {self.ended_by}".rstrip(".") if self.ended_by else "been destroyed"
