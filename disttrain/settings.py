@@ -280,6 +280,14 @@ TRITON_INTERPRET = Setting[bool](
 )
 
 
+NCCL_HOSTID = Setting[str | None](
+    "NCCL_HOSTID",
+    str,
+    None,
+    "What NCCL takes for this rank's host; so do we, where the form of transfers depends on it.",
+)
+
+
 def environment() -> dict[str, str]:
     """A copy of the whole environment, to be changed and handed to a child process."""
     return dict(os.environ)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from disttrain.fsdp2._torch import chunk_cat
-from disttrain.fsdp2.flat import FlatPlan
+from disttrain.fsdp2.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.streams import CommStreams
 from disttrain.kernels.copies import copy_all
@@ -24,15 +24,18 @@ from disttrain.process_group import (
     reduce_scatter_tensor_coalesced,
 )
 
+ALIGNMENT_BYTES = 16
+"""Where what one parameter or group sends may begin, among bytes of several dtypes: a multiple of every dtype's size."""
+
 
 @dataclass
 class Gather:
-    """An all-gather under way. Row r of `output` is the flat buffer of shard r; None where all is in its place.
+    """An all-gather under way. Row r of `output` is what shard r has sent; None where all is in its place.
 
     `sent`, its input, may belong to the stream that computes: it is held until that is ordered after the gather.
     """
 
-    sent: torch.Tensor
+    sent: Sequence[torch.Tensor]
     output: torch.Tensor | None
     work: Work | None
     done: torch.Event | None
@@ -45,26 +48,30 @@ class Gather:
 
 
 def start_gather(
-    shard: torch.Tensor,
-    dtype: torch.dtype,
+    shards: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
     device: torch.device,
     num_shards: int,
     group: ProcessGroup,
     streams: CommStreams,
     ready: torch.Event | None,
 ) -> Gather:
-    """Gather the `num_shards` flat buffers of which every rank of `group` holds as many in `shard`, one after the
-    other, cast to `dtype`, on the all-gather stream. Collective."""
+    """Gather flat buffers, each cast to its dtype, as one message, on the all-gather stream. Collective.
+
+    Each of `shards` is what this rank has of one group of parameters. One that is alone may be the flat buffers of
+    several of the `num_shards` shards, one after the other, of which every rank of `group` has as many then. Buffers of
+    several dtypes are gathered as bytes.
+    """
     # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
     written = streams.mark() if ready is None else ready
     with streams.gathering():
         streams.follow(written)
-        sent = shard if shard.device == device else shard.to(device, non_blocking=True)
-        sent = sent if sent.dtype == dtype else sent.to(dtype)
+        cast = [_brought(shard, dtype, device) for shard, dtype in zip(shards, dtypes, strict=True)]
+        sent = _as_one(cast)
         output = sent.new_empty((num_shards, sent.numel() * group.size() // num_shards))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
         work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
-        return Gather(shard, output, work, streams.mark())
+        return Gather(shards, output, work, streams.mark())
 
 
 def start_gather_in_place(
@@ -72,23 +79,63 @@ def start_gather_in_place(
     dtype: torch.dtype,
     plan: FlatPlan,
     places: Sequence[torch.Tensor],
+    are_in_place: Sequence[bool],
     group: ProcessGroup,
     streams: CommStreams,
 ) -> Gather:
-    """Gather each parameter right into its place, (num_shards, padded elements), all in one launch. Collective.
+    """Gather parameters right into their places, (num_shards, padded elements), and the rest, of those that are not to
+    be `in_place`, as one message; all in one launch. Collective.
 
     The places must have been allocated on the current stream: who had their memory before is done at this point of it.
     """
     written = streams.mark()
     with streams.gathering():
         streams.follow(written)
-        device = places[0].device
-        sent = shard if shard.device == device else shard.to(device, non_blocking=True)
-        sent = sent if sent.dtype == dtype else sent.to(dtype)
-        pairs = [pair for pair in zip(places, sent.split(plan.split_sizes), strict=True) if pair[1].numel()]
-        outputs, inputs = [place for place, _ in pairs], [part for _, part in pairs]
-        all_gather_into_tensor_coalesced(outputs, inputs, group=group)
-        return Gather(shard, None, None, streams.mark())
+        sent = _brought(shard, dtype, places[0].device)
+        parts = sent.split(plan.split_sizes)
+        pairs = [
+            (place, part) for place, part, is_in_place in zip(places, parts, are_in_place, strict=True) if is_in_place
+        ]
+        rest = [part for part, is_in_place in zip(parts, are_in_place, strict=True) if not is_in_place]
+        output = None
+        if rest:
+            together = torch.cat(rest)
+            output = together.new_empty((plan.num_shards, together.numel()))
+            pairs.append((output, together))
+        pairs = [pair for pair in pairs if pair[1].numel()]
+        outputs, inputs = [output for output, _ in pairs], [part for _, part in pairs]
+        work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
+        return Gather((shard, *inputs), output, work, streams.mark())
+
+
+def sent_numels(shards: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """How many elements of a row of the gathered output are each group's; bytes where dtypes differ."""
+    if len(set(dtypes)) == 1:
+        return [shard.numel() for shard in shards]
+    return [_aligned(shard.numel() * dtype.itemsize) for shard, dtype in zip(shards, dtypes, strict=True)]
+
+
+def _brought(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    sent = shard if shard.device == device else shard.to(device, non_blocking=True)
+    return sent if sent.dtype == dtype else sent.to(dtype)
+
+
+def _as_one(parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.dtype for part in parts}) == 1:
+        return torch.cat(parts)
+    return torch.cat([as_bytes(part) for part in parts])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, up to where the next one may begin."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _aligned(flat.numel()) - flat.numel()))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -133,10 +180,11 @@ class Reduction:
 
     def wait(self, streams: CommStreams) -> None:
         """Order the current stream (CPU: the host) after it; the packed input may be reused then."""
-        if self.work is not None:
-            self.work.wait()
-        if self.rest is not None:
-            self.rest()
+        work, rest, self.work, self.rest = self.work, self.rest, None, None
+        if work is not None:
+            work.wait()
+        if rest is not None:
+            rest()
         streams.follow(self.done)
 
     def drop(self, streams: CommStreams) -> None:
@@ -150,10 +198,14 @@ class ReductionPlan:
     """What is done to packed gradients: averaged over the shards' ranks, and over those that hold copies."""
 
     sharding: Sharding
+    group: ProcessGroup
+    """The shards' ranks."""
     averaging: Averaging
     reduces_over_replicas: bool
     hook: Hook | None
     hook_stream: torch.cuda.Stream | None
+    num_in_place: int
+    """How many of the gradients, the first ones, are reduced each by itself; the others are as one message."""
 
     @property
     def op(self) -> ReduceOp.RedOpType:
@@ -194,25 +246,21 @@ def start_reduction(
     """
     if plan.shard_numel == 0:
         return Reduction(grads[0].new_empty(0, dtype=dtype), (), None, None, None)
-    packed = _in_places(grads, plan, dtype) if streams.is_cuda else [_in_one(grads, plan, dtype)]
+    packed, numels = _pack(grads, plan, dtype, what.num_in_place)
     if what.averaging.before not in (None, 1.0):
         for tensor in packed:
             tensor.div_(what.averaging.before)
-    group = what.sharding.shard_group
-    if not streams.is_cuda:
-        output = packed[0].new_empty(plan.shard_numel)
-        work = reduce_scatter_tensor(output, packed[0], what.op, group=group, async_op=True)
-        return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
         output = packed[0].new_empty(plan.shard_numel)
-        pairs = [pair for pair in zip(output.split(plan.split_sizes), packed, strict=True) if pair[1].numel()]
-        outputs, inputs = [part for part, _ in pairs], [part for _, part in pairs]
-        reduce_scatter_tensor_coalesced(outputs, inputs, what.op, group=group)
+        pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
+        work = _start_reduce_scatter(pairs, what, async_op=not streams.is_cuda)
         scattered = streams.mark()
-        if not what.has_rest(unreduced):
-            return Reduction(output, packed, None, scattered, None)
+    if not streams.is_cuda:
+        return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
+    if not what.has_rest(unreduced):
+        return Reduction(output, packed, None, scattered, None)
     with streams.replicating():
         # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
         streams.follow(scattered)
@@ -220,20 +268,48 @@ def start_reduction(
         return Reduction(output, packed, None, streams.mark(), None)
 
 
-def _in_one(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> torch.Tensor:
-    """All gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
-    packed = torch.empty((plan.num_shards, plan.shard_numel), dtype=dtype, device=grads[0].device)
-    chunk_cat([grad for grad in grads if grad.numel()], plan.num_shards, out=packed)
+def _start_reduce_scatter(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: ReductionPlan, *, async_op: bool
+) -> Work | None:
+    if len(pairs) == 1:
+        ((output, packed),) = pairs
+        return reduce_scatter_tensor(output, packed, what.op, group=what.group, async_op=async_op)
+    outputs, inputs = [part for part, _ in pairs], [part for _, part in pairs]
+    return reduce_scatter_tensor_coalesced(outputs, inputs, what.op, group=what.group, async_op=async_op)
+
+
+def _pack(
+    grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype, num_in_place: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """What is reduced: the first gradients each by itself, the others as one. Returns also how much of a rank's buffer
+    comes of each."""
+    packed, numels = [], plan.split_sizes[:num_in_place]
+    if num_in_place:
+        packed = _in_places(grads[:num_in_place], plan.slots[:num_in_place], plan.num_shards, dtype)
+    rest = plan.shard_numel - sum(numels)
+    if num_in_place < len(grads):
+        packed.append(_in_one(grads[num_in_place:], rest, plan.num_shards, dtype))
+        numels = [*numels, rest]
+    return packed, numels
+
+
+def _in_one(grads: Sequence[torch.Tensor], numel: int, num_shards: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
+    packed = torch.empty((num_shards, numel), dtype=dtype, device=grads[0].device)
+    if numel:
+        chunk_cat([grad for grad in grads if grad.numel()], num_shards, out=packed)
     return packed
 
 
-def _in_places(grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype) -> list[torch.Tensor]:
+def _in_places(
+    grads: Sequence[torch.Tensor], slots: Sequence[FlatSlot], num_shards: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Each gradient, cast and padded, by itself: (num_shards * padded elements)."""
-    numels = [slot.padded_numel * plan.num_shards for slot in plan.slots]
+    numels = [slot.padded_numel * num_shards for slot in slots]
     memory = torch.empty(sum(numels), dtype=dtype, device=grads[0].device)
     places = list(memory.split(numels))
     filled = []
-    for place, grad, slot in zip(places, grads, plan.slots, strict=True):
+    for place, grad, slot in zip(places, grads, slots, strict=True):
         has_padding = place.numel() > slot.numel
         if has_padding:
             place[slot.numel :].zero_()

@@ -42,8 +42,11 @@ class Comm:
         """Wait for the reductions under way, of `group` or all, and forget what they bring."""
         dropped = [one for one in self.reducing if group in (None, one.group)]
         self.reducing = [one for one in self.reducing if one not in dropped]
+        wanted = {id(one.reduction) for one in self.reducing}
         for one in dropped:
-            one.reduction.drop(self.streams)
+            # What came as one message may be others', too.
+            end = one.reduction.wait if id(one.reduction) in wanted else one.reduction.drop
+            end(self.streams)
 
     def finish_offload(self) -> None:
         """Wait, on the host, until all gradients that go there have come."""
@@ -84,11 +87,20 @@ class Named:
 
 @dataclass(frozen=True, eq=False)
 class UnderWay:
-    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient."""
+    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient.
+
+    They lie by `plan` in the output of `reduction`, from `start` on.
+    """
 
     group: ParamGroup
     reduction: Reduction
+    start: int
     plan: FlatPlan
     receivers: list[ShardedParam | None]
     is_complete: bool
     """False where it is still to be reduced over the replicas."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """This rank's flat buffer of averaged gradients, once the reduction has been waited for."""
+        return self.reduction.output.narrow(0, self.start, self.plan.shard_numel)

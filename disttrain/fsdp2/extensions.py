@@ -29,14 +29,11 @@ from disttrain.dtensor import DTensor
 from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.checks import common_dtype, refuse_device
-from disttrain.fsdp2.collectives import start_gather
+from disttrain.fsdp2.collectives import ALIGNMENT_BYTES, as_bytes
 from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.stale_graphs import versions
 from disttrain.fsdp2.wholes import Wholes, wrapped
-
-_ALIGNMENT_BYTES = 16
-"""Where an input may begin among the bytes that are gathered: a multiple of every dtype's size."""
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
@@ -80,6 +77,7 @@ class ExtensionGroup(ParamGroup):
     """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
 
     _given: Sequence[_Given] = ()
+    _sent_numel = 0
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_given": ()}
@@ -97,38 +95,47 @@ class ExtensionGroup(ParamGroup):
                     param.lay_out(local.detach().clone().to(self._shard_device(local)))
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
 
-    def unshard(self) -> None:
-        """As of any group. What shards give is made on the current stream."""
-        if self.is_unsharded or self._gather is not None:
-            return
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def sent_numel(self) -> int:
+        return self._sent_numel
+
+    @property
+    def is_gathered_in_place(self) -> bool:
+        return False
+
+    @property
+    def sends_shards(self) -> bool:
+        return False
+
+    def to_send(self) -> torch.Tensor:
+        """The bytes of what shards give, which is made on the current stream."""
         self.lay_out()
         for param in self.params:
             device = param.sharded.device
-            if device.type == "meta" or device not in (self._device, self._shard_device(param.sharded)):
-                refuse_device(self.params[0], device, self._device, self.sharding.mesh.get_rank())
+            if device.type == "meta" or device not in (self.device, self._shard_device(param.sharded)):
+                refuse_device(self.params[0], device, self.device, self.sharding.mesh.get_rank())
         self.gathered = versions(self.params, None)
-        comm = self._comm()
-        comm.release_gathered()
         with torch.inference_mode(False), torch.no_grad():
             self._given = [self._give(param) for param in self.params]
-            sent = torch.cat([_as_bytes(tensor) for one in self._given for tensor in one.inputs])
-        num_shards, group = self.sharding.num_shards, self.sharding.shard_group
-        # What is sent has been made just now, so waiting for the optimizer alone would not do.
-        comm.ready = None
-        self._gather = start_gather(sent, torch.uint8, self._device, num_shards, group, comm.streams, None)
-        self._note_upload(comm)
+            sent = torch.cat([as_bytes(tensor) for one in self._given for tensor in one.inputs])
+        self._sent_numel = sent.numel()
+        return sent
 
     def given_bytes(self) -> int:
         """What each rank sends, as far as its methods say without values; they see a shard without memory."""
         with torch.no_grad():
             shards = (torch.empty_like(param.sharded._local_tensor, device="meta") for param in self.params)  # type: ignore[attr-defined]
             given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
-        return sum(_as_bytes(tensor).numel() for one in given for tensor in one.inputs)
+        return sum(as_bytes(tensor).numel() for one in given for tensor in one.inputs)
 
     def _give(self, param: ShardedParam) -> _Given:
         local = param.sharded._local_tensor  # type: ignore[attr-defined]
-        if local.device != self._device:
-            local = local.to(self._device, non_blocking=True)
+        if local.device != self.device:
+            local = local.to(self.device, non_blocking=True)
         return self._give_of(param, local)
 
     def _give_of(self, param: ShardedParam, local: Any) -> _Given:
@@ -148,11 +155,11 @@ class ExtensionGroup(ParamGroup):
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
         return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
 
-    def _allocated_wholes(self) -> _GatheredParts:
+    def allocated_wholes(self) -> _GatheredParts:
         wholes = self._wholes
-        if not isinstance(wholes, _GatheredParts) or not wholes.fits(self._given, self.compute_dtype, self._device):
+        if not isinstance(wholes, _GatheredParts) or not wholes.fits(self._given, self.compute_dtype, self.device):
             wholes = self._wholes = _GatheredParts(
-                self._given, self.sharding.num_shards, self.compute_dtype, self._device
+                self._given, self.sharding.num_shards, self.compute_dtype, self.device
             )
             self.shown.forget()
         wholes.allocate()
@@ -172,6 +179,7 @@ class _GatheredParts(Wholes):
 
     def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
+        self.is_cut_in_front = False
         self.parameters: list[nn.Parameter] = []
         self.given = given
         self._kinds = [one.kinds for one in given]
@@ -196,14 +204,14 @@ class _GatheredParts(Wholes):
         for storage, _ in self._memory:
             storage.resize_(0)
 
-    def write(self, gathered: torch.Tensor) -> None:
+    def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
         start = 0
         for output in chain(*self._outputs):
             num_bytes = output.numel() * output.itemsize // self._num_shards
             rows = gathered.narrow(1, start, num_bytes).view(output.dtype)
             # `.data` keeps the version: autograd has saved this memory as it will be again.
             output.data.view(self._num_shards, -1).copy_(rows)
-            start += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         is_first = not self.parameters
         for place, (one, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
             if is_first:
@@ -240,9 +248,3 @@ def _padded(tensor: torch.Tensor, shard_shape: torch.Size, num_rows: int) -> tor
     padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
     padded.narrow(0, 0, tensor.shape[0]).copy_(tensor)
     return padded
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, up to where the next one may begin."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT_BYTES))

@@ -7,20 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import base_of, out_of_inference
+from disttrain.fsdp2._torch import base_of
 from disttrain.fsdp2.checks import common_dtype, refuse_device
-from disttrain.fsdp2.collectives import (
-    Averaging,
-    Gather,
-    Hook,
-    ReductionPlan,
-    start_gather,
-    start_gather_in_place,
-    start_reduction,
-)
+from disttrain.fsdp2.collectives import Hook
 from disttrain.fsdp2.comm import Comm, UnderWay
 from disttrain.fsdp2.early import EarlyParts, parts_by_child
-from disttrain.fsdp2.flat import FlatPlan, plan_flat
+from disttrain.fsdp2.flat import plan_flat
 from disttrain.fsdp2.param import LaidOut, ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.reduced_grads import hand_out, to_host
@@ -29,7 +21,11 @@ from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import Place, Shown
 from disttrain.fsdp2.stale_graphs import versions
+from disttrain.fsdp2.transfers.gathering import Gathering, start_gathering
+from disttrain.fsdp2.transfers.reducing import reduce_together
+from disttrain.fsdp2.transfers.together import Together
 from disttrain.fsdp2.wholes import Wholes
+from disttrain.process_group import ProcessGroup
 
 
 class ParamGroup:
@@ -59,10 +55,16 @@ class ParamGroup:
         self.is_unsharded = False
         self._policy = policy
         self._offload = offload
-        self._device = device
+        self.device = device
         self._orig_dtype = params[0].orig_dtype
         self.plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
         self._is_cut_in_front = all(param.dim == 0 for param in params)
+        self.in_place: tuple[bool, ...] = (device.type == "cuda",) * len(params)
+        """Which parameters are gathered right into their places, and reduced from them."""
+        self.together: Together | None = None
+        """What is gathered and reduced with it."""
+        self.reduced_apart: ProcessGroup | None = None
+        """The shards' ranks once more, for reductions that do not wait for gathers."""
         self._wholes: Wholes | None = None
         self._flat: torch.Tensor | None = None
         self._laid_out: LaidOut | None = None
@@ -70,10 +72,10 @@ class ParamGroup:
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
-        self._gather: Gather | None = None
+        self._gathering: Gathering | None = None
         self.gathered: tuple[int, ...] = ()
         """Which versions of the shards."""
-        self._unreduced: dict[ShardedParam, torch.Tensor] = {}
+        self.unreduced: dict[ShardedParam, torch.Tensor] = {}
         """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
         self._early: EarlyParts | None = None
         self.grad_sums: GradSums | None = None
@@ -104,6 +106,36 @@ class ParamGroup:
         return isinstance(self._offload, CPUOffloadPolicy)
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype of what is gathered."""
+        return self.compute_dtype
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of what a rank gives to a gather."""
+        return self.plan.shard_numel
+
+    @property
+    def is_gathered_in_place(self) -> bool:
+        """True where a transport can write what it gathers where it is used."""
+        return self._is_cut_in_front
+
+    @property
+    def sends_shards(self) -> bool:
+        """True where what is gathered has been there since the shards were last written to."""
+        return True
+
+    @property
+    def reduces_as(self) -> tuple[object, ...]:
+        """What must be alike for reductions to be as one."""
+        factors = self.divide_factor, self.only_sums
+        return self.reduce_dtype, self.reduces_over_replicas, self.hook, self.hook_stream, factors
+
+    def reduction_group(self) -> ProcessGroup:
+        """The ranks over which gradients are reduced."""
+        return self.sharding.shard_group if self.reduced_apart is None else self.reduced_apart
+
+    @property
     def flat_to_round(self) -> torch.Tensor | None:
         """The flat buffer, in fp32, where each gather would round it."""
         is_rounded = self._orig_dtype == torch.float32 != self.compute_dtype
@@ -111,8 +143,20 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
-        gone = ("comm", "_wholes", "_flat", "_laid_out", "_gather", "_kept", "_early", "grad_sums", "rounded")
-        return {**self.__dict__, **dict.fromkeys(gone), "is_unsharded": False, "_unreduced": {}, "_reduced": set()}
+        gone = (
+            "grad_sums",
+            "rounded",
+            "comm",
+            "_wholes",
+            "_flat",
+            "_laid_out",
+            "_gathering",
+            "together",
+            "reduced_apart",
+            "_kept",
+            "_early",
+        )
+        return {**self.__dict__, **dict.fromkeys(gone), "is_unsharded": False, "unreduced": {}, "_reduced": set()}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -133,7 +177,7 @@ class ParamGroup:
                 param.lay_out(view)
         self._flat, self._laid_out = flat, LaidOut(self.params)
         self.shown.forget()
-        self._is_misplaced = flat.is_meta or (flat.device != self._device and not self.is_offloaded)
+        self._is_misplaced = flat.is_meta or (flat.device != self.device and not self.is_offloaded)
 
     def _shard_device(self, local: torch.Tensor) -> torch.device:
         return torch.device("cpu") if self.is_offloaded and local.device.type != "meta" else local.device
@@ -143,57 +187,57 @@ class ParamGroup:
             isinstance(self._offload, CPUOffloadPolicy)
             and self._offload.pin_memory
             and device.type == "cpu"
-            and self._device.type == "cuda"
+            and self.device.type == "cuda"
         )
         return torch.zeros(self.plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
-    def unshard(self) -> None:
+    def unshard(self, *, alone: bool = False) -> None:
         """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
 
-        On CUDA it follows what is on the current stream now, or `Comm.ready`.
+        Unless it is to be `alone`, those that go with it are gathered, too.
         """
-        if self.is_unsharded or self._gather is not None:
+        if self.is_unsharded or self._gathering is not None:
             return
+        is_alone = alone or self.is_kept or self.together is None
+        groups = [self] if is_alone or self.together is None else self.together.to_gather(self)
+        gathering = start_gathering(groups, self.own_comm())
+        for group in groups:
+            group._gathering, group._kept = gathering, None
+
+    @property
+    def waits_for_gather(self) -> bool:
+        """True where nothing is gathered, nor kept for a gather of its own."""
+        return not (self.is_unsharded or self._gathering is not None or self.is_kept)
+
+    @property
+    def is_kept(self) -> bool:
+        """True between forward and backward where neighbouring ranks share the whole."""
+        return self._kept is not None
+
+    def to_send(self) -> torch.Tensor:
+        """What this rank has to give to a gather: its flat buffer, in one dtype or another."""
         self.lay_out()
         assert self._flat is not None
         if self._is_misplaced:
-            refuse_device(self.params[0], self._flat.device, self._device, self.sharding.mesh.get_rank())
-        if self._kept is None:
-            self.gathered = versions(self.params, self._flat)
-        comm = self._comm()
-        ready, comm.ready = comm.ready, None
-        dtype, group = self.compute_dtype, self.sharding.shard_group
-        shard = latest(self, self._flat)
-        if comm.streams.is_cuda and ready is None and self._kept is None and self._is_cut_in_front:
-            places = self._allocated_wholes().places
-            self._gather = start_gather_in_place(shard, dtype, self.plan, places, group, comm.streams)
-            self._note_upload(comm)
-            return
-        comm.release_gathered()
+            refuse_device(self.params[0], self._flat.device, self.device, self.sharding.mesh.get_rank())
         if self._kept is not None:
-            shard, num_ranks = self._kept
-            group = self.sharding.group_after_forward(num_ranks)
-            self._kept = None
-        self._gather = start_gather(shard, dtype, self._device, self.sharding.num_shards, group, comm.streams, ready)
-        self._note_upload(comm)
+            return self._kept[0]
+        self.gathered = versions(self.params, self._flat)
+        return latest(self, self._flat)
 
-    def _note_upload(self, comm: Comm) -> None:
-        if isinstance(self._offload, CPUOffloadPolicy) and self._gather is not None:
-            comm.uploaded = self._gather.done
+    def gather_group(self) -> ProcessGroup:
+        """The ranks among which it is gathered next."""
+        return self.sharding.shard_group if self._kept is None else self.sharding.group_after_forward(self._kept[1])
+
+    def take_gathered(self) -> None:
+        """The gather has come."""
+        self._gathering = None
+        self.is_unsharded = True
 
     def wait_for_unshard(self) -> None:
         """Order the current stream (CPU: the host) after the gather."""
-        if self._gather is None:
-            return
-        comm, gather = self._comm(), self._gather
-        self._gather = None
-        gather.wait(comm.streams)
-        if gather.output is not None:
-            with out_of_inference(), torch.no_grad():
-                self._allocated_wholes().write(gather.output)
-            # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
-            comm.copied_out = (gather.output, comm.streams.mark())
-        self.is_unsharded = True
+        if self._gathering is not None:
+            self._gathering.finish()
 
     def show(self) -> list[Place]:
         """Have the modules compute with the gathered parameters, if they are gathered. Returns the places where a
@@ -211,13 +255,13 @@ class ParamGroup:
         if self.shown.is_whole:
             self.shown.hide()
 
-    def _allocated_wholes(self) -> Wholes:
+    def allocated_wholes(self) -> Wholes:
         """Memory for the gathered parameters; new tensors where what they are to be has changed."""
         wholes, dtype = self._wholes, self.compute_dtype
-        if wholes is not None and wholes.dtype == dtype and wholes.device == self._device:
+        if wholes is not None and wholes.dtype == dtype and wholes.device == self.device:
             wholes.allocate()
             return wholes
-        wholes = self._wholes = Wholes(self.params, self.plan, dtype, self._device)
+        wholes = self._wholes = Wholes(self.params, self.plan, dtype, self.device)
         self.shown.forget()
         for param, whole in zip(self.params, wholes.parameters, strict=True):
             param.unsharded = whole
@@ -256,7 +300,7 @@ class ParamGroup:
 
     def drop_grads(self) -> None:
         """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
-        self._unreduced.clear()
+        self.unreduced.clear()
         self._reduced.clear()
         self._has_taken_part = False
         for param in self.params:
@@ -287,7 +331,7 @@ class ParamGroup:
         def reduce(part: Sequence[ShardedParam]) -> None:
             if may_reduce() and not self.reduces_unused:
                 self._reduced.update(part)
-                self._reduce(part)
+                reduce_together([(self, part)])
 
         self._early = EarlyParts(parts, reduce)
         if self._wholes is not None:
@@ -316,85 +360,43 @@ class ParamGroup:
         if reduced:
             rest = [param for param in self.params if param not in reduced or param.has_grad]
             self._reduced = set()
-        is_owed = bool(self._unreduced) and self.reduces_over_replicas
+        is_owed = bool(self.unreduced) and self.reduces_over_replicas
         takes_part = self.reduces_unused and self.is_trained and not (at_end and self._has_taken_part)
         self._has_taken_part = not at_end
-        if is_owed or takes_part or any(param.has_grad for param in rest):
-            self._reduce(rest)
+        is_due = is_owed or takes_part or any(param.has_grad for param in rest)
+        if self.together is not None:
+            self.together.reduce(self, rest if is_due else ())
+        elif is_due:
+            reduce_together([(self, rest)])
 
     def reduce_all(self, scale: float) -> None:
         """Start to reduce, and multiply by `scale`, what backward passes have left of all trained parameters, and wait
         for no reduction under way. All of them receive a gradient, also where this rank has none. Collective."""
-        if any(param.is_trained or param in self._unreduced for param in self.params):
-            self._reduce(self.params, scale)
-
-    def _reduce(self, params: Sequence[ShardedParam], scale: float | None = None) -> None:
-        """Start averaging the whole gradients over the ranks into the sharded parameters'. Collective.
-
-        A trainable parameter without a gradient takes part with zeros, so that sizes agree on all ranks; it gets none
-        unless `reduces_unused`, or a schedule reduces, which gives `scale`.
-        """
-        comm = self._comm()
-        trainable = [param for param in params if param.is_trained or param in self._unreduced]
-        with torch.no_grad():
-            grads = [param.whole_grad() for param in trainable]
-        all_receive = self.reduces_unused or scale is not None
-        receivers = [
-            param if grad is not None or all_receive or param in self._unreduced else None
-            for param, grad in zip(trainable, grads, strict=True)
-        ]
-        for param in trainable:
-            param.drop_grad()
-        if scale is None:
-            comm.finish_reductions()
-        plan = self.plan
-        if len(trainable) < len(self.params):
-            plan = plan_flat([param.front_shape for param in trainable], self.sharding.num_shards)
-        dtype = self.reduce_dtype
-        num_ranks = self.sharding.num_shards * self.sharding.num_replicas
-        factor = num_ranks if self.divide_factor is None and self.only_sums else self.divide_factor
-        averaging = Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale)
-        what = ReductionPlan(self.sharding, averaging, self.reduces_over_replicas, self.hook, self.hook_stream)
-        with torch.no_grad():
-            unreduced = self._unreduced_of(trainable, plan) if self._unreduced else None
-            packed = [
-                torch.zeros(slot.shape, dtype=self.compute_dtype, device=self._device) if grad is None else grad
-                for grad, slot in zip(grads, plan.slots, strict=True)
-            ]
-            if len({grad.dtype for grad in packed}) > 1:
-                packed = [grad.to(dtype) for grad in packed]
-            reduction = start_reduction(packed, plan, dtype, what, unreduced, comm.streams)
-        is_complete = self.reduces_over_replicas or self.sharding.replicate_group is None
-        comm.reducing.append(UnderWay(self, reduction, plan, receivers, is_complete))
-
-    def _unreduced_of(self, params: Sequence[ShardedParam], plan: FlatPlan) -> torch.Tensor | None:
-        """What earlier backward passes have left to be reduced over the replicas, laid out by `plan`."""
-        parts = [self._unreduced.pop(param, None) for param in params]
-        given = next((part for part in parts if part is not None), None)
-        if given is None:
-            return None
-        sizes = plan.split_sizes
-        return torch.cat([given.new_zeros(s) if part is None else part for part, s in zip(parts, sizes, strict=True)])
+        params = self.params if any(param.is_trained or param in self.unreduced for param in self.params) else ()
+        if self.together is not None:
+            self.together.reduce(self, params, scale)
+        elif params:
+            reduce_together([(self, params)], scale)
 
     def take_reduced(self, done: UnderWay) -> None:
         """Order the current stream after a reduction of this group, give each receiver its gradient, call its hooks."""
-        comm = self._comm()
+        comm = self.own_comm()
         done.reduction.wait(comm.streams)
         if not done.is_complete:
-            parts = done.reduction.output.split(done.plan.split_sizes)
-            self._unreduced.update(
+            parts = done.output.split(done.plan.split_sizes)
+            self.unreduced.update(
                 (param, part) for param, part in zip(done.receivers, parts, strict=True) if param is not None
             )
             return
         with torch.no_grad():
-            flat = done.reduction.output.to(self._orig_dtype)
+            flat = done.output.to(self._orig_dtype)
             if self.is_offloaded:
                 is_pinned = self._flat is not None and self._flat.is_pinned()
                 flat = to_host(flat, done.receivers, comm, is_pinned=is_pinned)
             hand_out(flat, done.receivers, done.plan.slots)
 
-    def _comm(self) -> Comm:
+    def own_comm(self) -> Comm:
         """The model's shared buffers; a group that is used before the model's first forward gets its own."""
         if self.comm is None:
-            self.comm = Comm(self._device)
+            self.comm = Comm(self.device)
         return self.comm

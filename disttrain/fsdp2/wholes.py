@@ -69,10 +69,15 @@ class Wholes:
         """Give the memory back."""
         self._storage.resize_(0)
 
-    def write(self, gathered: torch.Tensor) -> None:
-        """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer)."""
+    def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
+        """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer): of all parameters, or
+        of those that are not written yet."""
+        sizes, places = self._plan.split_sizes, self.places
+        if are_written is not None:
+            missing = [place for place, is_written in enumerate(are_written) if not is_written]
+            sizes, places = [sizes[place] for place in missing], [places[place] for place in missing]
         if self.is_cut_in_front:
-            torch.split_with_sizes_copy(gathered, self._plan.split_sizes, dim=1, out=self.places)
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=places)
             return
         columns = gathered.split(self._plan.split_sizes, dim=1)
         for param, slot, place, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):

@@ -20,6 +20,7 @@ from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.hosts import tell_host
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
 from disttrain.settings import FLIGHT_RECORDER, LOCAL_RANK, TIMEOUT_S
 from disttrain.store import HashStore, PrefixStore, Store
@@ -109,6 +110,8 @@ def init_process_group(
         options=pg_options,
         owned_store=opened if store is None else None,
     )
+    if any(kind.has_peers for kind in world.default_group.backend_classes.values()):
+        tell_host(world)
     enter_process_world(world, register_with_torch=register_with_torch)
 
 

@@ -33,6 +33,7 @@ class ProcessGroup:
     `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
     that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
     called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any;
+    `spans_hosts`, once `leaves_host` has found it out;
     `barrier_device`, where barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
     Transports are made by the first collective on a device type, which connects the members and nobody else; those that
     have not come to it connect beside what they do (`connecting.py`).
@@ -59,6 +60,7 @@ class ProcessGroup:
         self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self.axis_name = ""
+        self.spans_hosts: bool | None = None
         self.barrier_device = world.device if world.device.type in backends else torch.device("cpu")
         self._options = options
         self._backend_classes = backends

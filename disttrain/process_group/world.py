@@ -58,6 +58,7 @@ class World:
     `connecting`: connects groups as other ranks ask. `comparing`: what ranks tell each other that wait for long.
     `recall`: what this rank has called as a group's collective of a number, and `main_place`: where its main thread is,
     as far as the recorder knows.
+    `tells_host`: whether it has said in the store on which host it is, as all ranks of the job do then.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
     """
@@ -84,6 +85,7 @@ class World:
         self.recorder: Recorder | None = None
         self.action = ""
         self.module = ""
+        self.tells_host = False
         self.compares_calls = DEBUG.read() == "detail"
         self.witness: Responder | None = None
         self.refusals = Refusals(self)

@@ -1,0 +1,70 @@
+"""In which form the parameters of a group are gathered and reduced, and how many modules' are together. Pure.
+
+A collective that brings each parameter right into its place saves a copy of what it brings, and its memory; but it is a
+collective of its own, which pays a latency of its own. Within a host latencies are small, between hosts they are not,
+and grow with the ranks of a ring. So a group that leaves its host is gathered as one message, but for what is so large
+that the copy costs more than the latency; and small modules that run one after the other are gathered as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COPY_BYTES_PER_S = 1e12
+"""How fast a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a second."""
+TOGETHER_BYTES = 256 * 2**20
+"""What modules that are gathered together have at most, since two such sets are there at a time."""
+
+
+@dataclass(frozen=True)
+class TransferCost:
+    """Seconds that a gather takes over a group: `latency_s`, and what is gathered over `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of one gather of so many bytes, all ranks' together."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost | None) -> tuple[bool, ...]:
+    """Which of a group's parameters, of so many bytes, go right into their places. `form` is what the user asks for.
+
+    `cost` is None where the group stays within a host, or nothing is known about its network.
+    """
+    if form == "flat":
+        return (False,) * len(whole_bytes)
+    if form == "in_place" or (form is None and cost is None):
+        return (True,) * len(whole_bytes)
+    latency_s = LIKELY_COST.latency_s if cost is None else cost.latency_s
+    large = tuple(num_bytes / COPY_BYTES_PER_S > latency_s for num_bytes in whole_bytes)
+    # One that is alone is in its place without a collective more.
+    return (True,) if len(large) == 1 else large
+
+
+LIKELY_COST = TransferCost(30e-6, 2e10)
+"""Of a network that nobody has measured: a few hops of InfiniBand or RoCE at 200 Gbit/s."""
+
+
+def plan_together(whole_bytes: Sequence[int], asked: int | None, cost: TransferCost | None) -> list[int]:
+    """How many of the modules that run one after the other, of so many bytes each, are gathered as one, set by set.
+
+    With k of n modules in a set a step takes n / k latencies, and waits for a set's bytes before its first module runs
+    and after its last: the sum is least for k = sqrt(n * latency * bandwidth / (2 * bytes of a module)).
+    """
+    num_modules, total = len(whole_bytes), sum(whole_bytes)
+    if num_modules < 2 or (asked is None and (cost is None or not total)):
+        return [1] * num_modules
+    if asked is not None:
+        size = asked
+    else:
+        assert cost is not None
+        mean = total / num_modules
+        best = math.sqrt(num_modules * cost.latency_s * cost.bytes_per_s / (2 * mean))
+        size = min(round(best), int(TOGETHER_BYTES // mean))
+    num_sets = math.ceil(num_modules / max(1, size))
+    # Sets of sizes that differ by one at most.
+    return [num_modules * (place + 1) // num_sets - num_modules * place // num_sets for place in range(num_sets)]

@@ -1,0 +1,86 @@
+"""Gathers under way: those of one group of parameters, or of several as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.fsdp2._torch import out_of_inference
+from disttrain.fsdp2.collectives import Gather, sent_numels, start_gather, start_gather_in_place
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.comm import Comm
+    from disttrain.fsdp2.param_group import ParamGroup
+
+
+class Gathering:
+    """What is being gathered of some groups. Who waits for one of them has all: they came as one message."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        groups: Sequence[ParamGroup],
+        numels: Sequence[int],
+        are_in_place: Sequence[bool] | None,
+        comm: Comm,
+    ) -> None:
+        """Of a row of what is gathered, `numels` elements are each group's; of one group, parameters may be in their
+        places, and not in the row."""
+        self._gather = gather
+        self._are_in_place = are_in_place
+        self._groups = groups
+        self._numels = numels
+        self._comm = comm
+
+    def finish(self) -> None:
+        """Order the current stream (CPU: the host) after it, and let the groups have their values."""
+        self._gather.wait(self._comm.streams)
+        output = self._gather.output
+        if output is not None:
+            with out_of_inference(), torch.no_grad():
+                self._write(output)
+            # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
+            self._comm.copied_out = (output, self._comm.streams.mark())
+        for group in self._groups:
+            group.take_gathered()
+
+    def _write(self, output: torch.Tensor) -> None:
+        wholes = [group.allocated_wholes() for group in self._groups]
+        if len(wholes) == 1:
+            wholes[0].write(output, self._are_in_place)
+        elif all(each.is_cut_in_front and each.dtype == output.dtype for each in wholes):
+            sizes = [*chain.from_iterable(group.plan.split_sizes for group in self._groups)]
+            places = [*chain.from_iterable(each.places for each in wholes)]
+            torch.split_with_sizes_copy(output, sizes, dim=1, out=places)
+        else:
+            for group, each, columns in zip(self._groups, wholes, output.split([*self._numels], dim=1), strict=True):
+                used = columns.narrow(1, 0, group.sent_numel * group.gather_dtype.itemsize // output.itemsize)
+                each.write(used.view(group.gather_dtype))
+
+
+def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
+    """Start to gather these groups, of which none is gathered or being gathered. Collective.
+
+    On CUDA it follows what is on the current stream now, or `Comm.ready`.
+    """
+    first = groups[0]
+    ready, comm.ready = comm.ready, None
+    shards, dtypes = [group.to_send() for group in groups], [group.gather_dtype for group in groups]
+    group, streams, num_shards = first.gather_group(), comm.streams, first.sharding.num_shards
+    # What has just been made is on the current stream: waiting for the optimizer alone would not do.
+    ready = ready if all(each.sends_shards for each in groups) else None
+    in_place = None
+    may_be_in_place = len(groups) == 1 and ready is None and first.is_gathered_in_place and not first.is_kept
+    if may_be_in_place and any(first.in_place):
+        places = first.allocated_wholes().places
+        plan, in_place = first.plan, first.in_place
+        gather = start_gather_in_place(shards[0], dtypes[0], plan, places, in_place, group, streams)
+    else:
+        comm.release_gathered()
+        gather = start_gather(shards, dtypes, first.device, num_shards, group, streams, ready)
+    if any(each.is_offloaded for each in groups):
+        comm.uploaded = gather.done
+    return Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)

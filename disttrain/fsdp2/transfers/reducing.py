@@ -1,0 +1,105 @@
+"""Reductions of whole gradients into those of the shards: of one group's parameters, or of several's as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.fsdp2.collectives import Averaging, ReductionPlan, start_reduction
+from disttrain.fsdp2.comm import UnderWay
+from disttrain.fsdp2.flat import FlatPlan, plan_flat
+from disttrain.fsdp2.param import ShardedParam
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.param_group import ParamGroup
+
+Owed = tuple["ParamGroup", Sequence[ShardedParam]]
+"""Parameters of a group whose gradients are to be reduced."""
+
+
+class _Part:
+    """What one group gives to a reduction."""
+
+    def __init__(self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool) -> None:
+        """Takes the whole gradients. A trained parameter without one takes part with zeros, so that sizes agree on all
+        ranks; it gets none unless all receive."""
+        self.group = group
+        trained = [param for param in params if param.is_trained or param in group.unreduced]
+        in_place = dict(zip(group.params, group.in_place, strict=True))
+        self.params = sorted(trained, key=lambda param: not in_place[param])
+        self.num_in_place = sum(in_place[param] for param in trained)
+        is_whole = self.params == group.params
+        self.plan = group.plan if is_whole else plan_of(group, self.params)
+        with torch.no_grad():
+            grads = [param.whole_grad() for param in self.params]
+            self.receivers = [
+                param if grad is not None or all_receive or group.reduces_unused or param in group.unreduced else None
+                for param, grad in zip(self.params, grads, strict=True)
+            ]
+            for param in self.params:
+                param.drop_grad()
+            self.grads = [
+                torch.zeros(slot.shape, dtype=group.compute_dtype, device=group.device) if grad is None else grad
+                for grad, slot in zip(grads, self.plan.slots, strict=True)
+            ]
+
+
+def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
+    """Start averaging whole gradients over the ranks into the sharded parameters', as one message. Collective.
+
+    A schedule gives `scale`; then all trained parameters receive a gradient, and no reduction under way is waited for.
+    """
+    parts = [_Part(group, params, all_receive=scale is not None) for group, params in owed]
+    first = parts[0].group
+    comm = first.own_comm()
+    if scale is None:
+        comm.finish_reductions()
+    sharding, dtype = first.sharding, first.reduce_dtype
+    num_ranks = sharding.num_shards * sharding.num_replicas
+    factor = num_ranks if first.divide_factor is None and first.only_sums else first.divide_factor
+    what = ReductionPlan(
+        sharding,
+        first.reduction_group(),
+        Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale),
+        first.reduces_over_replicas,
+        first.hook,
+        first.hook_stream,
+        sum(part.num_in_place for part in parts),
+    )
+    with torch.no_grad():
+        grads = [*chain.from_iterable(part.grads for part in parts)]
+        if len({grad.dtype for grad in grads}) > 1:
+            grads = [grad.to(dtype) for grad in grads]
+        plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
+        reduction = start_reduction(grads, plan, dtype, what, _unreduced(parts), comm.streams)
+    is_complete = first.reduces_over_replicas or sharding.replicate_group is None
+    start = 0
+    for part in parts:
+        comm.reducing.append(UnderWay(part.group, reduction, start, part.plan, part.receivers, is_complete))
+        start += part.plan.shard_numel
+
+
+def plan_of(group: ParamGroup, params: Sequence[ShardedParam]) -> FlatPlan:
+    """How shards of some of the group's parameters lie in a buffer."""
+    return plan_flat([param.front_shape for param in params], group.sharding.num_shards)
+
+
+def _joined(plans: Sequence[FlatPlan]) -> FlatPlan:
+    shapes = [slot.shape for plan in plans for slot in plan.slots]
+    return plan_flat(shapes, plans[0].num_shards)
+
+
+def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
+    """What earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
+    found = [
+        (part.group.unreduced.pop(param, None), numel)
+        for part in parts
+        for param, numel in zip(part.params, part.plan.split_sizes, strict=True)
+    ]
+    given = next((left for left, _ in found if left is not None), None)
+    if given is None:
+        return None
+    return torch.cat([given.new_zeros(numel) if left is None else left for left, numel in found])
