@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from disttrain.fsdp2.estimate import Estimate, Traffic, estimate
+from disttrain.fsdp2.estimating.estimate import Estimate, Traffic, estimate
 from disttrain.fsdp2.fully_shard import fully_shard
 from disttrain.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
+from disttrain.fsdp2.transfers.forms import TransferCost
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -14,6 +15,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Traffic",
+    "TransferCost",
+    "TransferPolicy",
     "UnshardHandle",
     "estimate",
     "fully_shard",

@@ -25,7 +25,7 @@ from disttrain.process_group import (
 )
 
 ALIGNMENT_BYTES = 16
-"""Where what one parameter or group sends may begin, among bytes of several dtypes: a multiple of every dtype's size."""
+"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
 
 
 @dataclass
@@ -104,7 +104,9 @@ def start_gather_in_place(
             pairs.append((output, together))
         pairs = [pair for pair in pairs if pair[1].numel()]
         outputs, inputs = [output for output, _ in pairs], [part for _, part in pairs]
-        work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
+        work = None
+        if pairs:
+            work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
         return Gather((shard, *inputs), output, work, streams.mark())
 
 

@@ -16,7 +16,7 @@ from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
 from disttrain.fsdp2.structure import unmanaged_modules
@@ -37,6 +37,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    transfer_policy: TransferPolicy | None = None,
 ) -> Module:
     """Shard the module's parameters, and gather them only while it computes.
 
@@ -57,6 +58,7 @@ def fully_shard(
              mp_policy              dtypes for computing and reducing.
              offload_policy         where shards, gradients and so the optimizer's state are kept between uses.
              ignored_params         parameters to leave as they are.
+             transfer_policy        the form of gathers and reductions; values do not depend on it.
     Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
     sharded is each rank's part of them.
     Returns: the module or list, changed in place; its class now derives from FSDPModule as well.
@@ -70,7 +72,8 @@ def fully_shard(
     mesh = mesh if mesh is not None else _whole_world(together)
     for one in modules:
         _check(one, mesh, reshard_after_forward)
-    for given, kind in ((mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy)):
+    policies = (mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy), (transfer_policy, TransferPolicy)
+    for given, kind in policies:
         _check_policy(given, kind)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
@@ -97,7 +100,8 @@ def fully_shard(
     ]
     taken = {(owner.module, owner.name) for _, _, owners in managed for owner in owners}
     left_alone = {(child, name) for child in unmanaged_modules(together) for name, _ in own_parameters(child)} - taken
-    state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone)
+    transfers = transfer_policy if transfer_policy is not None else TransferPolicy()
+    state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone, transfers)
     for one in modules:
         set_state(one, state)
         one.__class__ = _sharded_class(cast(Any, type(one)))

@@ -12,9 +12,10 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.root import share_comm
 from disttrain.fsdp2.rounded import RoundedCopies
 from disttrain.fsdp2.scheduled import finish_all, reduce_all, start_schedule, stop_schedule, unshard_all
-from disttrain.fsdp2.state import ShardState, share_comm, state_of
+from disttrain.fsdp2.state import ShardState, state_of
 
 
 class WritesCopies(Protocol):

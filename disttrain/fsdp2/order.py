@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Generic, TypeVar
 
 Member = TypeVar("Member", bound=Hashable)
@@ -27,16 +27,20 @@ class ExecutionOrder(Generic[Member]):
         self._now = []
         self._on_path = bool(self._learnt)
 
-    def visit(self, member: Member) -> Member | None:
-        """`member` runs now. Returns who is expected to run after it."""
+    def visit(self, member: Member, mates: Container[Member] = ()) -> Member | None:
+        """`member` runs now. Returns who is expected to run after it, and after its `mates`."""
         position = len(self._now)
         self._now.append(member)
         self._on_path = self._on_path and position < len(self._learnt) and self._learnt[position] == member
-        return self._learnt[position + 1] if self._on_path and position + 1 < len(self._learnt) else None
+        if not self._on_path:
+            return None
+        following = (self._learnt[place] for place in range(position + 1, len(self._learnt)))
+        return next((each for each in following if each not in mates), None)
 
-    def backward_from(self, member: Member) -> Member | None:
-        """The backward of `member` runs now. Returns whose backward is expected next."""
+    def backward_from(self, member: Member, mates: Container[Member] = ()) -> Member | None:
+        """The backward of `member` runs now. Returns whose backward is expected next, but for its `mates`."""
         for position in reversed(range(len(self._now))):
             if self._now[position] == member:
-                return self._now[position - 1] if position > 0 else None
+                following = (self._now[place] for place in reversed(range(position)))
+                return next((each for each in following if each not in mates), None)
         return None

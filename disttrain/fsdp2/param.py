@@ -146,7 +146,7 @@ class ShardedParam:
         if self._view_of is None:
             self._view_of = self._strided_view(slot)
         shape, strides = self._view_of
-        return flat.as_strided(shape, strides, slot.offset)
+        return flat.as_strided(shape, strides, flat.storage_offset() + slot.offset)
 
     def _strided_view(self, slot: FlatSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
         rows = self.spec.local_shape[self.dim]

@@ -279,19 +279,12 @@ class ParamGroup:
         if not self.is_unsharded:
             return
         if keep_on is not None:
-            self._kept = self._own_part(keep_on), keep_on
+            assert self._wholes is not None
+            self._kept = self._wholes.part_on(self.sharding.shard_rank, keep_on), keep_on
         self.hide()
         assert self._wholes is not None
         self._wholes.free()
         self.is_unsharded = False
-
-    def _own_part(self, num_ranks: int) -> torch.Tensor:
-        """The flat buffers of this rank's part of the gathered parameters, where `num_ranks` neighbours share them."""
-        count = self.sharding.num_shards // num_ranks
-        first = self.sharding.shard_rank % num_ranks * count
-        assert self._wholes is not None
-        with torch.inference_mode(False), torch.no_grad():
-            return self._wholes.rows(first, count)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""
@@ -336,6 +329,11 @@ class ParamGroup:
         self._early = EarlyParts(parts, reduce)
         if self._wholes is not None:
             self._early.watch()
+
+    @property
+    def reduces_early(self) -> bool:
+        """True where parts of it are reduced before its backward ends."""
+        return self._early is not None
 
     def begin_backward(self) -> None:
         """A backward pass begins: no gradient of it has been reduced."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+from disttrain.errors import ShardingError
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,33 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class TransferPolicy:
+    """How values go over the wire. None: as is best for the ranks' hosts and the network between them, which the first
+    forward measures.
+
+    `form`: "in_place" brings each parameter where it is used, by a collective of its own in one launch; "flat" all as
+    one message, which is copied to where it is used; "mixed" what is large in place, and the rest as one message.
+    `together`: how many modules that run one after the other are gathered, and reduced, as one message; 1: each by
+    itself. Each is freed by itself. `reduces_apart`: reductions have a communicator of their own, and wait for no
+    gather. Values and gradients are the same.
+    """
+
+    form: Literal["flat", "in_place", "mixed"] | None = None
+    together: int | None = None
+    reduces_apart: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in (None, "flat", "in_place", "mixed"):
+            raise ShardingError(
+                "TransferPolicy", f"there is no form {self.form!r}.", 'Give "flat", "in_place" or "mixed".'
+            )
+        if self.together is not None and self.together < 1:
+            raise ShardingError(
+                "TransferPolicy", f"together={self.together} is no number of modules.", "Give 1 or more."
+            )
 
 
 @dataclass(frozen=True)

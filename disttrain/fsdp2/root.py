@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.stale_graphs import free_old
 from disttrain.fsdp2.structure import Structure
+from disttrain.fsdp2.transfers.measuring import costs_of
+from disttrain.fsdp2.transfers.planning import carry_out, plan_transfers
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.state import ShardState
@@ -53,8 +56,12 @@ class RootContext:
         self.is_in_forward = False
         self._backward: weakref.ref[_BackwardEnd] | None = None
         for state in states:
-            state.context = self
+            state.context, state.mates = self, frozenset()
         self.use(comm)
+        # Ranks come here alike: at the model's first forward, or the first after it has been changed.
+        early = {group for group in root.groups if group.reduces_early}
+        self.plan = plan_transfers(states, partial(costs_of, device=root.device), early)
+        self._together = carry_out(self.plan)
 
     def use(self, comm: Comm) -> None:
         """Communicate on these streams."""
@@ -108,6 +115,7 @@ class RootContext:
             state.post_backward(at_end=True)
             state.is_kept_unsharded = not state.reshard_after_backward
             state.is_shown_on_request = False
+        self.reduce_rest()
         if self.root.is_last_backward:
             self.comm.finish_reductions()
             self.comm.finish_offload()
@@ -116,6 +124,11 @@ class RootContext:
                 group.rounded = None
         self._backward = None
         self.show_shards()
+
+    def reduce_rest(self) -> None:
+        """Reduce what waits for others that have not come, where modules are reduced as one message. Collective."""
+        for together in reversed(self._together):
+            together.flush()
 
     def show_shards(self) -> None:
         """Neither a forward nor a backward is under way: modules have shards, but where a user has asked for wholes."""
@@ -133,6 +146,16 @@ class RootContext:
     def _abandon_backward(self) -> None:
         """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
         self.comm.drop_reductions()
+        for together in self._together:
+            together.forget()
         for state in self.states:
             state.abandon_backward()
         self._backward = None
+
+
+def share_comm(states: list[ShardState]) -> None:
+    """Let these roots communicate on the same streams."""
+    for state in states:
+        comm = state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)
+        if state.context is not None and state.context.root is state:
+            state.context.use(comm)

@@ -106,6 +106,9 @@ def reduce_all(states: Sequence[ShardState], scale: float) -> None:
             for group in reversed(state.groups):
                 with Named(group):
                     group.reduce_all(scale)
+    context = states[0].context
+    if context is not None:
+        context.reduce_rest()
 
 
 def finish_all(states: Sequence[ShardState]) -> None:

@@ -55,7 +55,8 @@ def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind:
             "Let optimizers step, and load, when all backwards of earlier forwards are over.",
             rank=mesh.get_rank(),
         )
-        for axis in range(mesh.ndim):
-            if mesh.shape[axis] > 1:
-                mesh.get_group(axis).refuse("backward", error, ANY)
+        told = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
+        # Others may wait in any of them.
+        for each in [*told, *([group.reduced_apart] if group.reduced_apart else [])]:
+            each.refuse("backward", error, ANY)
         raise error

@@ -22,7 +22,7 @@ from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.policies import MixedPrecisionPolicy
+from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
 from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
@@ -42,6 +42,7 @@ class ShardState:
         device: torch.device,
         reshard_after_forward: bool | int | None,
         left_alone: set[tuple[nn.Module, str]],
+        transfers: TransferPolicy,
     ) -> None:
         self.modules = tuple(modules)
         self.module = modules[0]
@@ -59,6 +60,9 @@ class ShardState:
         self.forward_prefetch: list[ShardState] | None = None
         self.backward_prefetch: list[ShardState] | None = None
         self.post_optim_event: torch.Event | None = None
+        self.transfers = transfers
+        self.mates: frozenset[ShardState] = frozenset()
+        """Modules, this one too, whose parameters are gathered with those of this one."""
         self.shared_comm: Comm | None = None
         """The one that other roots use as well, where the user wants it so."""
         self.is_kept_unsharded = False
@@ -93,6 +97,7 @@ class ShardState:
         return {
             **self.__dict__,
             "context": None,
+            "mates": frozenset(),
             "shared_comm": None,
             "post_optim_event": None,
             "is_kept_unsharded": False,
@@ -106,11 +111,11 @@ class ShardState:
             "_to_run": set(),
         }
 
-    def unshard(self) -> None:
-        """Start gathering the module's own parameters. Collective."""
+    def unshard(self, *, alone: bool = False) -> None:
+        """Start gathering the module's own parameters, and, unless `alone`, those that go with them. Collective."""
         for group in self.groups:
             with Named(group):
-                group.unshard()
+                group.unshard(alone=alone)
 
     def keep_unsharded(self) -> None:
         """Start gathering, for the user. Collective."""
@@ -119,7 +124,7 @@ class ShardState:
         if not (self.is_kept_unsharded or is_running):
             # What is there since a forward may have been written to.
             self.reshard()
-        self.unshard()
+        self.unshard(alone=not is_running)
         self.is_kept_unsharded = True
 
     def wait_for_unshard(self) -> None:
@@ -231,7 +236,7 @@ class ShardState:
         self.wait_for_unshard()
         self._num_running += 1
         if context.is_in_forward and not is_recomputation:
-            following = context.order.visit(self)
+            following = context.order.visit(self, self.mates)
             for state in self._next(self.forward_prefetch, following):
                 state.unshard()
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -326,7 +331,7 @@ class ShardState:
             self.unshard()
             refuse_stale(self.groups, gathered, type(self.module).__name__)
             self.wait_for_unshard()
-        following = context.order.backward_from(self)
+        following = context.order.backward_from(self, self.mates)
         for state in self._next(self.backward_prefetch, following):
             if state.unshards_in_backward:
                 state.unshard()
@@ -378,14 +383,6 @@ class ShardState:
             comm = self.context.comm
         self._name_groups()
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
-
-
-def share_comm(states: list[ShardState]) -> None:
-    """Let these roots communicate on the same streams."""
-    for state in states:
-        comm = state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)
-        if state.context is not None and state.context.root is state:
-            state.context.use(comm)
 
 
 def state_of(module: nn.Module) -> ShardState | None:

@@ -88,7 +88,14 @@ class Wholes:
                 front = rows.reshape(padded).narrow(0, 0, slot.shape[0])
                 place.copy_(front.movedim(0, param.dim))
 
-    def rows(self, first: int, count: int) -> torch.Tensor:
+    def part_on(self, shard_rank: int, num_ranks: int) -> torch.Tensor:
+        """The flat buffers of the part of this rank, the holder of shard `shard_rank`, where `num_ranks` neighbours
+        share the whole."""
+        count = self._plan.num_shards // num_ranks
+        with torch.inference_mode(False), torch.no_grad():
+            return self._rows(shard_rank % num_ranks * count, count)
+
+    def _rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the flat buffers of shards `first` to `first + count`."""
         columns = []
         for param, slot, place in zip(self._params, self._plan.slots, self.places, strict=True):

@@ -78,6 +78,8 @@ class ProcessGroup:
         """What torch knows of the group, if it was told."""
         self.mail: Any = None
         """How pipelines over this group send messages, once there is one (`pipelining/mail.py`)."""
+        self.transfer_cost: Any = None
+        """What a gather over it takes, once it has been measured (`fsdp2/transfers/measuring.py`)."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peer_memory.py`)."""
 

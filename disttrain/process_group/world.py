@@ -96,7 +96,7 @@ class World:
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
-        self._shared: dict[tuple[int, ...], ProcessGroup] = {}
+        self._shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
         self._num_alike: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._owned_store = owned_store
         self._companions: dict[type, Any] = {}
@@ -128,17 +128,21 @@ class World:
             options if options is not None else self._options,
         )
 
-    def shared_group(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """The one group of these global ranks, this rank among them, that meshes share; the default group for all."""
-        if ranks == self.default_group.ranks:
+    def shared_group(self, ranks: tuple[int, ...], purpose: str = "") -> ProcessGroup:
+        """The one group of these global ranks, this rank among them, that meshes share; the default group for all.
+
+        For each `purpose` there is another one, whose collectives do not wait for these.
+        """
+        if ranks == self.default_group.ranks and not purpose:
             return self.default_group
-        group = self._shared.get(ranks)
+        group = self._shared.get((ranks, purpose))
         if group is None:
             self._check_ranks(ranks)
             # Counted apart: some ranks may come to a mesh's group before, others after they make one of these ranks.
-            name = f"{_content_name(ranks)}.shared.{self._count_alike(ranks, 'shared')}"
+            kind = purpose or "shared"
+            name = f"{_content_name(ranks)}.{kind}.{self._count_alike(ranks, kind)}"
             group = self._make_group(name, ranks, self._backend, self.timeout_s, self._options)
-            self._shared[ranks] = group
+            self._shared[ranks, purpose] = group
         return group
 
     @property
@@ -230,7 +234,7 @@ class World:
 
     def _forget(self, group: ProcessGroup) -> None:
         self._groups = [other for other in self._groups if other is not group]
-        self._shared = {ranks: shared for ranks, shared in self._shared.items() if shared is not group}
+        self._shared = {key: shared for key, shared in self._shared.items() if shared is not group}
 
     def destroy(self) -> None:
         """Let go of all groups, and of the store if the world opened it."""

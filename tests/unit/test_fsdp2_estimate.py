@@ -17,7 +17,17 @@ import disttrain
 from disttrain import kernels
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.errors import ShardingError
-from disttrain.fsdp2 import CPUOffloadPolicy, Estimate, MixedPrecisionPolicy, early, estimate, fully_shard
+from disttrain.fsdp2 import (
+    CPUOffloadPolicy,
+    Estimate,
+    MixedPrecisionPolicy,
+    TransferCost,
+    TransferPolicy,
+    early,
+    estimate,
+    fully_shard,
+)
+from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, World, entered_world
 from disttrain.store import HashStore
 
@@ -80,14 +90,16 @@ class Wire:
 
     def __init__(self) -> None:
         self.num_calls: Counter[tuple[str, int]] = Counter()
+        self.num_collectives: Counter[tuple[str, int]] = Counter()
         self.sent_bytes: Counter[tuple[str, int]] = Counter()
 
     def enqueued(self, call: Call) -> None:
-        operation = call.operation.removesuffix("_into_tensor").removesuffix("_tensor")
+        operation = call.operation.removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
         whole = call.outputs if operation == "all_gather" else call.inputs
         num_bytes = sum(tensor.nbytes for tensor in whole) * (2 if operation == "all_reduce" else 1)
         kind = operation, call.group.size()
         self.num_calls[kind] += 1
+        self.num_collectives[kind] += len(whole)
         self.sent_bytes[kind] += num_bytes * (kind[1] - 1) // kind[1]
 
     def completed(self, call: Call, error: Exception | None) -> None:
@@ -139,6 +151,7 @@ def check(
     world.remove_observer(wire)
     assert said.peak.num_bytes == pytest.approx(peak, rel=0.01)
     assert {(each.operation, each.num_ranks): each.num_calls for each in said.traffic} == wire.num_calls
+    assert {(each.operation, each.num_ranks): each.num_collectives for each in said.traffic} == wire.num_collectives
     assert {(each.operation, each.num_ranks): each.sent_bytes for each in said.traffic} == wire.sent_bytes
     assert said.wire_bytes == wire.sent_bytes.total()
     assert said.parameters_bytes == storage_bytes(model.parameters())
@@ -173,12 +186,24 @@ OPTIONS = {
     "kept on pairs": {"reshard_after_forward": 2, "mp_policy": BF16},
     "cut along the last dim": {"shard_placement_fn": cut_last_dim},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "in place": {"transfer_policy": TransferPolicy("in_place")},
+    "what is large in place": {"transfer_policy": TransferPolicy("mixed"), "mp_policy": BF16},
+    "two together": {"transfer_policy": TransferPolicy(together=2)},
+    "three together, reduced apart": {
+        "transfer_policy": TransferPolicy(together=3, reduces_apart=True),
+        "mp_policy": BF16,
+    },
+    "all together, offloaded": {"transfer_policy": TransferPolicy(together=9), "offload_policy": CPUOffloadPolicy()},
 }
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_step_takes_what_was_said(options: dict[str, object], is_tied: bool, world: World) -> None:
+def test_a_step_takes_what_was_said(
+    options: dict[str, object], is_tied: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Matrices are large, and what has one dim is not.
+    monkeypatch.setattr(forms, "COPY_BYTES_PER_S", 4096 / forms.LIKELY_COST.latency_s)
     model = Model(is_tied=is_tied)
     before = estimate(model, blocks=model.blocks, **options)
     with torch.device("meta"):
@@ -272,6 +297,21 @@ def test_parameters_that_say_what_is_gathered_of_them(world: World) -> None:
     check(shard(model, mp_policy=BF16), said, torch.optim.AdamW, world)
 
 
+def test_between_hosts_they_are_in_the_same_messages(world: World) -> None:
+    network = TransferCost(0.002, 3e9)
+    world.default_group.spans_hosts, world.default_group.transfer_cost = True, network
+    model = Model(dim=96, hidden=416)
+    within = estimate(model, blocks=model.blocks, mp_policy=BF16)
+    for block in model.blocks:
+        block.down.__class__ = Halved
+    said = estimate(model, blocks=model.blocks, mp_policy=BF16, network=network)
+    assert sum(each.num_calls for each in said.traffic) < sum(each.num_calls for each in within.traffic)
+    assert "gathered together: 5 modules; reductions by a communicator of their own" in str(said)
+    model = shard(model, mp_policy=BF16)
+    check(model, said, torch.optim.AdamW, world)
+    assert estimate(model) == said
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_weights_in_float8_are_gathered_as_one_byte_each(recipe: str, world: World) -> None:
     model = nn.Sequential(nn.Linear(96, 416, bias=False), nn.Linear(416, 96))
@@ -346,7 +386,7 @@ def test_it_prints_a_table() -> None:
     lines = str(estimate(model, blocks=model.blocks)).splitlines()
     assert lines[0] == "on 8, each rank; the peak is in the backward of blocks.0"
     assert [line.split()[0] for line in lines[2:7]] == ["parameters", "gradients", "optimizer", "buffers", "peak,"]
-    assert ["reduce_scatter", "of", "8", "ranks", "5", "1.80", "MiB"] in [line.split() for line in lines]
+    assert ["reduce_scatter", "of", "8", "ranks", "5", "5", "1.80", "MiB"] in [line.split() for line in lines]
 
 
 def test_mistakes_are_told() -> None:

@@ -43,6 +43,7 @@ class Gathering:
             with out_of_inference(), torch.no_grad():
                 self._write(output)
             # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
+            self._comm.release_gathered()
             self._comm.copied_out = (output, self._comm.streams.mark())
         for group in self._groups:
             group.take_gathered()

@@ -76,10 +76,11 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
         reduction = start_reduction(grads, plan, dtype, what, _unreduced(parts), comm.streams)
     is_complete = first.reduces_over_replicas or sharding.replicate_group is None
-    start = 0
-    for part in parts:
-        comm.reducing.append(UnderWay(part.group, reduction, start, part.plan, part.receivers, is_complete))
-        start += part.plan.shard_numel
+    end = plan.shard_numel
+    # The last module first, as backward goes: a hook of one finds the gradients of those that come after it.
+    for part in reversed(parts):
+        end -= part.plan.shard_numel
+        comm.reducing.append(UnderWay(part.group, reduction, end, part.plan, part.receivers, is_complete))
 
 
 def plan_of(group: ParamGroup, params: Sequence[ShardedParam]) -> FlatPlan:

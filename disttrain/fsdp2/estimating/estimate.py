@@ -13,22 +13,34 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Placement
 from disttrain.errors import ShardingError
+from disttrain.fsdp2.estimating.rehearsal import Rehearsal
+from disttrain.fsdp2.estimating.sizes import (
+    Held,
+    OptimizerBytes,
+    OptimizerCost,
+    Sizing,
+    held_of_group,
+    held_unsharded,
+)
+from disttrain.fsdp2.estimating.values import REDUCED, Message, Peak
 from disttrain.fsdp2.fully_shard import fully_shard
-from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
-from disttrain.fsdp2.rehearsal import REDUCED, Message, Peak, Rehearsal
-from disttrain.fsdp2.sizes import Held, OptimizerBytes, OptimizerCost, Sizing, held_of_group, held_unsharded
+from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
 from disttrain.fsdp2.state import ShardState, state_of
+from disttrain.fsdp2.transfers.forms import TransferCost
+from disttrain.fsdp2.transfers.planning import TransferPlan
 from disttrain.mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in a step: over how many ranks, how many, and what each rank sends in all of them."""
+    """Collectives of one kind in a step: over how many ranks, how many calls, what each rank sends in all of them, and
+    as how many collectives, since a call that brings parameters right into their places has one for each."""
 
     operation: str
     num_ranks: int
     num_calls: int
     sent_bytes: int
+    num_collectives: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,8 @@ class Estimate:
     peak: Peak
     """What comes and goes, when it is most. Activations are not in it, nor an optimizer's intermediate results."""
     traffic: tuple[Traffic, ...]
+    transfers_text: str
+    """In which form parameters and gradients go over the wire, and how many modules' are together."""
 
     @property
     def unsharded_peak_bytes(self) -> int:
@@ -75,14 +89,27 @@ class Estimate:
             rows.append(("  of these on the host", "", self.host_bytes))
         rows.append(("peak, without activations", "", self.peak_bytes))
         rows += [(f"  {kind}", "", size) for kind, size in self.peak.by_kind.items() if size]
-        rows.append(("sent in a step", f"{sum(each.num_calls for each in self.traffic)}", self.wire_bytes))
+        num_calls, num_collectives = (
+            sum(each.num_calls for each in self.traffic),
+            sum(each.num_collectives for each in self.traffic),
+        )
+        rows.append(("sent in a step", _counts(num_calls, num_collectives), self.wire_bytes))
         rows += [
-            (f"  {each.operation} of {each.num_ranks} ranks", f"{each.num_calls}", each.sent_bytes)
+            (
+                f"  {each.operation} of {each.num_ranks} ranks",
+                _counts(each.num_calls, each.num_collectives),
+                each.sent_bytes,
+            )
             for each in self.traffic
         ]
-        lines = [f"{name:<40} {calls:>6} {_readable(size):>12}" for name, calls, size in rows]
+        lines = [f"{name:<40} {counts:>17} {_readable(size):>12}" for name, counts, size in rows]
         title = f"on {self.mesh_text}, each rank; the peak is in {self.peak.when}"
-        return "\n".join((title, f"{'':<40} {'calls':>6} {'bytes':>12}", *lines))
+        header = f"{'':<40} {_counts('calls', 'collectives'):>17} {'bytes':>12}"
+        return "\n".join((title, header, *lines, self.transfers_text))
+
+
+def _counts(num_calls: object, num_collectives: object) -> str:
+    return f"{num_calls!s:>5} {num_collectives!s:>11}"
 
 
 def estimate(
@@ -97,6 +124,8 @@ def estimate(
     shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
+    transfer_policy: TransferPolicy | None = None,
+    network: TransferCost | None = None,
 ) -> Estimate:
     """Say what a step of training `model` under `fully_shard` takes: bytes held, also at the peak, and bytes sent.
 
@@ -107,6 +136,8 @@ def estimate(
                                64 x 64; or the bytes that it keeps for each element.
              num_microbatches  forwards and backwards in a step.
              reduces_each      False: only the last one's backward reduces gradients (set_requires_gradient_sync).
+             network           what a gather costs where ranks are on several hosts, such as TransferCost(30e-6, 2e10);
+                               None: they are on one, or a model that has run has found out.
     The step is not the first one, which has yet to learn the order of the modules, and begins without gradients.
     Modules are taken to run in the order in which they are registered. Parameters with methods around the gather are
     asked what is gathered of them, on a shard without memory; weights in float8 are gathered so. What kernels take for
@@ -119,6 +150,7 @@ def estimate(
         "shard_placement_fn": shard_placement_fn,
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
+        "transfer_policy": transfer_policy,
     }
     blocks = list(blocks)
     root = state_of(model)
@@ -127,8 +159,8 @@ def estimate(
         assert root is not None
     else:
         _check_is_sharded_so(root, mesh, blocks, options)
-    sizing = Sizing(root)
-    step = Rehearsal(sizing.root, has_streams=root.device.type == "cuda")
+    sizing = Sizing(root, network)
+    step = Rehearsal(sizing.root, sizing.sets, has_streams=root.device.type == "cuda")
     step.run(num_microbatches, reduces_each=reduces_each)
     return _summed_up(root, sizing, step, OptimizerBytes(optimizer))
 
@@ -198,17 +230,34 @@ def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: Opt
         resting_bytes=held.parameters + held.optimizer + buffers_bytes - on_host.parameters - on_host.optimizer,
         peak=Peak(step.peak.when, by_kind),
         traffic=_traffic(step.messages),
+        transfers_text=_in_words(sizing.plan),
     )
 
 
 def _traffic(messages: Counter[Message]) -> tuple[Traffic, ...]:
-    calls: Counter[tuple[str, int]] = Counter()
-    sent: Counter[tuple[str, int]] = Counter()
+    found: dict[tuple[str, int], Traffic] = {}
     for message, count in messages.items():
         kind = message.operation, message.num_ranks
-        calls[kind] += count
-        sent[kind] += count * message.sent_bytes
-    return tuple(Traffic(*kind, calls[kind], sent[kind]) for kind in sorted(calls))
+        old = found.get(kind, Traffic(*kind, 0, 0, 0))
+        found[kind] = Traffic(
+            *kind,
+            old.num_calls + count,
+            old.sent_bytes + count * message.sent_bytes,
+            old.num_collectives + count * message.num_collectives,
+        )
+    return tuple(found[kind] for kind in sorted(found))
+
+
+def _in_words(plan: TransferPlan) -> str:
+    joint = {group: each for each in plan.sets for group in each.groups if each.gathers}
+    kinds = Counter(
+        "flat" if not any(mask) else "in place" if all(mask) else "mixed" for mask in plan.in_place.values()
+    )
+    forms = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+    sizes = sorted({len(each.states) for each in joint.values()})
+    together = f"; gathered together: {' or '.join(map(str, sizes))} modules" if sizes and sizes[-1] > 1 else ""
+    apart = "; reductions by a communicator of their own" if plan.apart else ""
+    return f"groups of parameters by form: {forms}{together}{apart}"
 
 
 def _readable(num_bytes: int) -> str:

@@ -8,93 +8,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-WHOLE, WHOLE_GRADIENTS = "whole parameters", "whole gradients"
-PACKED, REDUCED, GATHERED = "packed gradients", "reduced gradients", "being gathered, or kept for it"
-
-
-@dataclass(frozen=True, eq=False)
-class ParamSizes:
-    """Bytes of one parameter: whole, its gradient as it is kept from microbatch to microbatch, for all ranks as it is
-    reduced, this rank's part of that, and of the gradient."""
-
-    whole_bytes: int
-    kept_bytes: int
-    packed_bytes: int
-    reduced_bytes: int
-    gradient_bytes: int
-    is_trained: bool
-    num_uses: int
-    """Modules that have it."""
-
-
-@dataclass(frozen=True, eq=False)
-class GroupSizes:
-    """Bytes of what is gathered together, and over how many ranks."""
-
-    params: tuple[ParamSizes, ...]
-    early_parts: tuple[tuple[ParamSizes, ...], ...]
-    """What of a root is reduced as soon as its gradients are there; fewer than two: nothing is."""
-    shard_bytes: int
-    sent_bytes: int
-    """The shard in the dtype to compute in, or what parameters say themselves is gathered of it."""
-    whole_bytes: int
-    num_shards: int
-    num_replicas: int
-    cast_bytes: int
-    """Made of the shard before it is sent."""
-    is_gathered_in_place: bool
-    is_offloaded: bool
-
-
-Use = tuple[GroupSizes, ParamSizes]
+from disttrain.fsdp2.collectives import ALIGNMENT_BYTES
+from disttrain.fsdp2.estimating.values import (
+    GATHERED,
+    PACKED,
+    REDUCED,
+    WHOLE,
+    WHOLE_GRADIENTS,
+    GroupSizes,
+    Message,
+    ParamSizes,
+    Peak,
+    SetSizes,
+    SizedModule,
+)
 
 
 @dataclass(eq=False)
-class SizedModule:
-    """A sharded module: what its forward comes across, in order, and what is gathered when."""
+class _Gathering:
+    """A gather under way: of whom, what is held until it has come, and the buffer that is copied from then."""
 
-    name: str
     groups: list[GroupSizes]
-    body: list[SizedModule | Use] = field(default_factory=list)
-    frees_after_forward: bool = True
-    kept_on: int | None = None
-    gathers_in_backward: bool = True
-    forward_prefetch: list[SizedModule] | None = None
-    backward_prefetch: list[SizedModule] | None = None
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The largest sum of what comes and goes during a step: `when`, and bytes by kind."""
-
-    when: str
-    by_kind: dict[str, int]
-
-    @property
-    def num_bytes(self) -> int:
-        """All kinds together."""
-        return sum(self.by_kind.values())
-
-
-@dataclass(frozen=True, order=True)
-class Message:
-    """One collective: how many ranks take part, and how many bytes each of them sends round a ring."""
-
-    operation: str
-    num_ranks: int
-    sent_bytes: int
+    held_bytes: int
+    output_bytes: int
+    is_allocated: bool
+    """The wholes have their memory already."""
 
 
 class _GroupState:
     """Where the rehearsal is with one group: what is whole, what is on its way, which gradients are there."""
 
     def __init__(self) -> None:
-        self.is_gathering = False
+        self.gathering: _Gathering | None = None
         self.is_whole = False
         self.kept: tuple[int, int] | None = None
-        self.held_while_gathering: int | None = None
         self.uses_seen: Counter[ParamSizes] = Counter()
         self.reduced: set[ParamSizes] = set()
         self.with_whole_gradient: set[ParamSizes] = set()
@@ -103,9 +52,9 @@ class _GroupState:
 
 
 class Rehearsal:
-    """A step of `root`; `has_streams` on CUDA, where a transport writes gathered values into their places."""
+    """A step of `root`; `has_streams` on CUDA; `sets` are what goes over the wire together."""
 
-    def __init__(self, root: SizedModule, *, has_streams: bool) -> None:
+    def __init__(self, root: SizedModule, sets: Sequence[SetSizes] = (), *, has_streams: bool) -> None:
         self.peak = Peak("", {})
         self.messages: Counter[Message] = Counter()
         self._root = root
@@ -117,7 +66,9 @@ class Rehearsal:
         self._when = ""
         self._copied_out = 0
         self._reduces = True
-        self._reducing: tuple[GroupSizes, Sequence[ParamSizes]] | None = None
+        self._sets = {group: each for each in sets for group in each.groups}
+        self._owed: dict[SetSizes, dict[GroupSizes, Sequence[ParamSizes]]] = {each: {} for each in sets}
+        self._reducing: list[tuple[GroupSizes, Sequence[ParamSizes]]] = []
         self._learn(root)
 
     def run(self, num_microbatches: int, *, reduces_each: bool) -> None:
@@ -127,7 +78,9 @@ class Rehearsal:
             self._reduces = reduces_each or microbatch + 1 == num_microbatches
             self._forward(self._root)
             self._backward(self._root)
-            self._finish_reduction()
+            for each in reversed(self._owed):
+                self._reduce_owed(each)
+            self._finish_reductions()
             self._release_gathered()
             for state in self._states.values():
                 state.uses_seen.clear()
@@ -169,13 +122,22 @@ class Rehearsal:
             self._free(group, None)
             if self._reduces:
                 done = self._states[group].reduced
-                self._reduce(group, [param for param in group.params if param not in done])
+                self._reduce_with_others(group, [param for param in group.params if param not in done])
             else:
                 self._keep_gradients(group, [param for param in group.params if param.kept_bytes != param.whole_bytes])
 
     def _neighbour(self, module: SizedModule, step: int) -> list[SizedModule]:
+        """The next one whose parameters do not come with this one's."""
         place = self._order.index(module) + step
-        return [self._order[place]] if 0 <= place < len(self._order) else []
+        while 0 <= place < len(self._order):
+            if not self._are_mates(module, self._order[place]):
+                return [self._order[place]]
+            place += step
+        return []
+
+    def _are_mates(self, one: SizedModule, other: SizedModule) -> bool:
+        joint = self._sets.get(one.groups[0]) if one.groups else None
+        return joint is not None and joint.gathers and any(group in joint.groups for group in other.groups)
 
     def _prefetch(self, modules: list[SizedModule]) -> None:
         for module in modules:
@@ -190,44 +152,60 @@ class Rehearsal:
 
     def _start_gather(self, group: GroupSizes) -> None:
         state = self._states[group]
-        if state.is_whole or state.is_gathering:
+        if state.is_whole or state.gathering is not None:
             return
-        state.is_gathering = True
-        in_place = self._has_streams and state.kept is None and group.is_gathered_in_place
-        if in_place:
+        groups = self._gathered_with(group)
+        is_alone = len(groups) == 1 and state.kept is None and group.may_be_in_place
+        goes_in_place = is_alone and any(param.is_in_place for param in group.params)
+        in_place = [param for param in group.params if goes_in_place and param.is_in_place and param.sent_bytes]
+        sent_bytes = _joint_bytes(groups)
+        rest_bytes = sent_bytes - sum(param.sent_bytes for param in in_place)
+        num_collectives = len(in_place) + (rest_bytes > 0) if goes_in_place else 1
+        packed_bytes = rest_bytes if goes_in_place or len(groups) > 1 else 0
+        if goes_in_place:
             self._add(WHOLE, group.whole_bytes)
         else:
             self._release_gathered()
         was_kept = state.kept is not None
         if state.kept is None:
-            num_ranks, held = group.num_shards, 0
-            if group.is_offloaded and self._has_streams:
-                held += group.shard_bytes
-            held += group.cast_bytes
+            num_ranks, held = group.num_shards, packed_bytes
+            for each in groups:
+                held += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
             self._add(GATHERED, held)
         else:
             (num_ranks, held), state.kept = state.kept, None
-        if not in_place:
-            self._add(GATHERED, group.sent_bytes * group.num_shards)
-            state.held_while_gathering = 0
-        self._send("all_gather", num_ranks, group.sent_bytes * group.num_shards)
-        if self._has_streams and not was_kept:
-            self._drop(GATHERED, held)
-        else:
-            # What a transport reads, or a stream that is not its owner, is there until it has been waited for.
-            state.held_while_gathering = held
+        output_bytes = rest_bytes * group.num_shards
+        self._add(GATHERED, output_bytes)
+        self._send("all_gather", num_ranks, sent_bytes * group.num_shards, num_collectives)
+        # What a transport reads, or a stream that is not its owner, is there until it has been waited for; of what has
+        # been packed, that alone.
+        held_on = 0 if self._has_streams and not was_kept else packed_bytes if len(groups) > 1 else held
+        self._drop(GATHERED, held - held_on)
+        gathering = _Gathering(groups, held_on, output_bytes, goes_in_place)
+        for each in groups:
+            self._states[each].gathering = gathering
+
+    def _gathered_with(self, group: GroupSizes) -> list[GroupSizes]:
+        joint = self._sets.get(group)
+        if joint is None or not joint.gathers or self._states[group].kept is not None:
+            return [group]
+        states = [(each, self._states[each]) for each in joint.groups]
+        return [
+            each for each, state in states if not (state.is_whole or state.gathering or state.kept) or each is group
+        ]
 
     def _end_gather(self, group: GroupSizes) -> None:
-        state = self._states[group]
-        if not state.is_gathering:
+        gathering = self._states[group].gathering
+        if gathering is None:
             return
-        state.is_gathering, state.is_whole = False, True
-        if state.held_while_gathering is not None:
-            self._add(WHOLE, group.whole_bytes)
-            self._drop(GATHERED, state.held_while_gathering)
-            state.held_while_gathering = None
+        for each in gathering.groups:
+            self._states[each].gathering, self._states[each].is_whole = None, True
+            if not gathering.is_allocated:
+                self._add(WHOLE, each.whole_bytes)
+        self._drop(GATHERED, gathering.held_bytes)
+        if gathering.output_bytes:
             self._release_gathered()
-            self._copied_out = group.sent_bytes * group.num_shards
+            self._copied_out = gathering.output_bytes
 
     def _release_gathered(self) -> None:
         self._drop(GATHERED, self._copied_out)
@@ -267,7 +245,7 @@ class Rehearsal:
             for part in group.early_parts:
                 if param in part and all(seen[each] == each.num_uses for each in part if each.is_trained):
                     state.reduced.update(part)
-                    self._reduce(group, part)
+                    self._reduce([(group, part)])
 
     def _keep_gradients(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
         """Add whole gradients to sums in the dtype in which they will be reduced."""
@@ -280,33 +258,61 @@ class Rehearsal:
                 state.with_kept_gradient.add(param)
                 state.with_whole_gradient.discard(param)
 
-    def _reduce(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
-        trained = [param for param in params if param.is_trained]
-        if not trained:
+    def _reduce_with_others(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
+        joint = self._sets.get(group)
+        if joint is None:
+            self._reduce([(group, params)])
             return
-        state = self._states[group]
-        self._keep_gradients(group, [param for param in trained if param in state.with_kept_gradient])
-        self._finish_reduction()
-        packed_bytes = sum(param.packed_bytes for param in trained)
-        reduced_bytes = sum(param.reduced_bytes for param in trained)
-        self._add(PACKED, packed_bytes + reduced_bytes)
-        self._send("reduce_scatter", group.num_shards, packed_bytes)
-        if group.num_replicas > 1:
-            self._send("all_reduce", group.num_replicas, 2 * reduced_bytes)
-        self._drop(WHOLE_GRADIENTS, sum(param.whole_bytes for param in state.with_whole_gradient.intersection(trained)))
-        self._drop(WHOLE_GRADIENTS, sum(param.kept_bytes for param in state.with_kept_gradient.intersection(trained)))
-        state.with_whole_gradient.difference_update(trained)
-        state.with_kept_gradient.difference_update(trained)
-        self._reducing = group, trained
+        self._owed[joint][group] = params
+        if len(self._owed[joint]) == len(joint.groups):
+            self._reduce_owed(joint)
 
-    def _finish_reduction(self) -> None:
-        if self._reducing is None:
+    def _reduce_owed(self, joint: SetSizes) -> None:
+        owed, self._owed[joint] = self._owed[joint], {}
+        alike: dict[object, list[tuple[GroupSizes, Sequence[ParamSizes]]]] = {}
+        for group in joint.groups:
+            if group in owed:
+                alike.setdefault(group.reduces_as, []).append((group, owed[group]))
+        for each in alike.values():
+            self._reduce(each)
+
+    def _reduce(self, owed: Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]) -> None:
+        trained_of = [(group, [param for param in params if param.is_trained]) for group, params in owed]
+        parts: list[tuple[GroupSizes, Sequence[ParamSizes]]] = [(group, each) for group, each in trained_of if each]
+        if not parts:
             return
-        (group, trained), self._reducing = self._reducing, None
-        packed_bytes, reduced_bytes, gradient_bytes = (
-            sum(sizes)
-            for sizes in zip(*((p.packed_bytes, p.reduced_bytes, p.gradient_bytes) for p in trained), strict=True)
+        for group, trained in parts:
+            self._keep_gradients(group, [each for each in trained if each in self._states[group].with_kept_gradient])
+        self._finish_reductions()
+        every = [param for _, trained in parts for param in trained]
+        packed_bytes, reduced_bytes = (
+            sum(each.packed_bytes for each in every),
+            sum(each.reduced_bytes for each in every),
         )
+        self._add(PACKED, packed_bytes + reduced_bytes)
+        num_in_place = sum(param.is_in_place for param in every)
+        num_collectives = num_in_place + (num_in_place < len(every))
+        first, _ = parts[0]
+        self._send("reduce_scatter", first.num_shards, packed_bytes, num_collectives)
+        if first.num_replicas > 1:
+            self._send("all_reduce", first.num_replicas, 2 * reduced_bytes)
+        for group, trained in parts:
+            state = self._states[group]
+            self._drop(WHOLE_GRADIENTS, sum(each.whole_bytes for each in state.with_whole_gradient & {*trained}))
+            self._drop(WHOLE_GRADIENTS, sum(each.kept_bytes for each in state.with_kept_gradient & {*trained}))
+            state.with_whole_gradient.difference_update(trained)
+            state.with_kept_gradient.difference_update(trained)
+        self._reducing = parts
+
+    def _finish_reductions(self) -> None:
+        parts, self._reducing = self._reducing, []
+        for group, trained in reversed(parts):
+            self._finish_reduction(group, trained)
+        self._drop(PACKED, sum(param.packed_bytes for _, trained in parts for param in trained))
+
+    def _finish_reduction(self, group: GroupSizes, trained: Sequence[ParamSizes]) -> None:
+        reduced_bytes = sum(param.reduced_bytes for param in trained)
+        gradient_bytes = sum(param.gradient_bytes for param in trained)
         if reduced_bytes == gradient_bytes:
             self._drop(PACKED, reduced_bytes)
         self._add(REDUCED, gradient_bytes)
@@ -320,11 +326,10 @@ class Rehearsal:
             # Added to those of the last microbatch, in place.
             self._drop(REDUCED, gradient_bytes)
         self._states[group].with_gradient.update(trained)
-        self._drop(PACKED, packed_bytes)
 
-    def _send(self, operation: str, num_ranks: int, num_bytes: int) -> None:
+    def _send(self, operation: str, num_ranks: int, num_bytes: int, num_collectives: int = 1) -> None:
         """In a ring each rank hands on all that passes it but one rank's part."""
-        self.messages[Message(operation, num_ranks, num_bytes * (num_ranks - 1) // num_ranks)] += 1
+        self.messages[Message(operation, num_ranks, num_bytes * (num_ranks - 1) // num_ranks, num_collectives)] += 1
 
     def _add(self, kind: str, num_bytes: int) -> None:
         self._memory[kind] += num_bytes
@@ -335,3 +340,9 @@ class Rehearsal:
     def _drop(self, kind: str, num_bytes: int) -> None:
         self._memory[kind] -= num_bytes
         self._total -= num_bytes
+
+
+def _joint_bytes(groups: Sequence[GroupSizes]) -> int:
+    """What a rank gives to one gather of all of them: where dtypes differ, each begins where any dtype may."""
+    step = 1 if len({group.gathered_as for group in groups}) == 1 else ALIGNMENT_BYTES
+    return sum(-(-group.sent_bytes // step) * step for group in groups)

@@ -11,12 +11,14 @@ from torch import nn
 
 from disttrain.fsdp2._torch import own_parameters
 from disttrain.fsdp2.early import parts_by_child
+from disttrain.fsdp2.estimating.values import GroupSizes, ParamSizes, SetSizes, SizedModule, Use
 from disttrain.fsdp2.extensions import ExtensionGroup
 from disttrain.fsdp2.flat import plan_flat
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.rehearsal import GroupSizes, ParamSizes, SizedModule, Use
 from disttrain.fsdp2.state import ShardState, state_of
+from disttrain.fsdp2.transfers.forms import TransferCost
+from disttrain.fsdp2.transfers.planning import TransferPlan, plan_transfers
 from disttrain.fsdp2.wholes import whole_offsets
 
 OptimizerCost = float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -87,16 +89,25 @@ def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: Optimi
 
 
 class Sizing:
-    """A sharded model as sizes: `root` for a rehearsal, `groups` the groups of parameters in it."""
+    """A sharded model as sizes: `root` and `sets` for a rehearsal, `groups` the groups of parameters in it, `plan` how
+    they go over the wire."""
 
-    def __init__(self, root: ShardState) -> None:
-        self.groups = [group for state in _states_below(root) for group in state.groups]
+    def __init__(self, root: ShardState, network: TransferCost | None) -> None:
+        """`network`: what a gather costs between hosts, where ranks that share parameters, or hold copies, are on
+        several. None: they are on one, or where a root has run already, where they are."""
+        states = _states_below(root)
+        self.groups = [group for state in states for group in state.groups]
+        self.plan = _plan_of(root, states, network)
+        self._sized_groups: dict[ParamGroup, GroupSizes] = {}
         self._sized: dict[ShardState, SizedModule] = {}
         self._names = {module: name or type(module).__name__ for name, module in root.module.named_modules()}
         self.root = self._module(root, is_root=True)
         for state, sized in self._sized.items():
             sized.forward_prefetch = self._chosen(state.forward_prefetch)
             sized.backward_prefetch = self._chosen(state.backward_prefetch)
+        self.sets = [
+            SetSizes(tuple(self._sized_groups[group] for group in each.groups), each.gathers) for each in self.plan.sets
+        ]
 
     def _chosen(self, states: list[ShardState] | None) -> list[SizedModule] | None:
         return None if states is None else [self._sized[state] for state in states if state in self._sized]
@@ -107,10 +118,14 @@ class Sizing:
         groups: list[GroupSizes] = []
         uses: dict[tuple[nn.Module, str], Use] = {}
         for group in state.groups:
-            params = {param: _param_sizes(group, param) for param in group.params}
-            is_early = is_root and not isinstance(group, ExtensionGroup)
-            parts = parts_by_child(state.module, group.params) if is_early else []
+            in_place = self.plan.in_place[group]
+            params = {
+                param: _param_sizes(group, param, is_in_place=is_in_place)
+                for param, is_in_place in zip(group.params, in_place, strict=True)
+            }
+            parts = _early_parts(state, group) if is_root else []
             groups.append(_group_sizes(group, params, [[params[param] for param in part] for part in parts]))
+            self._sized_groups[group] = groups[-1]
             for param, sizes in params.items():
                 uses.update({(owner.module, owner.name): (groups[-1], sizes) for owner in param.owners})
         reshard = state.reshard_after_forward
@@ -137,6 +152,19 @@ class Sizing:
                 yield self._module(state, is_root=False)
 
 
+def _plan_of(root: ShardState, states: list[ShardState], network: TransferCost | None) -> TransferPlan:
+    context = root.context
+    if network is None and context is not None and context.root is root and context.states == states:
+        return context.plan
+    early = {group for group in root.groups if len(_early_parts(root, group)) > 1}
+    return plan_transfers(states, lambda _: (network, network), early)
+
+
+def _early_parts(state: ShardState, group: ParamGroup) -> list[list[ShardedParam]]:
+    has_parts = len(state.modules) == 1 and not isinstance(group, ExtensionGroup)
+    return parts_by_child(state.module, group.params) if has_parts else []
+
+
 def _states_below(root: ShardState) -> list[ShardState]:
     return [state for state in map(state_of, root.module.modules()) if state is not None]
 
@@ -145,7 +173,7 @@ def _is_trained(param: ShardedParam) -> bool:
     return param.sharded.requires_grad and math.prod(param.shape) > 0
 
 
-def _param_sizes(group: ParamGroup, param: ShardedParam) -> ParamSizes:
+def _param_sizes(group: ParamGroup, param: ShardedParam, *, is_in_place: bool) -> ParamSizes:
     plan = plan_flat([param.front_shape], group.sharding.num_shards)
     return ParamSizes(
         whole_bytes=math.prod(param.shape) * group.compute_dtype.itemsize,
@@ -153,6 +181,8 @@ def _param_sizes(group: ParamGroup, param: ShardedParam) -> ParamSizes:
         packed_bytes=plan.shard_numel * plan.num_shards * group.reduce_dtype.itemsize,
         reduced_bytes=plan.shard_numel * group.reduce_dtype.itemsize,
         gradient_bytes=plan.shard_numel * param.orig_dtype.itemsize,
+        sent_bytes=plan.shard_numel * group.compute_dtype.itemsize,
+        is_in_place=is_in_place,
         is_trained=_is_trained(param),
         num_uses=len(param.owners),
     )
@@ -169,7 +199,7 @@ def _group_sizes(
         whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
     )
     cast_bytes = sent_bytes * is_cast
-    if has_methods := isinstance(group, ExtensionGroup):
+    if isinstance(group, ExtensionGroup):
         sent_bytes = group.given_bytes()
         # What is given is packed, and then unpacked.
         cast_bytes, whole_bytes = 2 * sent_bytes, num_shards * sent_bytes
@@ -182,6 +212,8 @@ def _group_sizes(
         num_shards=num_shards,
         num_replicas=group.sharding.num_replicas,
         cast_bytes=cast_bytes,
-        is_gathered_in_place=not has_methods and all(param.dim == 0 for param in params),
         is_offloaded=group.is_offloaded,
+        gathered_as=group.gather_dtype,
+        may_be_in_place=group.is_gathered_in_place,
+        reduces_as=group.reduces_as,
     )

@@ -1,0 +1,1 @@
+"""What training a sharded model will cost each rank, before it runs."""

@@ -1,0 +1,140 @@
+"""How the groups of a model go over the wire, decided when its root first runs. The plan itself is pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from disttrain.fsdp2.transfers.forms import TransferCost, plan_form, plan_together
+from disttrain.fsdp2.transfers.together import Together
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.param_group import ParamGroup
+    from disttrain.fsdp2.sharding import Sharding
+    from disttrain.fsdp2.state import ShardState
+
+CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]
+"""What transfers cost over the ranks that share parameters, and over those that hold copies; None within a host."""
+_FEW_LATENCIES = 8
+"""What takes longer than that many latencies goes by itself."""
+
+
+@dataclass(frozen=True)
+class SetPlan:
+    """Groups that are reduced as one message, and gathered so where `gathers`: those of some modules."""
+
+    states: tuple[ShardState, ...]
+    groups: tuple[ParamGroup, ...]
+    gathers: bool
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """`in_place`: which parameters of each group; `apart`: groups that are reduced over a communicator of their own;
+    `sets`: what goes together; `costs`: what was taken for the cost over the ranks that share parameters, if known."""
+
+    in_place: dict[ParamGroup, tuple[bool, ...]] = field(default_factory=dict)
+    apart: set[ParamGroup] = field(default_factory=set)
+    sets: list[SetPlan] = field(default_factory=list)
+    costs: dict[ParamGroup, TransferCost | None] = field(default_factory=dict)
+
+
+def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, early: Container[ParamGroup]) -> TransferPlan:
+    """A plan for a root and the sharded modules below it, in the order of the modules.
+
+    Of groups that are `early`, parts are reduced before their backward ends; these go by themselves.
+    """
+    plan = TransferPlan()
+    for state in states:
+        for group in state.groups:
+            _plan_group(group, state, cost_of, plan)
+    for run in _runs(states, cost_of, early):
+        place = 0
+        shard_cost, replica_cost = cost_of(run[0].groups[0].sharding)
+        asked = run[0].transfers.together
+        cost = replica_cost if shard_cost is None else shard_cost
+        for size in plan_together([_whole_bytes(state) for state in run], asked, cost):
+            members = tuple(run[place : place + size])
+            place += size
+            groups = tuple(group for state in members for group in state.groups)
+            if len(groups) > 1:
+                gathers = shard_cost is not None or size > 1 < (asked or 0)
+                plan.sets.append(SetPlan(members, groups, gathers))
+                if gathers:
+                    plan.in_place.update({group: (False,) * len(group.params) for group in groups})
+    return plan
+
+
+def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: TransferPlan) -> None:
+    cost, _ = cost_of(group.sharding)
+    num_shards = group.sharding.num_shards
+    sizes = [slot.padded_numel * num_shards * group.compute_dtype.itemsize for slot in group.plan.slots]
+    form = state.transfers.form
+    is_on_host = state.device.type == "cpu" and form is None
+    # Over Gloo a copy costs nothing beside what the transport itself does.
+    plan.in_place[group] = (False,) * len(sizes) if is_on_host else plan_form(sizes, form, cost)
+    plan.costs[group] = cost
+    asked = state.transfers.reduces_apart
+    if num_shards > 1 and (cost is not None if asked is None else asked):
+        plan.apart.add(group)
+
+
+def _runs(states: Sequence[ShardState], cost_of: CostOf, early: Container[ParamGroup]) -> Iterator[list[ShardState]]:
+    """States that may go together, each run in the order of the modules."""
+    run: list[ShardState] = []
+    for state in states:
+        if not state.groups or any(group in early for group in state.groups):
+            continue
+        if run and not (_kind(run[0]) == _kind(state) and _may_join(run[0], cost_of) and _may_join(state, cost_of)):
+            yield run
+            run = []
+        run.append(state)
+    if run:
+        yield run
+
+
+def _may_join(state: ShardState, cost_of: CostOf) -> bool:
+    """True for what is gathered, freed and reduced with its forward and backward, as others are, and is small."""
+    is_prefetched = state.forward_prefetch is not None or state.backward_prefetch is not None
+    is_kept = not isinstance(state.reshard_after_forward, bool | None) or not state.reshard_after_backward
+    if is_prefetched or is_kept or not state.unshards_in_backward:
+        # Somebody has said when it is gathered or freed.
+        return False
+    if state.transfers.together is not None:
+        return state.transfers.together > 1
+    costs = [cost for cost in cost_of(state.groups[0].sharding) if cost is not None]
+    most = max((_FEW_LATENCIES * cost.latency_s * cost.bytes_per_s for cost in costs), default=0.0)
+    return _whole_bytes(state) <= most
+
+
+def _kind(state: ShardState) -> tuple[object, ...]:
+    """What modules that go together have in common."""
+    first = state.groups[0]
+    frees = state.reshard_after_forward is not False
+    return (first.sharding, state.device, first.is_offloaded, first.reduces_as, state.transfers, frees)
+
+
+def _whole_bytes(state: ShardState) -> int:
+    return sum(
+        group.plan.shard_numel * group.sharding.num_shards * group.compute_dtype.itemsize for group in state.groups
+    )
+
+
+def carry_out(plan: TransferPlan) -> list[Together]:
+    """Let groups and modules do as planned. Communicates nothing. Returns what goes together."""
+    for group, in_place in plan.in_place.items():
+        group.in_place, group.together = in_place, None
+        world = group.sharding.mesh.world
+        ranks = group.sharding.shard_group.ranks
+        group.reduced_apart = world.shared_group(ranks, "reductions") if group in plan.apart else None
+    sets = []
+    for each in plan.sets:
+        together = Together(each.groups, gathers=each.gathers)
+        sets.append(together)
+        for group in each.groups:
+            group.together = together
+        if each.gathers and len(each.states) > 1:
+            for state in each.states:
+                state.mates = frozenset(each.states)
+    return sets
