@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -147,23 +148,37 @@ class FSDPModule:
         """Whether whole parameters are freed between forward and backward."""
         for state in _states(self, recurse=recurse):
             state.reshard_after_forward = reshard_after_forward
+            _plan_anew(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: parameters stay whole after a backward, for one more forward of an accumulated gradient's."""
         for state in _states(self, recurse=recurse):
             state.reshard_after_backward = reshard_after_backward
+            _plan_anew(state)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this module, as that of an embedding; they are not gathered for it."""
         _state(self).unshards_in_backward = unshard_in_backward
+        _plan_anew(_state(self))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these modules' parameters as soon as this one's are there, in place of the one learnt to follow."""
         _state(self).forward_prefetch = [_state_for("set_modules_to_forward_prefetch", module) for module in modules]
+        _plan_anew(_state(self))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """The same for backward."""
         _state(self).backward_prefetch = [_state_for("set_modules_to_backward_prefetch", module) for module in modules]
+        _plan_anew(_state(self))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """True: reductions have a communicator of their own, and wait for no gather; False: they share one with them.
+
+        Unless this or a `TransferPolicy` says, it is so between hosts. Call it alike on all ranks.
+        """
+        for state in _states(self, recurse=recurse):
+            state.transfers = replace(state.transfers, reduces_apart=enable)
+            _plan_anew(state)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """On the root: the next forward's gathers wait for this event, in place of everything on the current stream."""
@@ -260,6 +275,12 @@ def _state(module: object) -> ShardState:
     state = state_of(cast(nn.Module, module))
     assert state is not None, "fully_shard sets the state together with the class"
     return state
+
+
+def _plan_anew(state: ShardState) -> None:
+    """What decides how values go over the wire has changed; the root's next forward plans."""
+    if state.context is not None:
+        state.context.is_planned = False
 
 
 def _scheduled(module: object, operation: str) -> list[ShardState]:

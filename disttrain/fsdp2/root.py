@@ -16,10 +16,11 @@ from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.stale_graphs import free_old
 from disttrain.fsdp2.structure import Structure
 from disttrain.fsdp2.transfers.measuring import costs_of
-from disttrain.fsdp2.transfers.planning import carry_out, plan_transfers
+from disttrain.fsdp2.transfers.planning import TransferPlan, carry_out, plan_transfers
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.state import ShardState
+    from disttrain.fsdp2.transfers.together import Together
 
 
 class _BackwardEnd:
@@ -56,12 +57,22 @@ class RootContext:
         self.is_in_forward = False
         self._backward: weakref.ref[_BackwardEnd] | None = None
         for state in states:
-            state.context, state.mates = self, frozenset()
+            state.context = self
         self.use(comm)
+        self.plan = TransferPlan()
+        self._together: list[Together] = []
+        self.is_planned = False
         # Ranks come here alike: at the model's first forward, or the first after it has been changed.
-        early = {group for group in root.groups if group.reduces_early}
-        self.plan = plan_transfers(states, partial(costs_of, device=root.device), early)
+        self.make_plan()
+
+    def make_plan(self) -> None:
+        """Plan how values go over the wire, where that has not been done since something changed. Collective once."""
+        if self.is_planned:
+            return
+        early = {group for group in self.root.groups if group.reduces_early}
+        self.plan = plan_transfers(self.states, partial(costs_of, device=self.root.device), early)
         self._together = carry_out(self.plan)
+        self.is_planned = True
 
     def use(self, comm: Comm) -> None:
         """Communicate on these streams."""
@@ -80,6 +91,7 @@ class RootContext:
         """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew."""
         if self._backward is not None:
             self._abandon_backward()
+        self.make_plan()
         self.is_in_forward = True
         self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
         self.order.begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, TransferCost, TransferPolicy, fully_shard
 from disttrain.fsdp2.transfers import forms
-from disttrain.process_group import current_world
+from disttrain.process_group import Call, current_world
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.fsdp2_cases import SCATTER, recorded
 from tests.multirank import models
@@ -200,3 +201,35 @@ def test_the_first_forward_measures_once_and_ranks_agree() -> None:
     assert told[0] == told[1]
     assert cost.latency_s > 0
     assert cost.bytes_per_s > 0
+
+
+@on_ranks(2)
+def test_what_is_set_later_is_planned_anew() -> None:
+    whole = models.TinyModel().init(0)
+    model = copy.deepcopy(whole)
+    for block in model.blocks:
+        fully_shard(block, transfer_policy=TransferPolicy(together=3))
+    fully_shard(model)
+    tokens = models.own_rows(models.batch(0), disttrain.get_rank(), 2)
+    default = current_world().default_group
+
+    def counted() -> tuple[int, set[str]]:
+        calls: list[Call] = []
+        observer = SimpleNamespace(enqueued=calls.append, completed=lambda *_: None)
+        current_world().add_observer(observer)
+        models.loss_of(model, tokens).backward()
+        current_world().remove_observer(observer)
+        scatters = [call for call in calls if call.operation == SCATTER]
+        return len(scatters), {call.group.group_name for call in scatters}
+
+    assert counted() == (2, {default.group_name})
+    model.set_separate_reduce_scatter_group()
+    num_calls, names = counted()
+    assert num_calls == 2
+    assert default.group_name not in names
+    model.set_separate_reduce_scatter_group(enable=False)
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[2]])
+    assert counted() == (4, {default.group_name})
+    models.loss_of(whole, models.batch(0)).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), 3 * other.grad)

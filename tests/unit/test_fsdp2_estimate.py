@@ -6,6 +6,7 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -189,10 +190,7 @@ OPTIONS = {
     "in place": {"transfer_policy": TransferPolicy("in_place")},
     "what is large in place": {"transfer_policy": TransferPolicy("mixed"), "mp_policy": BF16},
     "two together": {"transfer_policy": TransferPolicy(together=2)},
-    "three together, reduced apart": {
-        "transfer_policy": TransferPolicy(together=3, reduces_apart=True),
-        "mp_policy": BF16,
-    },
+    "three together, reduced apart": {"transfer_policy": TransferPolicy(None, 3, True), "mp_policy": BF16},
     "all together, offloaded": {"transfer_policy": TransferPolicy(together=9), "offload_policy": CPUOffloadPolicy()},
 }
 
@@ -333,8 +331,7 @@ def test_nested_modules_and_what_the_user_prefetches(world: World) -> None:
     check(model, estimate(model), torch.optim.AdamW, world)
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, momentum=0.9)
+sgd = partial(torch.optim.SGD, momentum=0.9)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ class Sizing:
 def _plan_of(root: ShardState, states: list[ShardState], network: TransferCost | None) -> TransferPlan:
     context = root.context
     if network is None and context is not None and context.root is root and context.states == states:
+        context.make_plan()
         return context.plan
     early = {group for group in root.groups if len(_early_parts(root, group)) > 1}
     return plan_transfers(states, lambda _: (network, network), early)

@@ -31,9 +31,13 @@ class SetPlan:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """`in_place`: which parameters of each group; `apart`: groups that are reduced over a communicator of their own;
-    `sets`: what goes together; `costs`: what was taken for the cost over the ranks that share parameters, if known."""
+    """How a root's modules, `states`, go over the wire.
 
+    `in_place`: which parameters of each group; `apart`: groups that are reduced over a communicator of their own;
+    `sets`: what goes together; `costs`: what was taken for the cost over the ranks that share parameters, if known.
+    """
+
+    states: Sequence[ShardState] = ()
     in_place: dict[ParamGroup, tuple[bool, ...]] = field(default_factory=dict)
     apart: set[ParamGroup] = field(default_factory=set)
     sets: list[SetPlan] = field(default_factory=list)
@@ -45,7 +49,7 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, early: Contain
 
     Of groups that are `early`, parts are reduced before their backward ends; these go by themselves.
     """
-    plan = TransferPlan()
+    plan = TransferPlan(states)
     for state in states:
         for group in state.groups:
             _plan_group(group, state, cost_of, plan)
@@ -123,6 +127,8 @@ def _whole_bytes(state: ShardState) -> int:
 
 def carry_out(plan: TransferPlan) -> list[Together]:
     """Let groups and modules do as planned. Communicates nothing. Returns what goes together."""
+    for state in plan.states:
+        state.mates = frozenset()
     for group, in_place in plan.in_place.items():
         group.in_place, group.together = in_place, None
         world = group.sharding.mesh.world
