@@ -16,6 +16,7 @@ from disttrain.dtensor._torch import OpFacts, binding_of, change_wrapper
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import AS_CONTIGUOUS, Fetch, Loan
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute_many import Move, Moves
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.errors import LayoutError
 
@@ -268,19 +269,19 @@ def _general(
     wrap: Wrap,
     call: OpCall,
     compute: Compute,
-    moves: Sequence[tuple[int, Spec, Layout]],
+    moves: Sequence[Move],
     specs: Sequence[Spec],
     propagation: Propagation,
 ) -> Run:
     returned = call.facts.returned
     writes = _writes(call, propagation)
     is_list = call.facts.returns_list
+    moving = Moves(moves)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_of([*args, *kwargs.values()])
         parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-        for place, spec, layout in moves:
-            parts[place] = redistribute_local(parts[place], spec, layout)
+        moving.run(parts)
         local_args, local_kwargs = replaced(args, kwargs, parts)
         results = compute(*local_args, **local_kwargs)
         for place, spec, layout in writes:

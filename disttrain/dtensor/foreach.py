@@ -17,6 +17,7 @@ from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.loan import count_writes
 from disttrain.dtensor.placement import NormPartial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute_many import Move, Moves
 from disttrain.errors import LayoutError
 
 _local_of: Final = attrgetter("_local_tensor")
@@ -199,20 +200,29 @@ def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> An
         return value if spec is None else _local(value, spec.layout.replicated())
     if not isinstance(value, list | tuple) or not any(isinstance(item, torch.Tensor) for item in value):
         return value
-    return [_element(facts, tensor, leader) for tensor, leader in zip(value, leaders, strict=True)]
+    moves: list[Move] = []
+    for place, (tensor, leader) in enumerate(zip(value, leaders, strict=True)):
+        spec: Spec | None = getattr(tensor, "_spec", None)
+        layout = _layout_of_element(facts, tensor, spec, leader)
+        if spec is not None and layout is not None and spec.layout is not layout:
+            moves.append((place, spec, layout))
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
+    Moves(moves).run(parts)
+    return parts
 
 
-def _element(facts: OpFacts, tensor: torch.Tensor, leader: Spec | None) -> torch.Tensor:
-    spec: Spec | None = getattr(tensor, "_spec", None)
+def _layout_of_element(
+    facts: OpFacts, tensor: torch.Tensor, spec: Spec | None, leader: Spec | None
+) -> Layout | None:
     if spec is None or leader is None:
         if spec is None and (leader is None or tensor.ndim == 0):
-            return tensor
+            return None
         raise LayoutError(
             facts.name,
             "a DTensor meets a plain tensor at the same place of two lists.",
             "Make both DTensors; an optimizer must be built after the parameters have been sharded.",
         )
-    return _local(tensor, _wanted(spec, leader))
+    return _wanted(spec, leader)
 
 
 def _wanted(spec: Spec, leader: Spec) -> Layout:

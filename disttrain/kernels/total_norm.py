@@ -16,12 +16,12 @@ from disttrain.kernels.choice import wide_dtype
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A plain tensor on the first one's device; of half precision, a norm would round and soon be infinite.
 
-    Collective of DTensors, once for each way in which they lie on a mesh.
+    Collective of DTensors, once for each mesh and each set of its axes that some of them are cut along.
     """
     alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        layout = (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else None
-        alike[layout, tensor.device, tensor.dtype].append(tensor)
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        alike[mesh, tensor.device, tensor.dtype].append(tensor)
     return _norm(torch.stack([_of_alike(some).to(tensors[0].device) for some in alike.values()]))
 
 
@@ -29,8 +29,8 @@ def _of_alike(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = wide_dtype(tensors[0].dtype)
     if not isinstance(tensors[0], DTensor):
         return _norm(torch.stack(list(norms(tensors, dtype))))
-    each = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
-    total = _norm(torch.stack(each))
+    # However they lie: a stack of norms is reduced at once.
+    total = _norm(torch.stack([torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]))
     return total.full_tensor() if isinstance(total, DTensor) else total
 
 

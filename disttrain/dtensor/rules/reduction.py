@@ -48,9 +48,11 @@ def reduction(call: OpCall) -> Sequence[Signature]:
     """Shard a dim that stays, or one that is reduced; reduce what is partial in the same way already."""
     num_dims = len(call.operand.shape)
     removed = reduced_dims(call)
-    partials = _partials(call)
+    # The norm of norms could be partial again. Each use of it would reduce it anew: clipping does, and then whoever looks
+    # at it.
+    partials = () if _is_of_norms(call) else _partials(call)
     signatures = [all_replicated(call)]
-    signatures += [Signature.of((kind,), *[kind] * len(call.outputs)) for kind in _taken(call, partials)]
+    signatures += [Signature.of((kind,), *[kind] * len(call.outputs)) for kind in _taken(call)]
     for dim in range(num_dims):
         if dim not in removed:
             signatures.append(Signature.of((Shard(dim),), *_where_kept(call, dim, removed)))
@@ -123,15 +125,19 @@ def _partials(call: OpCall) -> tuple[Partial, ...]:
     return _PARTIALS[name]
 
 
+def _is_of_norms(call: OpCall) -> bool:
+    return call.facts.name in _NORMS and any(isinstance(kind, NormPartial) for kind in partials_of(call, 0))
+
+
 def _order(call: OpCall) -> float:
     return float(call.argument("ord" if call.facts.name == "aten.linalg_vector_norm" else "p", 2))
 
 
-def _taken(call: OpCall, partials: tuple[Partial, ...]) -> list[Partial]:
+def _taken(call: OpCall) -> list[Partial]:
     """The kinds of Partial that the operand may be in, and the result is in then."""
     source, target = call.operand.dtype, call.outputs[0].dtype
     if call.facts.name in _NORMS:
-        return [kind for kind in partials_of(call, 0) if isinstance(kind, NormPartial) and kind in partials]
+        return []
     if source == torch.bool:
         taken: tuple[str, ...] = {"aten.any": ("max",), "aten.all": ("min",)}.get(call.facts.name, ())
     elif torch.promote_types(source, target) == target:
