@@ -48,6 +48,7 @@ _HOMES = {
         "broadcast",
         "broadcast_object_list",
         "coalescing_manager",
+        "count_collectives",
         "current_world",
         "destroy_process_group",
         "entered_world",

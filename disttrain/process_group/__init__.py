@@ -16,6 +16,7 @@ from disttrain.process_group.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
+from disttrain.process_group.counting import count_collectives
 from disttrain.process_group.current import (
     current_world,
     destroy_process_group,
