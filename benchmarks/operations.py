@@ -120,7 +120,9 @@ def saving(library: str) -> Parts:
 
     def load() -> None:
         state = model.state_dict()
-        checkpoint.load(state, path / "0") if library == OURS else torch_checkpoint.load(state, checkpoint_id=path / "0")
+        checkpoint.load(state, path / "0") if library == OURS else torch_checkpoint.load(
+            state, checkpoint_id=path / "0"
+        )
 
     return {"save": save, "load": load}
 

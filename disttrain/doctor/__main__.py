@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -18,6 +19,8 @@ import torch
 from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.doctor.findings import ALL, Finding, Findings, State, as_json, as_text, is_bad
+from disttrain.doctor.link_speeds import measure_links
+from disttrain.doctor.links import Links, merged
 from disttrain.doctor.machine import examine, look, versions
 from disttrain.doctor.network import TIMEOUT_S, measure_pairs, measure_whole
 from disttrain.doctor.pairs import MAX_ROUNDS, Measured, Pair, judge
@@ -36,6 +39,8 @@ MAX_CLOCK_S = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="disttrain-launch doctor")
     parser.add_argument("--json", action="store_true", help="print an object: is_fit, and findings")
+    measuring = "measure the links between nodes by the job's transport, and write FILE for disttrain.plan --links"
+    parser.add_argument("--links", metavar="FILE", type=Path, help=f"{measuring} (on node 0; needed on none other)")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if RANK.read() is None:
@@ -45,17 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         init_process_group()
     world = current_world("doctor")
     try:
-        findings = _examine_all(world)
+        findings, links = _examine_all(world, measures_links=args.links is not None)
         if findings is None:
             return 0
+        if links is not None:
+            args.links.write_text(links.to_json(), encoding="utf-8")
+            print(links, end="\n\n", file=sys.stderr if args.json else sys.stdout)  # noqa: T201
         write(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
         return int(is_bad(findings))
     finally:
         destroy_process_group()
 
 
-def _examine_all(world: World) -> Findings | None:
-    """All ranks' findings, on rank 0."""
+def _examine_all(world: World, *, measures_links: bool) -> tuple[Findings | None, Links | None]:
+    """All ranks' findings, and the links where rank 0 asks for them, on rank 0."""
     store = PrefixStore("doctor", world.store)
     served = store.clone()
     if world.rank == 0:
@@ -65,20 +73,38 @@ def _examine_all(world: World) -> Findings | None:
     leaders = [rank for rank, one in sorted(seen.items()) if one["local_rank"] == 0]
     if world.rank == 0:
         # Without everybody, measuring would only wait for its timeout.
-        _put(store, "leaders", [] if absent else leaders)
+        _put(store, "leaders", [[] if absent else leaders, measures_links and len(leaders) > 1])
     store.wait(["leaders"], 2 * LOOK_S)
-    if measuring := msgpack.unpackb(store.get("leaders")):
+    measuring, has_links = msgpack.unpackb(store.get("leaders"))
+    if measuring:
         pairs = [[list(pair), *_plain(one)] for pair, one in measure_pairs(world, measuring).items()]
-        _put(store, f"measured/{world.rank}", [pairs, [one.to_plain() for one in measure_whole(world)]])
+        links = measure_links(world, nodes_of(measuring, world.world_size)) if has_links else ([], 0.0)
+        _put(store, f"measured/{world.rank}", [pairs, [one.to_plain() for one in measure_whole(world)], links])
     if world.rank:
         # Rank 0 reads what is in the store before anybody takes that away.
         store.wait(["read"], 2 * MEASURE_S)
-        return None
+        return None, None
     measured, _ = _collected(store, "measured", world.world_size if measuring else 0, MEASURE_S)
     found = _summary(seen, absent, leaders, measured)
     _put(store, "read", True)
     served.close()
-    return found
+    return found, _links(world, seen, leaders, measured) if measuring and has_links else None
+
+
+def nodes_of(leaders: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """The ranks of each node, which follow its first one."""
+    ends = [*leaders[1:], num_ranks]
+    return [list(range(first, end)) for first, end in zip(leaders, ends, strict=True)]
+
+
+def _links(world: World, seen: dict[int, Any], leaders: Sequence[int], measured: dict[int, Any]) -> Links | None:
+    hosts = _names([seen[rank]["host"] for rank in leaders])
+    num_ranks = min(map(len, nodes_of(leaders, world.world_size)))
+    rows = [row for _, _, (rows, _) in measured.values() for row in rows]
+    gather_s = max((seconds for _, _, (_, seconds) in measured.values()), default=0.0)
+    transport = "nccl" if world.device.type == "cuda" else "gloo"
+    links = merged(transport, hosts, num_ranks, rows, gather_s)
+    return links if links.pairs else None
 
 
 def _seen(world: World, store: Store) -> dict[str, Any]:
@@ -128,9 +154,9 @@ def _summary(
     alike = Finding("versions", State.GOOD, kinds[0])
     differing = Finding("versions", State.BAD, "; ".join(kinds), "Install the same on all nodes.")
     common.append(alike if len(kinds) == 1 else differing)
-    pairs = {pair: one for rows, _ in measured.values() for pair, one in _pairs(rows).items()}
+    pairs = {pair: one for rows, _, _ in measured.values() for pair, one in _pairs(rows).items()}
     whole: dict[str, Finding] = {}
-    for _, rows in measured.values():
+    for _, rows, _ in measured.values():
         for one in map(Finding.from_plain, rows):
             # A sum may be wrong on one rank only.
             if one.topic not in whole or (one.state is State.BAD and whole[one.topic].state is not State.BAD):

@@ -211,9 +211,7 @@ def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> An
     return parts
 
 
-def _layout_of_element(
-    facts: OpFacts, tensor: torch.Tensor, spec: Spec | None, leader: Spec | None
-) -> Layout | None:
+def _layout_of_element(facts: OpFacts, tensor: torch.Tensor, spec: Spec | None, leader: Spec | None) -> Layout | None:
     if spec is None or leader is None:
         if spec is None and (leader is None or tensor.ndim == 0):
             return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from disttrain.command_line import Parser
 from disttrain.console import write
+from disttrain.doctor.links import read_links
 from disttrain.errors import DisttrainError, ScheduleError, SettingError
 from disttrain.pipelining.catalogue import find_recipe
 from disttrain.pipelining.pictures import draw_svg
@@ -96,7 +97,10 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     giga["network_bytes_per_s"] = options.network_gb
     changes = {name: None if value is None else 1e9 * value for name, value in giga.items()}
     changes["matmul_flops"] = None if options.tflops is None else 1e12 * options.tflops
-    return read_hardware(options.hardware).with_changes(memory_gib=options.gpu_memory, **changes)
+    hardware = read_hardware(options.hardware)
+    if options.links is not None:
+        hardware = hardware.with_links(read_links(options.links))
+    return hardware.with_changes(memory_gib=options.gpu_memory, **changes)
 
 
 def _mesh(text: str, num_gpus: int) -> MeshSizes:
@@ -156,6 +160,12 @@ def _parser() -> Parser:
     machine.add_argument("--memory-gb", metavar="X", type=_positive, help="GB/s of a copy in a GPU's memory")
     machine.add_argument("--node-gb", metavar="X", type=_positive, help="GB/s that a GPU sends within its node")
     machine.add_argument("--network-gb", metavar="X", type=_positive, help="GB/s that a GPU sends to other nodes")
+    machine.add_argument(
+        "--links",
+        metavar="FILE",
+        type=Path,
+        help="between nodes, as disttrain-launch doctor --links FILE measures them",
+    )
     machine.add_argument(
         "--measure", metavar="FILE", type=Path, help="measure these GPUs, and write FILE for --hardware"
     )

@@ -2,7 +2,8 @@
 
 The shares are those of four H200 under our benchmarks (`benchmarks/results`: kernels, collectives_gpu, pipeline_gpu),
 and are taken for the other GPUs' too, which nobody has measured here. `--measure` measures yours.
-Sources: NVIDIA's data sheets of A100, H100, H200 and B200 (dense rates, without sparsity; NVLink per direction).
+Sources: NVIDIA's data sheets of A100, H100, H200 and B200 (dense rates, without sparsity; NVLink per direction); for
+hops of a ring the latencies of NVLink (LL128) and of a network (Simple) in NCCL's model, src/graph/tuning.cc.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from disttrain.doctor.links import Links
 from disttrain.errors import SettingError
 
 _OPERATION = "plan --hardware"
+_MAY_BE_ZERO = ("float8_flops", "node_latency_s", "network_latency_s", "node_step_s", "network_step_s")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Hardware:
           float8_flops  of large products (0: none in float8);  attention_forward_flops, attention_backward_flops  of
           causal attention, whose unneeded half is not counted;  memory_bytes_per_s  of a copy, reads and writes
           counted;  node_bytes_per_s  what one GPU sends in a ring within a node;  network_bytes_per_s  out of it, for
-          each GPU;  node_latency_s, network_latency_s  of a collective or message, however small.
+          each GPU;  node_latency_s, network_latency_s  of a message, or of a collective of two ranks, however small;
+          node_step_s, network_step_s  what each further hop of a collective adds.
     """
 
     name: str
@@ -41,18 +45,30 @@ class Hardware:
     network_bytes_per_s: float
     node_latency_s: float = 25e-6
     network_latency_s: float = 40e-6
+    node_step_s: float = 1.9e-6
+    network_step_s: float = 9.6e-6
 
     def __post_init__(self) -> None:
         for one in fields(self)[1:]:
             value = getattr(self, one.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            may_be_zero = one.name in ("float8_flops", "node_latency_s", "network_latency_s")
+            may_be_zero = one.name in _MAY_BE_ZERO
             if not is_number or value < 0 or (value == 0 and not may_be_zero):
                 raise SettingError(_OPERATION, f"{one.name} is {value!r}.", "Give a number above 0, in the SI unit.")
 
     def with_changes(self, **changes: float | None) -> Hardware:
         """The same with what is not None."""
         return replace(self, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+    def with_links(self, links: Links) -> Hardware:
+        """The same with the network that `disttrain-launch doctor --links` has measured."""
+        return replace(
+            self,
+            name=f"{self.name} (measured links)",
+            network_bytes_per_s=min(links.bytes_per_s, self.node_bytes_per_s),
+            network_latency_s=links.latency_s,
+            network_step_s=links.step_s,
+        )
 
 
 def _attained(

@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from disttrain.errors import SettingError
+from disttrain.plan.collective_times import Link
 from disttrain.plan.hardware import Hardware
 from disttrain.process_group import all_gather_into_tensor as all_gather
 from disttrain.process_group import destroy_process_group, get_rank, get_world_size, init_process_group
@@ -49,17 +51,22 @@ def measure(base: Hardware) -> Hardware | None:
         raise SettingError("plan --measure", "There is no GPU here.", "Give rates: --tflops, --memory-gb, --node-gb.")
     device = torch.device("cuda", LOCAL_RANK.read() or 0)
     torch.cuda.set_device(device)
-    changes = {
+    changes: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device),
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / _GIB,
         **rates_of(device, Sizes()),
     }
     if (WORLD_SIZE.read() or 1) == 1:
-        return replace(base, **changes)  # type: ignore[arg-type]
+        return replace(base, **changes)
     init_process_group()
     try:
         is_one_node = (LOCAL_WORLD_SIZE.read() or 1) == get_world_size()
+        num_nodes = get_world_size() // (LOCAL_WORLD_SIZE.read() or 1)
         changes |= ring_of(device, Sizes(), "node" if is_one_node else "network")
+        # What is known of a hardware's latency is that of the first hop.
+        further = Link(0.0, 1.0, get_world_size(), num_nodes, base.node_step_s, base.network_step_s)
+        latency = "node_latency_s" if is_one_node else "network_latency_s"
+        changes[latency] = max(0.0, changes[latency] - further.gather_latency_s)
         return replace(base, **changes) if get_rank() == 0 else None  # type: ignore[arg-type]
     finally:
         destroy_process_group()

@@ -108,7 +108,15 @@ def _details(job: Job, plan: Plan) -> str:
 
 def _wire(one: Traffic) -> tuple[str, str, str]:
     where = f", {one.between_share:.0%} of it out of the node" if one.between_share else ""
-    return f"sent along {one.axis}{where}", f"{_gib(one.sent_bytes)} GiB", f"{one.num_calls} calls"
+    return (
+        f"sent along {one.axis}{where}",
+        f"{_gib(one.sent_bytes)} GiB",
+        f"{one.num_calls} calls of {_micro(one.latency_s)} at least",
+    )
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else _seconds(seconds)
 
 
 def _gib(num_bytes: float) -> str:

@@ -172,7 +172,7 @@ def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
     if mesh.dp > 1:
         found += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
     if mesh.replicate > 1:
-        found += link_of(job, choice, "replicate").seconds(2 * ring_bytes(num_bytes / mesh.dp, mesh.replicate), 2)
+        found += link_of(job, choice, "replicate").all_reduce_s(num_bytes / mesh.dp)
     return found
 
 

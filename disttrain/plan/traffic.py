@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disttrain.plan.activations import kept_of
+from disttrain.plan.collective_times import Link
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.parts import Elements, StageParts, elements_of, parts_of, tied_elements
 
@@ -21,25 +22,18 @@ BLOCK_GATHERS = 2
 
 
 @dataclass(frozen=True)
-class Link:
-    """What one rank of an axis has for itself: seconds to begin, and bytes per second."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, num_bytes: float, num_calls: float = 1) -> float:
-        return num_calls * self.latency_s + num_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True)
 class Traffic:
-    """Of one axis in a step, by the rank that sends most; `between_share` of its ranks send to another node."""
+    """Of one axis in a step, by the rank that sends most; `between_share` of its ranks send to another node.
+
+    `latency_s` is what a call takes before its bytes count: of a gather, or of a pipeline's message.
+    """
 
     axis: str
     num_ranks: int
     num_calls: int
     sent_bytes: int
     between_share: float
+    latency_s: float
 
     @property
     def between_bytes(self) -> float:
@@ -49,14 +43,16 @@ class Traffic:
 
 def link_of(job: Job, choice: Choice, axis: str) -> Link:
     """A ring that leaves a node does so once for each of its ranks there, which share the node's network evenly with
-    the rings beside it. A pipeline's messages have one rank's share."""
+    the rings beside it. A pipeline's messages have one rank's share, and one hop."""
     hardware, mesh = job.hardware, choice.mesh
-    on_node = mesh.num_on_node(axis, job.node_size)
-    if on_node == mesh.size(axis):
-        return Link(hardware.node_latency_s, hardware.node_bytes_per_s)
-    rails = 1 if axis == "pp" else on_node
+    num_ranks, on_node = mesh.size(axis), mesh.num_on_node(axis, job.node_size)
+    steps = (hardware.node_step_s, hardware.network_step_s)
+    if on_node == num_ranks:
+        hops = 2 if axis == "pp" else num_ranks
+        return Link(hardware.node_latency_s, hardware.node_bytes_per_s, hops, 1, *steps)
+    rails, hops = (1, 2) if axis == "pp" else (on_node, num_ranks)
     rate = min(hardware.node_bytes_per_s, rails * hardware.network_bytes_per_s)
-    return Link(hardware.network_latency_s, rate)
+    return Link(hardware.network_latency_s, rate, hops, -(-hops // rails), *steps)
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
@@ -130,4 +126,5 @@ def _traffic(job: Job, choice: Choice, axis: str, num_calls: int, sent_bytes: fl
     num_ranks = choice.mesh.size(axis)
     on_node = choice.mesh.num_on_node(axis, job.node_size)
     between = 0.0 if on_node == num_ranks else 1 / on_node
-    return Traffic(axis, num_ranks, num_calls, round(sent_bytes), between)
+    latency_s = link_of(job, choice, axis).gather_latency_s
+    return Traffic(axis, num_ranks, num_calls, round(sent_bytes), between, latency_s)

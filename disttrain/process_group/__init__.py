@@ -91,6 +91,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "coalescing_manager",
+    "count_collectives",
     "current_world",
     "destroy_process_group",
     "entered_world",

@@ -48,8 +48,8 @@ def reduction(call: OpCall) -> Sequence[Signature]:
     """Shard a dim that stays, or one that is reduced; reduce what is partial in the same way already."""
     num_dims = len(call.operand.shape)
     removed = reduced_dims(call)
-    # The norm of norms could be partial again. Each use of it would reduce it anew: clipping does, and then whoever looks
-    # at it.
+    # The norm of norms could be partial again. Each use of it would reduce it anew: clipping does, and then whoever
+    # looks at it.
     partials = () if _is_of_norms(call) else _partials(call)
     signatures = [all_replicated(call)]
     signatures += [Signature.of((kind,), *[kind] * len(call.outputs)) for kind in _taken(call)]

@@ -1,0 +1,45 @@
+"""The doctor measures what nodes have between each other: hosts of our own, whose packets are late by so much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain.doctor.links import read_links
+from disttrain.plan import HARDWARE
+from tests.launching import launcher_at
+from tests.network_hosts import OWN_FOLDER, Weather, network_hosts
+from tests.warm_host import warm_host
+
+if TYPE_CHECKING:
+    from tests.multirank.launch.conftest import Launches
+    from tests.warm_python import WarmPython
+
+NAMES = ("host-a", "host-b", "host-c")
+DELAY_S = 5e-3
+
+
+def test_late_packets_are_found_in_the_file_of_links(
+    launches: Launches, warm_python: WarmPython, tmp_path: Path
+) -> None:
+    launches.run("--new-token", "token")
+    with network_hosts(tmp_path, *NAMES) as hosts:
+        hosts.switch.weather = Weather(delay_s=DELAY_S)
+        nodes = []
+        for number, name in enumerate(NAMES):
+            host = hosts.start(name)
+            meeting = ("--nnodes", "3", "--node-rank", str(number), "--rdzv-endpoint", f"{NAMES[0]}:29500")
+            command = [*launcher_at(warm_host(warm_python, host.pid)), "doctor", *meeting, "--token-file", "token"]
+            own = ["--nproc-per-node", "2", *(["--links", "links.json"] if number == 0 else [])]
+            environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}
+            nodes.append(host.start([*command, *own], environ, launches.folder))
+            launches.started.append(nodes[-1])
+        ended = [launches.end(node) for node in nodes]
+    links = read_links(launches.folder / "links.json")
+    assert "by gloo" in ended[0].stdout, ended[0].stderr
+    assert (links.transport, links.hosts, links.num_ranks) == ("gloo", NAMES, 2)
+    assert [(pair.first, pair.second) for pair in links.pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert all(DELAY_S < pair.latency_s < 20 * DELAY_S for pair in links.pairs), links
+    # A gather of three ranks has two hops.
+    assert links.gather_s > 2 * DELAY_S
+    assert HARDWARE["h100"].with_links(links).network_latency_s > DELAY_S
