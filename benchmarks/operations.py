@@ -1,4 +1,4 @@
-"""How many operations a step hands to the network, ours and torch's, of the same models; and which layer asks for them.
+"""How many operations a step hands to the network, ours and torch's, of the same models, and which layer asks.
 
     disttrain-launch --standalone --nproc-per-node 4 benchmarks/operations.py [--only fsdp ...] [--json FILE]
 

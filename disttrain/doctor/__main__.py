@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if links is not None:
             args.links.write_text(links.to_json(), encoding="utf-8")
-            print(links, end="\n\n", file=sys.stderr if args.json else sys.stdout)  # noqa: T201
+            print(links, end="\n\n", file=sys.stderr if args.json else sys.stdout)
         write(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings))
         return int(is_bad(findings))
     finally:

@@ -1,4 +1,4 @@
-"""Ranks of pairs of nodes measure what a job has between them: over the transport of their devices, all ranks at once."""
+"""Ranks of two nodes measure what a job has between them: over the transport of their devices, all at once."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _MAX_ROWS = 28
 class LinkOfPair:
     """Between two nodes, by their places in the list of hosts.
 
-    Args: latency_s  of a small message, one way, while nothing else is sent;  bytes_per_s  that each rank of a node sends
-          while it receives as much, and all the others of both nodes do so too.
+    Args: latency_s  of a small message, one way, while nothing else is sent;  bytes_per_s  that each rank of a node
+          sends while it receives as much, and all the others of both nodes do so too.
     """
 
     first: int
@@ -34,8 +34,8 @@ class LinkOfPair:
 class Links:
     """Between all nodes that could talk.
 
-    Args: transport  "gloo" or "nccl";  num_ranks  that measured on each node;  gather_s  of a small gather over one rank
-          of each node, 0 where there are two.
+    Args: transport  "gloo" or "nccl";  num_ranks  that measured on each node;  gather_s  of a small gather over one
+          rank of each node, 0 where there are two.
     """
 
     transport: str

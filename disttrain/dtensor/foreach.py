@@ -202,11 +202,11 @@ def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> An
         return value
     moves: list[Move] = []
     for place, (tensor, leader) in enumerate(zip(value, leaders, strict=True)):
-        spec: Spec | None = getattr(tensor, "_spec", None)
-        layout = _layout_of_element(facts, tensor, spec, leader)
-        if spec is not None and layout is not None and spec.layout is not layout:
-            moves.append((place, spec, layout))
-    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
+        own: Spec | None = getattr(tensor, "_spec", None)
+        layout = _layout_of_element(facts, tensor, own, leader)
+        if own is not None and layout is not None and own.layout is not layout:
+            moves.append((place, own, layout))
+    parts: list[torch.Tensor] = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
     Moves(moves).run(parts)
     return parts
 

@@ -35,7 +35,7 @@ class Moves:
         self._groups = list(groups.values())
 
     def run(self, parts: list[torch.Tensor]) -> None:
-        """Put this rank's moved parts in place of the parts. Collective: every rank of the meshes, in the same order."""
+        """Put this rank's moved parts in place of the parts. Collective: every rank of the meshes."""
         for group in self._groups:
             if len(group) > 1:
                 _reduce_together(parts, group)

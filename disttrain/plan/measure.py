@@ -67,7 +67,7 @@ def measure(base: Hardware) -> Hardware | None:
         further = Link(0.0, 1.0, get_world_size(), num_nodes, base.node_step_s, base.network_step_s)
         latency = "node_latency_s" if is_one_node else "network_latency_s"
         changes[latency] = max(0.0, changes[latency] - further.gather_latency_s)
-        return replace(base, **changes) if get_rank() == 0 else None  # type: ignore[arg-type]
+        return replace(base, **changes) if get_rank() == 0 else None
     finally:
         destroy_process_group()
 

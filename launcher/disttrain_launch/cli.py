@@ -76,8 +76,12 @@ def _run(argv: Sequence[str]) -> int:
 
 def _doctor(argv: Sequence[str]) -> int:
     environ = settings.environment()
-    own = [flag for flag in argv if flag == "--json"]
-    args = parse([flag for flag in argv if flag != "--json"], environ)
+    of_doctor = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    of_doctor.add_argument("--json", action="store_true")
+    of_doctor.add_argument("--links", metavar="FILE")
+    asked, flags = of_doctor.parse_known_args(argv)
+    own = ["--json"] * asked.json + (["--links", asked.links] if asked.links else [])
+    args = parse(flags, environ)
     if args.script is not None:
         raise LaunchError(f"{OPERATION} doctor", f"it takes no script, and was given {args.script}.", "Leave it out.")
     args.script, args.script_args, args.module = "disttrain.doctor", own, True

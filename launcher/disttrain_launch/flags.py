@@ -88,7 +88,7 @@ def make_parser() -> Parser:
         description="Start a script as many processes on one node or several, and watch over them.",
         usage="%(prog)s [run] [flags] script [script's arguments]\n"
         "       %(prog)s submit slurm|kubernetes|ssh [flags] script [script's arguments]\n"
-        "       %(prog)s doctor [flags]\n"
+        "       %(prog)s doctor [--json] [--links FILE] [flags]\n"
         "       %(prog)s status [--endpoint HOST:PORT --token-file FILE] [--watch] [--json]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
