@@ -3,8 +3,8 @@
     disttrain-launch --standalone --nproc-per-node 4 benchmarks/operations.py [--only fsdp ...] [--json FILE]
 
 Both are counted where they end: by what torch's profiler has seen Gloo do, on the first rank, once what is learnt in
-the first two steps is known. Of ours `disttrain.count_collectives` says who asked. A step is forward, backward, clipping
-with a look at the norm, and the optimizer's step; torch leaves some of a backward's reductions to the latter two.
+the first two steps is known. Of ours `disttrain.count_collectives` says who asked. A step is forward, backward,
+clipping with a look at the norm, and the optimizer's step; torch leaves some of a backward's reductions to these two.
 """
 
 from __future__ import annotations

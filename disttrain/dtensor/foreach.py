@@ -206,7 +206,7 @@ def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> An
         layout = _layout_of_element(facts, tensor, own, leader)
         if own is not None and layout is not None and own.layout is not layout:
             moves.append((place, own, layout))
-    parts: list[torch.Tensor] = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
+    parts: list[Any] = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
     Moves(moves).run(parts)
     return parts
 
