@@ -30,6 +30,7 @@ FLAGS: dict[str, list[str]] = {
     "tp_host": [],
     "fsdp2_host": [],
     "pipeline_host": [],
+    "operations": [],
     "pipeline_backward": [],
     "compiling": ["--layers", "4"],
     "store": ["--rounds", "10"],
@@ -44,7 +45,7 @@ FLAGS: dict[str, list[str]] = {
     "flight_analyzer": [],
     "flight_views": ["--num-ranks", "64"],
 }
-LAUNCHED = {"pipeline_host": 2}
+LAUNCHED = {"pipeline_host": 2, "operations": 4}
 """Ranks of those that are started by disttrain-launch."""
 
 
