@@ -39,8 +39,8 @@ MAX_CLOCK_S = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="disttrain-launch doctor")
     parser.add_argument("--json", action="store_true", help="print an object: is_fit, and findings")
-    measuring = "measure the links between nodes by the job's transport, and write FILE for disttrain.plan --links"
-    parser.add_argument("--links", metavar="FILE", type=Path, help=f"{measuring} (on node 0; needed on none other)")
+    measuring = "measure the links between nodes by the job's transport; node 0 writes FILE for disttrain.plan --links"
+    parser.add_argument("--links", metavar="FILE", type=Path, help=measuring)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if RANK.read() is None:

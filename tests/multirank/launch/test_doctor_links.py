@@ -30,7 +30,7 @@ def test_late_packets_are_found_in_the_file_of_links(
             host = hosts.start(name)
             meeting = ("--nnodes", "3", "--node-rank", str(number), "--rdzv-endpoint", f"{NAMES[0]}:29500")
             command = [*launcher_at(warm_host(warm_python, host.pid)), "doctor", *meeting, "--token-file", "token"]
-            own = ["--nproc-per-node", "2", *(["--links", "links.json"] if number == 0 else [])]
+            own = ["--nproc-per-node", "2", "--links", "links.json"]
             environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}
             nodes.append(host.start([*command, *own], environ, launches.folder))
             launches.started.append(nodes[-1])
