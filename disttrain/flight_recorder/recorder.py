@@ -41,13 +41,10 @@ _JOB_KEY: Final = "flight_recorder/job"
 _getframe: Final = sys._getframe
 _now_ns: Final = time.monotonic_ns
 _pack_into: Final = layout.BEGUN_SLOT.pack_into
-_SLOT_BYTES: Final = layout.SLOT.size
 _SLOT_WORDS: Final = layout.SLOT_WORDS
-_BEGAN_WORD: Final = layout.BEGAN_WORD
+_WAITS_WORD: Final = layout.WAITS_WORD
 _ENDED_WORD: Final = layout.ENDED_WORD
 _SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
-_WAITS_UNIT: Final = layout.WAITS_UNIT
-_MAX_WAITS: Final = layout.MAX_WAITS
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
@@ -153,8 +150,8 @@ class FlightRecorder:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
-    ) -> tuple[int, int, int]:
-        """Record a call that is about to be handed to its transport. Returns: its number, and where its slot is."""
+    ) -> tuple[int, int]:
+        """Record a call that is about to be handed to its transport. Returns: its number, and the word of its slot."""
         try:
             frame = _getframe(_DEPTH)
         except ValueError:
@@ -179,28 +176,30 @@ class FlightRecorder:
         action, module, label = self._label
         if world.action is not action or world.module is not module:
             label = self._new_label(world.action, world.module)
-        record = number, slot, _ = self._next_place()
+        # One call for a number: threads may come here together.
+        number = self._next_number()
+        # Reckoned: to go round in lists of places would take their memory through the cache.
+        word = self._first_word + number % self._num_records * _SLOT_WORDS
         self._words[counter] = sequence
         now_ns = _now_ns()
         if self._marks is not None:
             self._marks.came(number, now_ns, inputs or outputs, group)
-        _pack_into(self._memory, slot, number, site, label, sequence, now_ns, number)
-        return record
+        _pack_into(self._memory, 8 * word, number, site, label, sequence, now_ns, number)
+        return number, word
 
-    def waits(self, record: tuple[int, int, int]) -> None:
+    def waits(self, record: tuple[int, int]) -> None:
         """Record that the host begins to wait for the call of `record`: not at once, as for most, but later."""
         words = self._words
-        number, _, word = record
+        number, word = record
         if words[word] == number:
-            waits_us = (_now_ns() - words[word + _BEGAN_WORD]) // 1000 or 1
-            words[word + _SEQUENCE_WORD] |= (waits_us if waits_us < _MAX_WAITS else _MAX_WAITS) * _WAITS_UNIT  # noqa: FURB136
+            words[word + _WAITS_WORD] = _now_ns()
             if self._marks is not None:
                 self._marks.waits(number)
 
-    def end(self, record: tuple[int, int, int], error: DisttrainError | None) -> None:
+    def end(self, record: tuple[int, int], error: DisttrainError | None) -> None:
         """Record that the host has waited for the call of `record`, unless another has got its slot."""
         words = self._words
-        number, _, word = record
+        number, word = record
         if words[word] == number:
             if error is not None:
                 self._descriptions.failed(number, error)
@@ -254,10 +253,8 @@ class FlightRecorder:
         self._sites = self._descriptions.sites
         self._label: tuple[str, str, int] = ("", "", 0)
         self._memory, self._words = ring.memory, ring.words
-        slots = range(ring.slots_at, ring.slots_at + _SLOT_BYTES * ring.num_slots, _SLOT_BYTES)
-        words = range(ring.first_word, ring.first_word + _SLOT_WORDS * ring.num_slots, _SLOT_WORDS)
-        # One call for a number and its place: threads may come here together.
-        self._next_place = zip(itertools.count(), itertools.cycle(slots), itertools.cycle(words)).__next__
+        self._first_word = ring.first_word
+        self._next_number = itertools.count().__next__
 
     def _walker_of_file(self, file: str) -> Walker:
         """What walks over the callers of `file`; looked up once for each."""

@@ -3,7 +3,7 @@
 Records are numbers in slots of fixed size, written in place. What they refer to (groups, call sites, stacks, labels) is
 described by an entry once, when it is first seen. Torch-free.
 
-Memory is bounded: slots and counters take 130 KiB with 2000 records, entries MAX_ENTRIES_BYTES at most, or twice what
+Memory is bounded: slots and counters take 145 KiB with 2000 records, entries MAX_ENTRIES_BYTES at most, or twice what
 the slots refer to, before those that no slot refers to are dropped.
 """
 
@@ -110,7 +110,7 @@ class Ring:
 
     def activity(self) -> int:
         """When a call has last begun or ended, in ns of the monotonic clock; 0 when there was none."""
-        return max(max(slot[5:7]) for slot in self.slots())
+        return max(max(slot[5], slot[7]) for slot in self.slots())
 
     def content(self) -> bytes:
         """What the file has, also where there is none."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import msgpack
 
 MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
-VERSION: Final = 2
+VERSION: Final = 3
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
 
@@ -32,24 +32,22 @@ ORDER_AT: Final = 48
 ALIVE_AT: Final = 56
 COUNTERS_AT: Final = 64
 
-SLOT: Final = struct.Struct("@QIIIIQQQ")
-"""Number, site, label, sequence, flags, began_ns, ended_ns (0: it has not), number again.
+SLOT: Final = struct.Struct("@QIIIIQQQQ")
+"""Number, site, label, sequence, flags, began_ns, waits_ns, ended_ns (0: it has not), number again.
 
-The last bit of the flags is 1 where it failed; the others say how many microseconds after its beginning the host began
-to wait for it, or 0 where it waited from the first. The number is written first and last: where both differ, the
-process died between them.
+The last bit of the flags is 1 where it failed. `waits_ns` is when the host began to wait for it, 0 where it waited from
+the first. The number is written first and last: where both differ, the process died between them.
 """
-BEGUN_SLOT: Final = struct.Struct("@QIII4xQ8xQ")
-"""The same to write for a call that has begun: without flags and `ended_ns`, which become zeros."""
+BEGUN_SLOT: Final = struct.Struct("@QIII4xQ16xQ")
+"""The same to write for a call that has begun: without flags, `waits_ns` and `ended_ns`, which become zeros."""
+_SLOT_OF_2: Final = struct.Struct("@QIIIIQQQ")
+"""Before version 3: without `waits_ns`, which the flags told in microseconds after `began_ns`, but for their last bit."""
 SLOT_WORDS: Final = SLOT.size // 8
 SEQUENCE_WORD: Final = 2
-BEGAN_WORD: Final = 3
-ENDED_WORD: Final = 4
+WAITS_WORD: Final = 4
+ENDED_WORD: Final = 5
 FAILED_BIT: Final = 1 << 32 if sys.byteorder == "little" else 1
 """In the word that holds the sequence number, too."""
-WAITS_UNIT: Final = 2 * FAILED_BIT
-"""A microsecond there."""
-MAX_WAITS: Final = (1 << 31) - 1
 
 ENTRY: Final = struct.Struct("@II")
 """Length of an entry, and its crc32."""
@@ -66,6 +64,16 @@ def slots_at(num_counters: int) -> int:
     return COUNTERS_AT + 8 * num_counters
 
 
-def entries_at(num_slots: int, num_counters: int) -> int:
+def entries_at(num_slots: int, num_counters: int, version: int = VERSION) -> int:
     """Where the entries begin."""
-    return slots_at(num_counters) + SLOT.size * num_slots
+    return slots_at(num_counters) + (SLOT if version > 2 else _SLOT_OF_2).size * num_slots
+
+
+def records_in(slots: memoryview, version: int = VERSION) -> Iterator[tuple[int, ...]]:
+    """What each slot of a ring holds, as in SLOT, whatever its version."""
+    if version > 2:
+        yield from SLOT.iter_unpack(slots)
+        return
+    for number, site, label, sequence, flags, began_ns, ended_ns, again in _SLOT_OF_2.iter_unpack(slots):
+        waits_ns = began_ns + (flags >> 1) * 1000 if flags > 1 else 0
+        yield number, site, label, sequence, flags & 1, began_ns, waits_ns, ended_ns, again

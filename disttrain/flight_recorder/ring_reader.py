@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -83,7 +83,7 @@ def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyTyp
         raise FlightDumpError(
             "read_ring", f"has format version {version}; this disttrain-flight knows up to {layout.VERSION}"
         )
-    if entries_at != layout.entries_at(num_slots, num_counters) or len(data) < entries_at:
+    if entries_at != layout.entries_at(num_slots, num_counters, version) or len(data) < entries_at:
         raise FlightDumpError("read_ring", "is cut off in its head, or damaged")
     entries = _Entries()
     for entry in _unpacked(data, entries_at, entries.problems):
@@ -91,7 +91,8 @@ def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyTyp
             entries.take(entry)
         except _WRONG as error:
             entries.problems.append(f"has an entry that cannot be ({type(error).__name__})")
-    return entries.dump(data, num_slots, num_counters, marked_ns), entries.main_thread
+    slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
+    return entries.dump(data, num_counters, layout.records_in(slots, version), marked_ns), entries.main_thread
 
 
 class Owner(NamedTuple):
@@ -195,7 +196,9 @@ class _Entries:
                 self.main_thread, self.epoch_ns = as_int(header.get("main_thread")), as_int(header.get("epoch_ns"))
                 self.header = checked_header({**header, "dumped_s": 0.0, "reason": RING})
 
-    def dump(self, data: bytes, num_slots: int, num_counters: int, marked_ns: Mapping[int, MarkedNs]) -> Dump:
+    def dump(
+        self, data: bytes, num_counters: int, slots: Iterable[tuple[int, ...]], marked_ns: Mapping[int, MarkedNs]
+    ) -> Dump:
         """The dump that the slots make with these entries."""
         if self.header is None:
             raise FlightDumpError("read_ring", "has no header")
@@ -205,7 +208,6 @@ class _Entries:
         def counted(word: int) -> int:
             return words[word] if counters <= word < counters + num_counters else 0
 
-        slots = memoryview(data)[layout.slots_at(num_counters) : layout.entries_at(num_slots, num_counters)]
         records = self._records(slots, marked_ns)
         alive_s = self._seconds(words[layout.ALIVE_AT // 8]) if words[layout.ALIVE_AT // 8] else 0.0
         last_s = [max(record.enqueued_s, record.completed_s or 0.0) for record in records]
@@ -224,10 +226,10 @@ class _Entries:
             problems=tuple(dict.fromkeys(self.problems)),
         )
 
-    def _records(self, slots: memoryview, marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
+    def _records(self, slots: Iterable[tuple[int, ...]], marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
         found = []
         num_torn = num_unknown = 0
-        for number, site, label, sequence, flags, began_ns, ended_ns, again in layout.SLOT.iter_unpack(slots):
+        for number, site, label, sequence, flags, began_ns, waits_ns, ended_ns, again in slots:
             if not began_ns and number == again:
                 continue
             if number != again:
@@ -243,7 +245,7 @@ class _Entries:
             if number in marked_ns:
                 device = DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
             what = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
-            waits_s = self._seconds(began_ns + (flags >> 1) * 1000) if flags > 1 else None
+            waits_s = self._seconds(waits_ns) if waits_ns else None
             record = Record(*what, device, waits_s)
             found.append((number, record))
         if num_torn:

@@ -34,7 +34,7 @@ class RingTail:
         under_way, self._under_way = self._under_way, []
         for number in itertools.chain(under_way, itertools.count(self._next)):
             place = _SLOT_BYTES * (number % self._num_slots)
-            held, site, _, _, flags, began_ns, ended_ns, again = _unpack(self._slots, place)
+            held, site, _, _, _, began_ns, waits_ns, ended_ns, again = _unpack(self._slots, place)
             if held != number or again != number or not began_ns:
                 if number < self._next:
                     continue
@@ -47,7 +47,7 @@ class RingTail:
             if not ended_ns:
                 self._under_way.append(number)
             elif called := self._called[site] if site in self._called else self._learnt(site):
-                found.append(Ended(*called, began_ns, began_ns + 1000 * (flags >> 1), ended_ns))
+                found.append(Ended(*called, began_ns, waits_ns or began_ns, ended_ns))
         return found
 
     def _learnt(self, site: int) -> tuple[str, str, str] | None:

@@ -1,4 +1,4 @@
-"""The one door: every collective and message of every layer passes `issue`, where observers sit."""
+"""The one door: every collective of every layer passes `issue`, every message `issue_message`, where observers sit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Call
 from disttrain.process_group.work import TransportWork, Work
 
-POINT_TO_POINT = frozenset({"send", "recv"})
-
 REFUSALS = (BackendError, ShapeError)
 """What a backend raises itself, before its transport has heard of the call."""
 
@@ -30,7 +28,7 @@ def issue(
     async_op: bool,
     peer_rank: int | None = None,
 ) -> Work | None:
-    """Run one operation of a backend: number it, show it to the observers, translate its errors.
+    """Run one collective of a backend: number it, show it to the observers, translate its errors.
 
     Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
     for.
@@ -40,11 +38,8 @@ def issue(
             # Transports read memory below all dispatch: what a collective still brings must be there.
             arguments, inputs, outputs = settled((arguments, inputs, outputs))
             break
-    if operation in POINT_TO_POINT:
-        sequence = 0
-    else:
-        group.sequence = sequence = group.sequence + 1
-        group.last_operation = operation
+    group.sequence = sequence = group.sequence + 1
+    group.last_operation = operation
     world = group.world
     call = None
     # A Call costs as much as the rest of this function: with nobody to see it, it is made when an error needs it.
@@ -56,7 +51,7 @@ def issue(
     if recorder is not None:
         record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank)
     try:
-        if world.compares_calls and sequence:
+        if world.compares_calls:
             group.waiting_in = sequence
             compare_calls(group, operation, sequence, arguments, inputs, outputs, peer_rank)
             group.waiting_in = 0
@@ -72,10 +67,47 @@ def issue(
     except Exception as error:
         place = (operation, group, sequence, inputs, outputs, peer_rank)
         raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
-    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, record)
+    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, recorder, record)
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work if async_op else None
+
+
+def issue_message(
+    group: ProcessGroup,
+    operation: str,
+    run: Callable[..., TransportWork],
+    arguments: tuple[Any, ...],
+    peer_rank: int | None = None,
+) -> Work:
+    """As `issue` for a message, "send" or "recv": the first of its `arguments` is its tensor, and it gives a handle.
+
+    It has no number, since only two ranks see it. torch takes as long for a message as `issue` for what it asks of
+    collectives.
+    """
+    tensor = arguments[0]
+    if type(tensor) is AsyncCollectiveTensor:
+        tensor = tensor.wait()
+        arguments = (tensor, *arguments[1:])
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    inputs, outputs = ((tensor,), ()) if operation == "send" else ((), (tensor,))
+    place = (operation, group, 0, inputs, outputs, peer_rank)
+    world = group.world
+    call = record = None
+    if world.observers:
+        call = Call(*place, world.observers, world.action, world.module)
+        call.enqueued()
+    recorder = world.recorder
+    if recorder is not None:
+        record = recorder.begin(operation, group, 0, inputs, outputs, peer_rank)
+    try:
+        work = Work(run(*arguments), place, call, recorder, record)
+    except Exception as error:
+        raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
+    if group.coalesced is not None:
+        group.coalesced.append(work)
+    return work
 
 
 def _answer(error: Exception, call: Call, record: Any) -> DisttrainError:

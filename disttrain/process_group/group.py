@@ -66,7 +66,7 @@ class ProcessGroup:
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
         self._failures: dict[str, Exception] = {}
-        self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
+        self.group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
         self._scope = GivableUp(partial(world.comparing.look, self), partial(world.comparing.waited, self))
         self._callbacks: list[Callable[[], None]] = []
@@ -161,7 +161,7 @@ class ProcessGroup:
 
     def group_rank_of(self, operation: str, rank: int) -> int:
         """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
-        group_rank = self._group_ranks.get(rank)
+        group_rank = self.group_ranks.get(rank)
         if group_rank is None:
             raise GroupError(
                 operation,

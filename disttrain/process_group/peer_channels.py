@@ -30,7 +30,7 @@ import torch
 from disttrain.errors import CollectiveTimeoutError
 from disttrain.process_group import _cuda
 from disttrain.process_group._c10d import SharedMemory
-from disttrain.process_group.door import issue
+from disttrain.process_group.door import issue_message
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.objects import all_gather_object
 from disttrain.process_group.work import TransportWork, Work
@@ -103,9 +103,7 @@ class PeerChannels:
                 _cuda.write_number(copies, self._address(_ARRIVED, own, peer), number)
             return _Copied(tensor, _recorded(copies))
 
-        work = issue(self._group, "send", run, (tensor,), (tensor,), (), True, peer)
-        assert work is not None
-        return work
+        return issue_message(self._group, "send", run, (tensor,), peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         """The next tensor that group rank `peer` sends, into this contiguous one: not before somebody waits for it."""
@@ -120,9 +118,7 @@ class PeerChannels:
             self._waiting.setdefault(peer, deque()).append(receipt)
             return receipt
 
-        work = issue(self._group, "recv", run, (tensor,), (), (tensor,), True, peer)
-        assert work is not None
-        return work
+        return issue_message(self._group, "recv", run, (tensor,), peer)
 
     def take(self, receipt: _Receipt) -> None:
         """Order the current stream after what it stands for, and after all that came before on the same way."""

@@ -10,7 +10,7 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group.checks import check_contiguous, peer_rank
 from disttrain.process_group.coalescing import Coalesced
 from disttrain.process_group.current import resolve_group
-from disttrain.process_group.door import issue
+from disttrain.process_group.door import issue_message
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
@@ -29,12 +29,8 @@ def isend(
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
-    peer = peer_rank("send", group, dst, group_dst, "dst")
-    _check_message("send", group, peer, tensor)
-    run = group.backend_of("send", tensor).send
-    work = issue(group, "send", run, (tensor, peer, tag), (tensor,), (), True, peer)
-    assert work is not None  # it is asynchronous
-    return work
+    peer = _peer("send", group, tensor, dst, group_dst, "dst")
+    return issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, tag), peer)
 
 
 def irecv(
@@ -50,32 +46,22 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
-    backend = group.backend_of("recv", tensor)
     if src is None and group_src is None:
         check_contiguous("recv", group, "tensor", tensor)
-        work = issue(group, "recv", backend.recv_any, (tensor, tag), (), (tensor,), True)
-    else:
-        peer = peer_rank("recv", group, src, group_src, "src")
-        _check_message("recv", group, peer, tensor)
-        work = issue(group, "recv", backend.recv, (tensor, peer, tag), (), (tensor,), True, peer)
-    assert work is not None  # it is asynchronous
-    return work
+        run = group.backend_of("recv", tensor).recv_any
+        return issue_message(group, "recv", run, (tensor, tag))
+    peer = _peer("recv", group, tensor, src, group_src, "src")
+    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, (tensor, peer, tag), peer)
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """isend of a contiguous tensor to group rank `peer`, another one, of a group of this rank's: nothing is checked."""
-    run = group.backend_of("send", tensor).send
-    work = issue(group, "send", run, (tensor, peer, 0), (tensor,), (), True, peer)
-    assert work is not None
-    return work
+    return issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, 0), peer)
 
 
 def start_receiving(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """irecv, likewise."""
-    run = group.backend_of("recv", tensor).recv
-    work = issue(group, "recv", run, (tensor, peer, 0), (), (tensor,), True, peer)
-    assert work is not None
-    return work
+    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, (tensor, peer, 0), peer)
 
 
 def send(
@@ -86,7 +72,10 @@ def send(
     group_dst: int | None = None,
 ) -> None:
     """isend, then wait for it."""
-    isend(tensor, dst, group, tag, group_dst).wait()
+    # Not by isend itself: the recorder looks at who has called this.
+    group = resolve_group("send", group)
+    peer = _peer("send", group, tensor, dst, group_dst, "dst")
+    issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, tag), peer).wait()
 
 
 def recv(
@@ -151,14 +140,30 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     with Coalesced(group, backend, async_ops=True) as batch:
         for message in p2p_op_list:
             tensor, peer = message.tensor, message.group_peer
-            arguments, moved = (tensor, peer, message.tag), (tensor,)
             if peer == group.group_rank or not tensor.is_contiguous():
                 _check_message("batch_isend_irecv", group, peer, tensor)
             if message.op is isend:
-                issue(group, "send", backend.send, arguments, moved, (), True, peer)
+                issue_message(group, "send", backend.send, (tensor, peer, message.tag), peer)
             else:
-                issue(group, "recv", backend.recv, arguments, (), moved, True, peer)
+                issue_message(group, "recv", backend.recv, (tensor, peer, message.tag), peer)
     return batch.works
+
+
+def _peer(
+    operation: str,
+    group: ProcessGroup,
+    tensor: torch.Tensor,
+    rank: int | None,
+    group_rank: int | None,
+    name: str,
+) -> int:
+    """The other end's rank in the group, once both it and the tensor are checked."""
+    peer = group.group_ranks.get(rank) if rank is not None and group_rank is None else None
+    if peer is None:
+        peer = peer_rank(operation, group, rank, group_rank, name)
+    if peer == group.group_rank or not tensor.is_contiguous():
+        _check_message(operation, group, peer, tensor)
+    return peer
 
 
 def _check_message(operation: str, group: ProcessGroup, peer: int, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from disttrain.durations import Duration, seconds
 from disttrain.errors import DisttrainError
-from disttrain.process_group.observer import Call
+from disttrain.process_group.observer import Call, Recorder
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
@@ -63,13 +63,21 @@ class Work:
     returns at once, so that the host runs ahead.
     """
 
-    __slots__ = ("_call", "_error", "_place", "_record", "_started")
+    __slots__ = ("_call", "_error", "_place", "_record", "_recorder", "_started")
 
-    def __init__(self, started: TransportWork, place: Place, call: Call | None, record: Any = None) -> None:
-        """`record` is the recorder's; None when nobody records."""
+    def __init__(
+        self,
+        started: TransportWork,
+        place: Place,
+        call: Call | None = None,
+        recorder: Recorder | None = None,
+        record: Any = None,
+    ) -> None:
+        """`recorder` has made `record` of it; None when nobody records."""
         self._started = started
         self._place = place
         self._call = call
+        self._recorder = recorder
         self._record = record
         self._error: DisttrainError | None = None
 
@@ -78,37 +86,37 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
-        group, record = self._place[1], self._record
-        group.waiting_in = self._place[2]
-        recorder = None if record is None else group.world.recorder
+        place, recorder = self._place, self._recorder
+        place[1].waiting_in = place[2]
         if recorder is not None:
-            recorder.waits(record)
+            recorder.waits(self._record)
         try:
             if timeout is None:
                 self._started.wait()
             else:
                 self._started.wait(timedelta(seconds=seconds("wait", timeout)))
         except Exception as error:
-            call = Call(*self._place) if self._call is None else self._call
-            self._error = call.failure(error)
-            if recorder is not None:
-                self._record = None
-                recorder.end(record, self._error)
-            call.completed(self._error)
-            raise self._error from error
+            raise self._failed(error) from error
         # A future's callback may have told it.
-        if recorder is not None and self._record is not None:
-            self._record = None
-            recorder.end(record, None)
+        if recorder is not None and self._recorder is not None:
+            self._recorder = None
+            recorder.end(self._record, None)
         if self._call is not None:
             self._call.completed(None)
         return True
 
+    def _failed(self, error: Exception) -> DisttrainError:
+        """What `error` of the transport means, once whoever listens has been told."""
+        call = Call(*self._place) if self._call is None else self._call
+        self._error = call.failure(error)
+        self._tell_recorder(self._error)
+        call.completed(self._error)
+        return self._error
+
     def _tell_recorder(self, error: DisttrainError | None) -> None:
-        record, self._record = self._record, None
-        recorder = self._place[1].world.recorder
-        if recorder is not None and record is not None:
-            recorder.end(record, error)
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end(self._record, error)
 
     def is_completed(self) -> bool:
         """True when the collective has ended, well or not; never waits."""
