@@ -169,6 +169,16 @@ def everyone_to_everyone() -> None:
         disttrain.all_to_all(received, sent)
         for other, part in enumerate(received):
             assert same(part, filled(3 * other + rank, other + rank, dtype))
+        # Of one size on all ranks but the first two, which exchange more.
+        counts = [[3 + 4 * (this < 2 and other < 2) for other in range(size)] for this in range(size)]
+        sent = [filled(3 * rank + other, counts[rank][other], dtype) for other in range(size)]
+        received = [filled(0, count, dtype).view(-1, 1) for count in counts[rank]]
+        disttrain.all_to_all(received, sent)
+        for other, part in enumerate(received):
+            assert same(part, filled(3 * other + rank, counts[other][rank], dtype).view(-1, 1))
+        joined = filled(0, sum(counts[rank]), dtype)
+        disttrain.all_to_all_single(joined, torch.cat(sent), counts[rank], counts[rank])
+        assert same(joined, torch.cat(received).view(-1))
         equal = filled(rank, 2 * size, dtype)
         output = filled(0, 2 * size, dtype)
         disttrain.all_to_all_single(output, equal)

@@ -159,14 +159,16 @@ class FlightRecorder:
         file = frame.f_code.co_filename
         codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(frame)
         key: tuple[Any, ...]
-        if len(inputs) == 1 and len(outputs) <= 1:
+        if len(inputs) == 1:
             tensor = inputs[0]
-            brought = None if outputs is inputs else outputs[0].shape if outputs else 0
+            brought = None if outputs is inputs else _shapes(outputs) if outputs else ()
             key = operation, group.group_name, peer_rank, offsets, tensor.shape, tensor.dtype, brought
-        elif not inputs and len(outputs) == 1:
-            key = operation, group.group_name, peer_rank, offsets, outputs[0].shape, outputs[0].dtype
+        elif inputs:
+            shapes, dtypes = _in_short([*map(_shape_of, inputs)]), _in_short([*map(_dtype_of, inputs)])
+            key = operation, group.group_name, peer_rank, offsets, shapes, dtypes, _shapes(outputs)
         else:
-            key = operation, group.group_name, peer_rank, offsets, *_asked_for(inputs, outputs)
+            dtypes = _in_short([*map(_dtype_of, outputs)])
+            key = operation, group.group_name, peer_rank, offsets, _shapes(outputs), dtypes
         site_codes, site, counter, messages = self._sites.get(key, NO_SITES)[0]
         if site_codes != codes:
             _, site, counter, messages = self._descriptions.site(key, group, inputs, outputs, callers)
@@ -268,12 +270,11 @@ class FlightRecorder:
         return label
 
 
-def _asked_for(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Shapes and dtypes, where there is not one tensor alone, or a pair."""
-    if not inputs and not outputs:
-        return ()
-    dtypes = [*map(_dtype_of, inputs or outputs)]
-    return _in_short([*map(_shape_of, inputs)]), _in_short(dtypes), _in_short([*map(_shape_of, outputs)])
+def _shapes(tensors: Sequence[torch.Tensor]) -> Any:
+    """The shape of one tensor, or those of several, in short."""
+    if len(tensors) == 1:
+        return tensors[0].shape
+    return _in_short([*map(_shape_of, tensors)])
 
 
 def _in_short(values: list[Any]) -> tuple[Any, ...]:

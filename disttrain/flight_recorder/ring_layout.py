@@ -41,7 +41,7 @@ the first. The number is written first and last: where both differ, the process 
 BEGUN_SLOT: Final = struct.Struct("@QIII4xQ16xQ")
 """The same to write for a call that has begun: without flags, `waits_ns` and `ended_ns`, which become zeros."""
 _SLOT_OF_2: Final = struct.Struct("@QIIIIQQQ")
-"""Before version 3: without `waits_ns`, which the flags told in microseconds after `began_ns`, but for their last bit."""
+"""Before version 3: without `waits_ns`, which the flags told, but for their last bit: in us after `began_ns`."""
 SLOT_WORDS: Final = SLOT.size // 8
 SEQUENCE_WORD: Final = 2
 WAITS_WORD: Final = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from disttrain.process_group.coalescing import Coalesced
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue_message
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.work import Work
+from disttrain.process_group.work import TransportWork, Work
 
 
 def isend(
@@ -46,12 +47,7 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
-    if src is None and group_src is None:
-        check_contiguous("recv", group, "tensor", tensor)
-        run = group.backend_of("recv", tensor).recv_any
-        return issue_message(group, "recv", run, (tensor, tag))
-    peer = _peer("recv", group, tensor, src, group_src, "src")
-    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, (tensor, peer, tag), peer)
+    return issue_message(group, "recv", *_receiving(group, tensor, src, tag, group_src))
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
@@ -86,7 +82,8 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """irecv, then wait for it. Returns: the sender's global rank."""
-    work = irecv(tensor, src, group, tag, group_src)
+    group = resolve_group("recv", group)
+    work = issue_message(group, "recv", *_receiving(group, tensor, src, tag, group_src))
     work.wait()
     return work.source_rank()
 
@@ -147,6 +144,17 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             else:
                 issue_message(group, "recv", backend.recv, (tensor, peer, message.tag), peer)
     return batch.works
+
+
+def _receiving(
+    group: ProcessGroup, tensor: torch.Tensor, rank: int | None, tag: int, group_rank: int | None
+) -> tuple[Callable[..., TransportWork], tuple[Any, ...], int | None]:
+    """What receives, its arguments, and the sender's rank in the group, if one is named: once all that is checked."""
+    if rank is None and group_rank is None:
+        check_contiguous("recv", group, "tensor", tensor)
+        return group.backend_of("recv", tensor).recv_any, (tensor, tag), None
+    peer = _peer("recv", group, tensor, rank, group_rank, "src")
+    return group.backend_of("recv", tensor).recv, (tensor, peer, tag), peer
 
 
 def _peer(

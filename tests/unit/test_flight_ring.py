@@ -226,6 +226,37 @@ def test_a_ring_of_the_first_version_is_read() -> None:
     assert dump.records[0].site.stack == (Frame("/job/train.py", 10, "step"), Frame("/job/train.py", 11, "step"))
 
 
+def test_a_ring_of_the_second_version_is_read() -> None:
+    """Its slots tell in their flags, in microseconds, when the host began to wait."""
+    recorder = FlightRecorder(num_records=4)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        work = disttrain.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        time.sleep(0.01)
+        work.wait()
+        disttrain.all_reduce(torch.ones(1))
+        recorder.end(recorder.begin("barrier", world.default_group, 3, (), (), None), FlightDumpError("barrier", "no."))
+        content = recorder.content()
+    _, num_slots, num_counters, entries_at = layout.LAYOUT.unpack_from(content, layout.LAYOUT_AT)
+    slots_at = layout.slots_at(num_counters)
+    slots = b""
+    for slot in layout.SLOT.iter_unpack(content[slots_at:entries_at]):
+        number, site, label, sequence, flags, began_ns, waits_ns, ended_ns, again = slot
+        flags |= (waits_ns - began_ns) // 1000 * 2 if waits_ns else 0
+        slots += struct.pack("@QIIIIQQQ", number, site, label, sequence, flags, began_ns, ended_ns, again)
+    head = layout.LAYOUT.pack(2, num_slots, num_counters, slots_at + len(slots))
+    after_layout = content[layout.LAYOUT_AT + len(head) : slots_at]
+    old, _ = decode_ring(layout.MAGIC + head + after_layout + slots + content[entries_at:])
+    new, _ = decode_ring(content)
+    assert old.problems == ()
+    assert [r.state for r in old.records] == [State.COMPLETED, State.COMPLETED, State.FAILED]
+    assert [r.waits_s is None for r in old.records] == [False, True, True]
+    assert new.records[0].waits_s is not None
+    assert old.records[0].waits_s == pytest.approx(new.records[0].waits_s, abs=2e-6)
+    assert [r._replace(waits_s=None) for r in old.records] == [r._replace(waits_s=None) for r in new.records]
+
+
 def test_when_the_host_begins_to_wait() -> None:
     recorder = FlightRecorder(num_records=4)
     with entered_world(_fake_world()) as world:

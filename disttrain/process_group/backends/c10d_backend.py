@@ -40,8 +40,8 @@ class C10dBackend(Backend):
         self._global_rank = membership.global_rank
         self._is_coalescing = False
         # C++ objects that say only whether it is async and by what to reduce cost more to make than to look up.
-        self._prepared: dict[tuple[type[Any], torch.dtype, int, bool], Prepared] = {}
-        self._gathering = [_with_async(_c10d.AllgatherOptions, async_op) for async_op in (False, True)]
+        self._prepared: dict[tuple[type[Any], torch.dtype, int, bool, int | None], Prepared] = {}
+        self._made_options: dict[tuple[type[Any], bool, int | None], Any] = {}
 
     @classmethod
     def adopting(cls, transport: Transport, membership: Membership) -> Self:
@@ -68,15 +68,13 @@ class C10dBackend(Backend):
         return self._begun(started, lambda: recipe.finish(seen, tensor, self._size))
 
     def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
-        recipe = self._recipe("reduce", tensor.dtype, op) or Recipe(tensor.dtype, op)
-        options = _c10d.ReduceOptions()
-        options.reduceOp = recipe.op  # type: ignore[assignment]
-        options.rootRank = dst_rank
-        options.rootTensor = 0
-        options.asyncOp = async_op
-        seen = recipe.multiplied(recipe.seen(tensor))
-        if self._rank != dst_rank:
+        options, recipe = self._reduction("reduce", _c10d.ReduceOptions, tensor.dtype, op, async_op, dst_rank)
+        is_root = self._rank == dst_rank
+        if recipe is None:
             # Transports leave partial sums in the tensors of the others.
+            return self._begun(self._transport.reduce([tensor if is_root else tensor.clone()], options))
+        seen = recipe.multiplied(recipe.seen(tensor))
+        if not is_root:
             contribution = seen.clone() if seen.data_ptr() == tensor.data_ptr() else seen
             return self._begun(self._transport.reduce([contribution], options))
 
@@ -89,37 +87,29 @@ class C10dBackend(Backend):
         return self._begun(self._transport.reduce([seen], options), finish)
 
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork:
-        options = _c10d.BroadcastOptions()
-        options.rootRank = src_rank
-        options.rootTensor = 0
-        options.asyncOp = async_op
+        options = self._options(_c10d.BroadcastOptions, async_op, src_rank)
         return self._begun(self._transport.broadcast([self._movable(tensor)], options))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        options = self._gathering[async_op]
+        options = self._options(_c10d.AllgatherOptions, async_op)
         started = self._transport._allgather_base(self._movable(output), self._movable(input), options)
         return self._begun(started)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
-        options = _c10d.AllgatherOptions()
-        options.asyncOp = async_op
+        options = self._options(_c10d.AllgatherOptions, async_op)
         return self._begun(self._transport.allgather([self._all_flat(outputs)], [self._flat(input)], options))
 
     def gather(
         self, input: torch.Tensor, outputs: Sequence[torch.Tensor], dst_rank: int, async_op: bool
     ) -> TransportWork:
-        options = _c10d.GatherOptions()
-        options.rootRank = dst_rank
-        options.asyncOp = async_op
+        options = self._options(_c10d.GatherOptions, async_op, dst_rank)
         lists = [self._all_flat(outputs)] if outputs else []
         return self._begun(self._transport.gather(lists, [self._flat(input)], options))
 
     def scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], src_rank: int, async_op: bool
     ) -> TransportWork:
-        options = _c10d.ScatterOptions()
-        options.rootRank = src_rank
-        options.asyncOp = async_op
+        options = self._options(_c10d.ScatterOptions, async_op, src_rank)
         lists = [self._all_flat(inputs)] if inputs else []
         return self._begun(self._transport.scatter([self._flat(output)], lists, options))
 
@@ -141,20 +131,19 @@ class C10dBackend(Backend):
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
-        recipe = self._recipe("reduce_scatter", output.dtype, op) or Recipe(output.dtype, op)
-        options = _c10d.ReduceScatterOptions()
-        options.reduceOp = recipe.op  # type: ignore[assignment]
-        options.asyncOp = async_op
-        seen = recipe.seen(output.view(-1)).view(-1)
-        contributions = [recipe.multiplied(recipe.seen(tensor.view(-1)).view(-1)) for tensor in inputs]
+        options, recipe = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        flat = in_a_row(output)
+        if recipe is None:
+            return self._begun(self._transport.reduce_scatter([flat], [self._all_flat(inputs)], options))
+        seen = in_a_row(recipe.seen(flat))
+        contributions = [recipe.multiplied(in_a_row(recipe.seen(in_a_row(tensor)))) for tensor in inputs]
         started = self._transport.reduce_scatter([seen], [contributions], options)
-        return self._begun(started, lambda: recipe.finish(seen, output.view(-1), self._size))
+        return self._begun(started, lambda: recipe.finish(seen, flat, self._size))
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
-        options = _c10d.AllToAllOptions()
-        options.asyncOp = async_op
+        options = self._options(_c10d.AllToAllOptions, async_op)
         moved = [[self._movable(tensor) for tensor in tensors] for tensors in (outputs, inputs)]
         return self._begun(self._transport.alltoall(*moved, options))
 
@@ -166,8 +155,12 @@ class C10dBackend(Backend):
         input_splits: Sequence[int],
         async_op: bool,
     ) -> TransportWork:
-        options = _c10d.AllToAllOptions()
-        options.asyncOp = async_op
+        options = self._options(_c10d.AllToAllOptions, async_op)
+        num_rows, size = output_splits[0], self._size
+        if output_splits.count(num_rows) == size and input_splits.count(num_rows) == size:
+            # Equal parts need no sizes, which would be told in elements.
+            whole, sent = self._movable(output), self._movable(input)
+            return self._begun(self._transport.alltoall_base(whole, sent, [], [], options))
         moved = []
         for tensor, splits in ((output, output_splits), (input, input_splits)):
             flat = self._flat(tensor)
@@ -217,18 +210,31 @@ class C10dBackend(Backend):
             return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
         return [self._flat(tensor) for tensor in tensors]
 
+    def _options(self, kind: type[Any], async_op: bool, root_rank: int | None = None) -> Any:
+        """Options of class `kind` that say these two alone."""
+        found = self._made_options.get((kind, async_op, root_rank))
+        if found is None:
+            found = self._made_options[kind, async_op, root_rank] = _new_options(kind, async_op, root_rank)
+        return found
+
     def _reduction(
-        self, operation: str, kind: type[Any], dtype: torch.dtype, op: Reduction, async_op: bool
+        self,
+        operation: str,
+        kind: type[Any],
+        dtype: torch.dtype,
+        op: Reduction,
+        async_op: bool,
+        root_rank: int | None = None,
     ) -> Prepared:
         """Options of class `kind` to reduce `dtype` by `op`, and what the transport cannot do by itself."""
         # By identity: torch's enumerators live as long as their class, and take a microsecond to hash.
-        found = self._prepared.get((kind, dtype, id(op), async_op))
+        found = self._prepared.get((kind, dtype, id(op), async_op, root_rank))
         if found is None:
             recipe = self._recipe(operation, dtype, op)
-            found = _with_async(kind, async_op), recipe
+            found = _new_options(kind, async_op, root_rank), recipe
             found[0].reduceOp = op if recipe is None else recipe.op
             if id(op) in _ENUMERATORS:
-                self._prepared[kind, dtype, id(op), async_op] = found
+                self._prepared[kind, dtype, id(op), async_op, root_rank] = found
         return found
 
     def _recipe(self, operation: str, dtype: torch.dtype, op: Reduction) -> Recipe | None:
@@ -255,7 +261,9 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def _with_async(kind: type[Any], async_op: bool) -> Any:
+def _new_options(kind: type[Any], async_op: bool, root_rank: int | None) -> Any:
     options = kind()
     options.asyncOp = async_op
+    if root_rank is not None:
+        options.rootRank = root_rank
     return options

@@ -93,20 +93,27 @@ class InterruptibleWork:
                 self._scope.dropped.append(self._started)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._has_ended = self._wait(timeout)
+        if timeout is None:
+            # Most end here: what only some need is asked for afterwards.
+            try:
+                self._has_ended = self._started.wait(self.MOMENT)
+            except RuntimeError:
+                self._has_ended = self._waited_on(None)
+        elif timeout <= self.MOMENT:
+            self._has_ended = self._started.wait(timeout)
+        else:
+            deadline_s = time.monotonic() + timeout.total_seconds()
+            try:
+                self._has_ended = self._started.wait(self.MOMENT)
+            except RuntimeError:
+                self._has_ended = self._waited_on(deadline_s)
         return self._has_ended
 
-    def _wait(self, timeout: timedelta | None) -> bool:
-        started = self._started
-        if timeout is not None and timeout <= self.MOMENT:
-            return started.wait(timeout)
-        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        try:
-            return started.wait(self.MOMENT)
-        except RuntimeError:
-            if started.is_completed():
-                # It failed, or ended just after the slice.
-                return started.wait()
+    def _waited_on(self, deadline_s: float | None) -> bool:
+        """Wait, after a moment in which it has not ended."""
+        if self._started.is_completed():
+            # It failed, or ended just after the slice.
+            return self._started.wait()
         try:
             return self._wait_long(deadline_s)
         finally:

@@ -89,7 +89,11 @@ class GlooBackend(C10dBackend):
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
-        # Gloo's own wants all tensors of one size.
+        num_elements = [*map(torch.Tensor.numel, outputs), *map(torch.Tensor.numel, inputs)]
+        if num_elements.count(num_elements[0]) == len(num_elements):
+            # Of one size, Gloo takes them as they are. It sends the same to ranks where they are not.
+            options = self._options(_c10d.AllToAllOptions, async_op)
+            return self._begun(self._transport.alltoall(self._all_flat(outputs), self._all_flat(inputs), options))
         joined = torch.cat([tensor.view(-1) for tensor in inputs])
         sizes = [tensor.numel() for tensor in outputs]
         received = joined.new_empty(sum(sizes))

@@ -50,7 +50,7 @@ class NcclBackend(C10dBackend):
     def all_gather_into_tensors(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
-        options, transport = self._gathering[async_op], self._transport
+        options, transport = self._options(_c10d.AllgatherOptions, async_op), self._transport
         transport._start_coalescing()
         for output, input_ in zip(outputs, inputs, strict=True):
             transport._allgather_base(self._movable(output), self._movable(input_), options)
