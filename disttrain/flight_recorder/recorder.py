@@ -159,9 +159,13 @@ class FlightRecorder:
         file = frame.f_code.co_filename
         codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(frame)
         key: tuple[Any, ...]
+        brought: Any
         if len(inputs) == 1:
             tensor = inputs[0]
-            brought = None if outputs is inputs else _shapes(outputs) if outputs else ()
+            if outputs is inputs or not outputs:
+                brought = outputs is inputs
+            else:
+                brought = outputs[0].shape if len(outputs) == 1 else _shapes(outputs)
             key = operation, group.group_name, peer_rank, offsets, tensor.shape, tensor.dtype, brought
         elif inputs:
             shapes, dtypes = _in_short([*map(_shape_of, inputs)]), _in_short([*map(_dtype_of, inputs)])

@@ -33,12 +33,11 @@ def issue(
     Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
     for.
     """
-    for tensors in (inputs, outputs):
-        for tensor in tensors:
-            if type(tensor) is AsyncCollectiveTensor:
-                # Transports read memory below all dispatch: what a collective still brings must be there.
-                arguments, inputs, outputs = settled((arguments, inputs, outputs))
-                break
+    for tensor in inputs if outputs is inputs else (*inputs, *outputs):
+        if type(tensor) is AsyncCollectiveTensor:
+            # Transports read memory below all dispatch: what a collective still brings must be there.
+            arguments, inputs, outputs = settled((arguments, inputs, outputs))
+            break
     group.sequence = sequence = group.sequence + 1
     group.last_operation = operation
     world = group.world
