@@ -17,18 +17,18 @@ def shrink(
     limit_s: float = 60.0,
 ) -> Value:
     """The smallest value that is found in `limit_s` seconds; nothing that `smaller` offers of it fails, if time was
-    enough. Values are hashable: none is tried twice."""
+    enough. None is tried twice: values that are printed alike are the same."""
     end = time.monotonic() + limit_s
-    tried = {value}
+    tried = {repr(value)}
     again = True
     while again:
         again = False
         for candidate in smaller(value):
             if time.monotonic() > end:
                 return value
-            if candidate in tried:
+            if repr(candidate) in tried:
                 continue
-            tried.add(candidate)
+            tried.add(repr(candidate))
             if still_fails(candidate):
                 value, again = candidate, True
                 break

@@ -15,9 +15,9 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -27,6 +27,7 @@ import disttrain
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
 from tests.dtensor_cases import laid
+from tests.shrinking import shrink
 from tests.view_steps import VIEWS, WRITES, Draw
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (1, 2, 2), (2, 1, 2)]
@@ -223,19 +224,19 @@ def faults_of(program: Program) -> list[str]:
 
 def shrunk(program: Program) -> Program:
     """The same with as few steps as still go wrong."""
+    return shrink(program, lambda smaller: _is_taken(smaller) and bool(faults_of(smaller)), _smaller)
+
+
+def _smaller(program: Program) -> Iterator[Program]:
     for place in reversed(range(len(program.steps))):
         steps = _without(program.steps, place)
-        smaller = Program(
-            program.seed, program.mesh_shape, program.shape, program.placements, program.dtype, program.mode
-        )
-        for step in steps or ():
-            smaller.steps.append(step)
-            if not _is_accepted(smaller):
-                break
-        else:
-            if steps is not None and faults_of(smaller):
-                program = smaller
-    return program
+        if steps is not None:
+            yield replace(program, steps=steps)
+
+
+def _is_taken(program: Program) -> bool:
+    """Whether torch takes every step of it."""
+    return all(_is_accepted(replace(program, steps=program.steps[: end + 1])) for end in range(len(program.steps)))
 
 
 def _without(steps: Sequence[Step], place: int) -> list[Step] | None:

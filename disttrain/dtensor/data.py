@@ -1,7 +1,8 @@
 """`.data` of a DTensor: the same memory, with writes that autograd does not count against the tensor.
 
 Views on loan must see them all the same. So all that `.data` gives of one tensor, and of whatever else autograd counts
-with it, is counted by one counter of its own, and both counters know each other: the memory knows of them.
+with it, is counted by one counter of its own; what `.data` gives of that, which may have got a history of its own, by
+another one, and so on in turn. The counters know each other: the memory knows of them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from disttrain.dtensor._torch import are_counted_together, become
 
 
 class _Kin:
-    """Two tensors without memory: one is counted as autograd counts, the other as `.data` is."""
+    """Tensors without memory, each with a counter: the first counts as autograd does, two as `.data` is counted."""
 
-    __slots__ = ("counted", "uncounted")
+    __slots__ = ("counters",)
 
-    def __init__(self, counted: Any, uncounted: Any) -> None:
-        self.counted, self.uncounted = counted, uncounted
-        counted._local_tensor = uncounted._local_tensor = None
+    def __init__(self, owner: torch.Tensor) -> None:
+        counters: tuple[Any, ...] = (owner.detach(), _data(owner), _data(owner))
+        for counter in counters:
+            counter._local_tensor = None
+        self.counters = counters
+
+    def for_data_of(self, tensor: torch.Tensor) -> Any:
+        """What counts the writes to `tensor.data`: not what counts those to `tensor`."""
+        _, uncounted, other = self.counters
+        return other if are_counted_together(tensor, uncounted) else uncounted
 
     def __deepcopy__(self, _: object) -> None:
         return None  # a copy has memory of its own
@@ -32,7 +40,7 @@ def data_of(tensor: Any) -> torch.Tensor:
         return _data(tensor)
     owner, spec = _owner_of(tensor), tensor._spec
     kin = _kin_of(owner) or _new_kin(owner)
-    uncounted = kin.uncounted
+    uncounted = kin.for_data_of(tensor if spec.loan is None else spec.loan.counter)
     if uncounted._spec is not spec:
         become(uncounted, tensor)
         uncounted._spec = spec
@@ -50,7 +58,7 @@ def data_of(tensor: Any) -> torch.Tensor:
 def num_writes(owner: torch.Tensor) -> int:
     """How often the memory of `owner`, which is on no loan, has been written to by way of it, its views, `.data`."""
     kin = _kin_of(owner)
-    return owner._version if kin is None else int(kin.counted._version + kin.uncounted._version)
+    return owner._version if kin is None else sum(counter._version for counter in kin.counters)
 
 
 def _owner_of(tensor: Any) -> torch.Tensor:
@@ -62,14 +70,14 @@ def _kin_of(owner: Any) -> _Kin | None:
     if found is None:
         for kin in vars(owner._local_tensor.untyped_storage()).get("_kin", ()):
             # Others may share the memory on this rank alone.
-            if are_counted_together(owner, kin.counted) or are_counted_together(owner, kin.uncounted):
+            if any(are_counted_together(owner, counter) for counter in kin.counters):
                 found = vars(owner)["_kin"] = kin
                 break
     return found
 
 
 def _new_kin(owner: Any) -> _Kin:
-    kin = vars(owner)["_kin"] = _Kin(owner.detach(), _data(owner))
+    kin = vars(owner)["_kin"] = _Kin(owner)
     vars(owner._local_tensor.untyped_storage()).setdefault("_kin", []).append(kin)
     return kin
 

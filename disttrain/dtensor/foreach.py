@@ -45,8 +45,8 @@ def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[st
     if any(value is MOVES for value in (*local_args, *local_kwargs.values())):
         return MOVES
     results = known.compute(*local_args, **local_kwargs)
-    if known.mutates:
-        count_writes(args[0])
+    if known.written:
+        _count(known.written, args, kwargs)
         return None
     if known.norms is not None:
         return [*map(wrap, results, known.norms)]
@@ -72,17 +72,18 @@ def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwarg
         norms = _norms(wrap, local_args, local_kwargs, leaders)
         if specs is not None and may_be_known and all(part.numel() for part in local_args[0]):
             norm_specs = [norm._spec for norm in norms]  # type: ignore[attr-defined]
-            known = _Known(binding_of(op), mutates=False, norms=norm_specs)
+            known = _Known(binding_of(op), (), norm_specs)
             specs[0].plans[_key(op, specs, args, kwargs)] = known
         return norms
     results = op(*local_args, **local_kwargs)
     if not facts.mutated:
         _check_shapes(facts, results, leaders)
+    written = _written_lists(facts, args)
     if specs is not None and may_be_known:
-        specs[0].plans[_key(op, specs, args, kwargs)] = _Known(binding_of(op), bool(facts.mutated))
+        specs[0].plans[_key(op, specs, args, kwargs)] = _Known(binding_of(op), written)
     if facts.mutated:
         _write_back(facts, args, local_args, leaders)
-        count_writes(args[0])
+        _count(written, args, kwargs)
         return None
     return [
         part if spec is None else wrap(part, Spec(spec.layout, spec.shape, spec.stride, part.dtype))
@@ -94,7 +95,8 @@ class _Known(NamedTuple):
     """First lists of some specs need no look at each: nothing of them is partial."""
 
     compute: Callable[..., Any]
-    mutates: bool
+    written: tuple[int, ...]
+    """The positions of lists that are written to."""
     norms: list[Spec] | None = None
     """The results' specs, where the operator computes norms."""
 
@@ -188,6 +190,7 @@ def _by_copies(op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: di
     functional = getattr(getattr(torch.ops.aten, facts.name.removeprefix("aten.").removesuffix("_")), op._overloadname)
     for tensor, result in zip(args[0], functional(*args, **kwargs), strict=True):
         torch.ops.aten.copy_(tensor, result)
+    count_writes(args[0])
 
 
 def _name_for_one(facts: OpFacts) -> str:
@@ -226,6 +229,19 @@ def _layout_of_element(facts: OpFacts, tensor: torch.Tensor, spec: Spec | None, 
 def _wanted(spec: Spec, leader: Spec) -> Layout:
     # A scalar, such as a step count, has no dim to shard.
     return leader.layout if spec.shape == leader.shape else spec.layout.replicated()
+
+
+def _written_lists(facts: OpFacts, args: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of lists that are always written to; of a fused optimizer's the gradients are not."""
+    spared = 1 if facts.name.startswith("aten._fused_") else -1
+    return tuple(position for position in facts.mutated if position < len(args) and position != spared)
+
+
+def _count(written: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for position in written:
+        count_writes(args[position])
+    if kwargs.get("grad_scale") is not None:
+        count_writes(args[1])
 
 
 def _write_back(facts: OpFacts, args: Sequence[Any], local_args: Sequence[Any], leaders: Sequence[Spec | None]) -> None:

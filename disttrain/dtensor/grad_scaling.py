@@ -13,6 +13,7 @@ import torch
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.call_plan import Wrap
 from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.loan import count_writes
 from disttrain.dtensor.mixed import is_plain
 from disttrain.dtensor.placement import Replicate
 from disttrain.dtensor.redistribute import redistribute_local
@@ -34,6 +35,7 @@ def unscale(wrap: Wrap, op: OpOverload, grads: Sequence[Any], found_inf: torch.T
     for grad, unscaled in zip(grads, whole, strict=True):
         if grad is not unscaled:
             torch.ops.aten.copy_(grad, unscaled)
+    count_writes(grads)
     for mesh in _meshes(grads):
         found = largest(found.reshape(1), mesh, range(mesh.ndim)).reshape(found.shape)
     _write(wrap, found, found_inf)

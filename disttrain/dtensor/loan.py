@@ -53,7 +53,7 @@ class Loan:
         self._parent: Loan | None = None
         """The loan that the owner itself is on."""
         self.owner = owner
-        self._counter = owner
+        self.counter = owner
         """What counts the writes that are put back."""
         self._spec = owner._spec
         self._part: torch.Tensor = owner._local_tensor
@@ -68,12 +68,12 @@ class Loan:
         which no later write counts on.
         """
         self._parent = parent
-        self.owner, self._counter, self._version = parent.owner, parent._counter, parent._version
+        self.owner, self.counter, self._version = parent.owner, parent.counter, parent._version
 
     def counted_by(self, counter: Any) -> Loan:
         """The same loan for a tensor whose writes are counted by `counter`."""
         loan = copy(self)
-        loan._counter = counter
+        loan.counter = counter
         return loan
 
     def refresh(self) -> None:
@@ -96,7 +96,7 @@ class Loan:
     def settle(self) -> None:
         """Put back what has been written. Collective."""
         self._put_back()
-        count_writes([self._counter])
+        count_writes([self.counter])
 
     def _put_back(self) -> None:
         if self._before is None:

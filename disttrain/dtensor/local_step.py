@@ -188,4 +188,5 @@ def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple[Any, ...], kwar
         for known in stand_in.known.values():
             # Of what is written to parts nobody knows who has kept the wholes: graphs, and views on loan.
             count_writes(known.params)
+            count_writes(known.wrapped)
         stand_in.let_go()

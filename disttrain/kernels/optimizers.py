@@ -105,7 +105,9 @@ class FusedOptimizer(Optimizer):
             for (step, _, _), pieces in by_step.items():
                 _update(type(self).__name__, pieces, self._rule(group, step), scale)
             # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
-            count_writes(parameter for parameter in group["params"] if parameter.grad is not None)
+            written = [parameter for parameter in group["params"] if parameter.grad is not None]
+            values = [value for parameter in written for value in self.state[parameter].values()]
+            count_writes([*written, *(value for value in values if isinstance(value, DTensor))])
             for parameter in group["params"]:
                 if "master" in self.state.get(parameter, ()):
                     self._written[parameter] = version_of(parameter, _local(parameter))

@@ -9,32 +9,23 @@ from disttrain.dtensor import Placement, Replicate
 from tests.dtensor_programs.generate import first_refused
 from tests.dtensor_programs.program import Leaf, Program, Ref, Step, mapped, without
 from tests.dtensor_programs.run import Verdict, run_program
+from tests.shrinking import shrink, without_some
 
 
 def shrunk(verdict: Verdict) -> Verdict:
     """The smallest program found that has a fault of the same kind."""
-    is_better = True
-    while is_better:
-        is_better = False
-        for candidate in _smaller(verdict.program):
-            if first_refused(candidate.steps) is not None:
-                continue
-            found = run_program(candidate)
-            if found.fault == verdict.fault:
-                verdict, is_better = found, True
-                break
-    return verdict
+
+    def fails_alike(program: Program) -> bool:
+        return first_refused(program.steps) is None and run_program(program).fault == verdict.fault
+
+    return run_program(shrink(verdict.program, fails_alike, _smaller, limit_s=300.0))
 
 
 def _smaller(program: Program) -> Iterator[Program]:
     steps = program.steps
-    width = len(steps) // 2
-    while width:
-        for start in range(len(steps) - width, -1, -1):
-            kept = without(steps, {step.number for step in steps[start : start + width]})
-            if kept:
-                yield replace(program, steps=kept)
-        width //= 2
+    for some in without_some(steps):
+        if kept := without(steps, {step.number for step in steps if step not in some}):
+            yield replace(program, steps=kept)
     for step in steps:
         for other in _bypassed(steps, step):
             yield replace(program, steps=other)

@@ -20,12 +20,6 @@ class Use:
     def __repr__(self) -> str:
         return f"Use({', '.join([repr(self.name), *(f'{key}={value!r}' for key, value in self.options.items())])})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Use) and (self.name, self.options) == (other.name, other.options)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
 
 @dataclass(frozen=True)
 class Program:

@@ -170,9 +170,11 @@ def _bits_dims(call: OpCall) -> Sequence[Signature]:
 
 
 def _parts(call: OpCall, propagation: Propagation) -> Compute:
-    if isinstance(call.argument("dtype"), torch.dtype):
-        return call.op
     shape = result_spec(call, propagation).local_shape
+    dtype = call.argument("dtype")
+    if isinstance(dtype, torch.dtype):
+        # The strides of a part that is empty say nothing.
+        return call.op if 0 not in shape else lambda part, *_: part.new_empty(shape, dtype=dtype)
 
     if call.facts.is_view:
         return lambda part, *_: part.view(shape)
