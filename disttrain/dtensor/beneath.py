@@ -43,6 +43,15 @@ def _making_plain_ones(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         return composed(op, *args, **kwargs)
 
 
+def _as_a_result(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`max_pool1d` is composed, and ends with a view, but of plain tensors on CPUs that nothing differentiates. A view
+    that is made without gradients could not be written to with gradients."""
+    if is_plain(tensor) or torch.is_grad_enabled():
+        return composed(op, tensor, *args, **kwargs)
+    with torch.enable_grad():
+        return composed(op, tensor.detach(), *args, **kwargs)
+
+
 _WITHOUT_OUT: Final[dict[OpOverload, OpOverload]] = {
     _aten.kron.out: _aten.kron.default,
     _aten.linalg_matrix_rank.atol_rtol_float_out: _aten.linalg_matrix_rank.atol_rtol_float,
@@ -52,6 +61,7 @@ _WITHOUT_OUT: Final[dict[OpOverload, OpOverload]] = {
 }
 
 _CAUGHT: Final[dict[OpOverload, Callable[..., Any]]] = {
+    _aten.max_pool1d.default: _as_a_result,
     _aten.tensor_split.tensor_indices_or_sections: _split_at_indices,
     **dict.fromkeys(_WITHOUT_OUT, _computed_first),
     **dict.fromkeys(

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import disttrain
-from disttrain.dtensor import DTensor, Replicate, Shard, implicit_replication
+from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 from tests.sharding_cases import check, laid_out, mesh_of, normal
@@ -140,3 +140,21 @@ def test_indices_on_several_ranks_are_one_list() -> None:
         return [part.tolist() for part in tensor.tensor_split(places)]
 
     assert run_threads(2, body) == [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]] * 2
+
+
+def test_what_is_pooled_without_gradients_can_be_written_to_with_gradients() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        for needs_grad in (False, True):
+            x = distribute_tensor(torch.arange(16.0).view(2, 1, 8), mesh, [Shard(2)]).requires_grad_(needs_grad)
+            weight = distribute_tensor(torch.ones(2, 1, 4), mesh, [Shard(0)]).requires_grad_()
+            with torch.no_grad():
+                pooled = torch.nn.functional.max_pool1d(x, 2)
+            expected = torch.arange(1.0, 17, 2).view(2, 1, 4)
+            assert torch.equal(pooled.full_tensor(), expected)
+            pooled.mul_(weight)
+            pooled.sum().backward()
+            assert torch.equal(weight.grad.full_tensor(), expected)
+            assert x.grad is None
+
+    run_threads(2, body)
