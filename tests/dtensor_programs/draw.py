@@ -291,9 +291,12 @@ def _is_view(function: str) -> bool:
 
 
 def _is_usable(tensor: torch.Tensor) -> bool:
-    """Whether autograd still knows what it is: a view from before a write may have become ambiguous."""
+    """Whether autograd still knows what it is: a view from before a write may have become ambiguous.
+
+    That of a view which got its gradient by `requires_grad_` is taken for one of the whole, which has none.
+    """
     try:
-        return tensor.grad_fn is None or True
+        return tensor.grad_fn is None or not tensor._is_view() or tensor._base is None or tensor._base.requires_grad
     except RuntimeError:
         return False
 

@@ -79,15 +79,21 @@ class Changing(Session):
         if chosen is None or not chosen[1].requires_grad:
             return
         name, parameter = chosen
-        kinds = {part.node.kind for part in parts_of(self.model)}
-        if "recomputed reentrant" in kinds and owners(self.model)[name] is None:
-            # Its gradient comes in several pieces, each with its call.
-            return
-        self.hooks.setdefault(name, []).append(does)
+        if does == "step" and self._comes_in_pieces(name):
+            # A step at each of them would change what the next one is made of.
+            does = "count"
+        self.hooks.setdefault(name, []).append((name, does))
         if self.is_sharded and does == "double":
             parameter.register_hook(lambda grad: self.doubled(name, grad))
         elif self.is_sharded:
             parameter.register_post_accumulate_grad_hook(lambda found: self.used(name, found, does))
+
+    def _comes_in_pieces(self, name: str) -> bool:
+        """Whether a parameter's gradient is that of several backwards within one, each of which calls hooks."""
+        kinds = {part.node.kind for part in parts_of(self.model)}
+        return "recomputed reentrant" in kinds and (
+            owners(self.model)[name] is None or bool(kinds & {"twice", "shared"})
+        )
 
     def doubled(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """What one kind of hook does."""
@@ -105,6 +111,7 @@ class Changing(Session):
     def do_replace(self, at: int, what: str) -> Compared:
         """Put another layer in a part's place, or another parameter into a part, or one more."""
         self.before_writing()
+        before = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parents = [part for part in parts_of(self.model) if len(part.parts)]
         part = self.part(at)
         if what == "layer" and parents:
@@ -132,5 +139,8 @@ class Changing(Session):
             changed = "added" if what == "one more" else own[0]
             names = {f"{own_path}.{changed}".lstrip(".")}
         self.fresh |= names
-        for name in names:
-            self.hooks.pop(name, None)
+        gone = {name: self.hooks.pop(name, None) for name in names}
+        for name, parameter in self.model.named_parameters():
+            # What is used at two places may be left at one, and has its hooks there.
+            if hooks := gone.get(before.get(id(parameter), "")):
+                self.hooks[name] = hooks

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.nests import for_each_tensor
@@ -39,14 +40,17 @@ class Computing(Session):
     def do_backward(self, which: int = 0, retain: bool = False, together: bool = False) -> Compared:
         if not self.graphs:
             return None
-        chosen = self.graphs if together else [self.graphs[which % len(self.graphs)]]
+        steps = any(does == "step" for hooks in self.hooks.values() for _, does in hooks)
+        # Graphs that are recomputed in turn would be so with what a hook has written after the one before.
+        is_reentrant = any(part.node.kind == "recomputed reentrant" for part in parts_of(self.model))
+        chosen = self.graphs if together and not (steps and is_reentrant) else [self.graphs[which % len(self.graphs)]]
         if not retain:
             self.graphs = [graph for graph in self.graphs if not any(graph is one for one in chosen)]
         for _, x in chosen:
             x.grad = None
         torch.autograd.backward([loss for loss, _ in chosen], retain_graph=retain)
         self.is_unsharded |= self.keeps_after_backward
-        if any("step" in does for does in self.hooks.values()):
+        if steps:
             # What these have written to would be refused to the backwards of earlier forwards.
             self.graphs.clear()
         return [None if x.grad is None else x.grad.clone() for _, x in chosen]
@@ -119,13 +123,21 @@ class Computing(Session):
             # Which of them have been called before it fails is a matter of order.
             return None
 
+        hooks: list[RemovableHandle] = []
+
+        def raise_at(tensor: torch.Tensor) -> torch.Tensor:
+            # A pass without gradients gives out nothing that has one, but perhaps a parameter.
+            if tensor.requires_grad and torch.is_grad_enabled():
+                hooks.append(tensor.register_hook(_raise))
+            return tensor
+
         def of_output(_: nn.Module, args: object, output: Any) -> None:
-            _raise_at_gradient(output)
+            for_each_tensor(output, raise_at)
 
         def of_input(_: nn.Module, args: Any, kwargs: Any) -> Any:
             # The same tensor may be used elsewhere, which is no matter of this part.
             args, kwargs = for_each_tensor((args, kwargs), torch.clone)
-            _raise_at_gradient((args, kwargs))
+            for_each_tensor((args, kwargs), raise_at)
             return args, kwargs
 
         part = self.part(at)
@@ -144,6 +156,9 @@ class Computing(Session):
                 loss.backward()
         except Planned as error:
             result = str(error)
+        for hook in hooks:
+            # One may be a parameter's, which outlives the pass.
+            hook.remove()
         self.clear_gradients()
         return result
 
@@ -185,7 +200,3 @@ class Computing(Session):
 
 def _raise(*_: object) -> None:
     raise Planned("planned")
-
-
-def _raise_at_gradient(values: Any) -> None:
-    for_each_tensor(values, lambda tensor: tensor.register_hook(_raise) and tensor if tensor.requires_grad else tensor)

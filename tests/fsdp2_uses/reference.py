@@ -126,9 +126,10 @@ def _accumulate(
     if grad is None:
         return
     hooks = rank.hooks.get(name, ())
-    for _ in range(hooks.count("double")):
-        grad = rank.doubled(name, grad)
+    for told, does in hooks:
+        if does == "double":
+            grad = rank.doubled(told, grad)
     parameter.grad = grad if old is None else old + grad
-    for does in hooks:
+    for told, does in hooks:
         if does != "double":
-            rank.used(name, parameter, does)
+            rank.used(told, parameter, does)

@@ -36,8 +36,8 @@ class Session:
         self.is_refused = False
         """The use is one that the sharded model refuses."""
         self.keeps_after_backward = False
-        self.hooks: dict[str, list[str]] = {}
-        """What hooks of parameters do, by name."""
+        self.hooks: dict[str, list[tuple[str, str]]] = {}
+        """Hooks of parameters, by name: the name that they tell, and what they do."""
         self.fresh: set[str] = set()
         """Parameters that have come since the last forward."""
 
