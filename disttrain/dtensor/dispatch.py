@@ -45,6 +45,7 @@ from disttrain.dtensor.propagate import propagate
 from disttrain.dtensor.recipe import Recipe, recipe_for
 from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, find_rule, has_own_rule
 from disttrain.dtensor.whole import run_whole, values_of
+from disttrain.dtensor.zero_grads import own_zeros
 
 MAX_PLANS = 4096
 """Closures kept for one first operand's spec; past it, all are forgotten."""
@@ -104,6 +105,8 @@ def _dispatch_once(
     op_facts = facts(op)
     if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
         return composed_in_inference(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
+    if own_zeros(op, args):
+        plans = None  # so that the next such call comes here, too
     tensors = tensors_of([*args, *kwargs.values()])
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)

@@ -7,6 +7,7 @@ of the global shape. These operators are caught before autograd sees them, and g
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -88,11 +89,15 @@ def _as_ever(op: OpOverload, tensor: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _prelu_backward(op: OpOverload, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Beside a weight that needs no gradient, the slope is the same everywhere around `tensor`."""
-    if is_plain(tensor) or weight.requires_grad or not (tensor.requires_grad and _may_differentiate()):
+    """The slope is the same everywhere around `tensor`."""
+    if is_plain(tensor) or not (tensor.requires_grad and _may_differentiate()):
         return _as_ever(op, tensor, (grad, tensor, weight), {})
-    result, weight_grad = above_autograd(op, grad, tensor.detach(), weight)
-    return _FlatIn.apply(result, tensor), weight_grad  # type: ignore[no-untyped-call]
+    if not weight.requires_grad:
+        result, weight_grad = above_autograd(op, grad, tensor.detach(), weight)
+        return _FlatIn.apply(result, tensor), weight_grad  # type: ignore[no-untyped-call]
+    is_above = tensor.detach() > 0
+    result = torch.where(is_above, grad, weight * grad)
+    return _FlatIn.apply(result, tensor), torch.where(is_above, 0.0, tensor * grad)  # type: ignore[no-untyped-call]
 
 
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
@@ -117,6 +122,33 @@ def _det(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
         part, tensor.device_mesh, placements, shape=shape, stride=contiguous_strides(shape)
     )
     return result
+
+
+def _on_the_mesh(like: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    return torch.zeros_like(like) if grad is not None and is_plain(grad) else None
+
+
+def own_zeros(op: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Let gradients of zeros that torch will make of plain tensors become DTensors. False for calls without any.
+
+    To be called where `op`, which is too frequent to be caught, is dispatched.
+    """
+    if op is _aten.cat.default:
+        operands = [tensor for tensor in args[0] if tensor.ndim == 1 and tensor.shape[0] == 0]
+    elif op is _aten.repeat.default and 0 in args[1]:
+        operands = [args[0]]
+    else:
+        return False
+    for operand in operands:
+        if (
+            is_plain(operand)
+            or not (operand.requires_grad and _may_differentiate())
+            or "_has_own_zeros" in vars(operand)
+        ):
+            continue
+        vars(operand)["_has_own_zeros"] = True
+        torch.Tensor.register_hook(operand, partial(_on_the_mesh, operand.detach()))
+    return bool(operands)
 
 
 _IN_PLACE: Final[dict[OpOverload, tuple[tuple[bool, ...], Callable[..., torch.Tensor]]]] = {

@@ -48,7 +48,7 @@ def count(draw: Draw) -> None:
     elif kind in ("searchsorted", "bucketize"):
         edges = draw.do("torch.msort", draw.leaf(draw.shape(1, 1), x.tensor.dtype))
         if edges and kind == "searchsorted":
-            draw.do("torch.searchsorted", edges[0], x)
+            draw.do("torch.searchsorted", edges[0], draw.random.choice((x, 0.5)))
         elif edges:
             draw.do("torch.bucketize", x, edges[0], right=draw.random.random() < 0.5)
     elif kind == "histc":
@@ -57,8 +57,10 @@ def count(draw: Draw) -> None:
         draw.do("torch.unique", x)
     elif kind == "nonzero":
         draw.do("torch.nonzero", x)
-    else:
+    elif draw.random.random() < 0.5:
         draw.do("torch.isin", x, draw.exactly((3,), x.tensor.dtype))
+    else:
+        draw.do("torch.isin", x, 0.5)
 
 
 def number(draw: Draw) -> None:

@@ -15,6 +15,7 @@ ROUNDING_UNARY = "exp sin cos tanh sigmoid expm1 erf sqrt reciprocal rsqrt atan 
 FUNCTIONAL = (
     "gelu silu softplus leaky_relu elu hardtanh softsign hardswish mish logsigmoid relu6 hardshrink tanhshrink selu"
 )
+SPECIAL = "erfcx i0e ndtr entr sinc log_ndtr i1e erfinv"
 IN_PLACE_UNARY = (
     "neg_ abs_ relu_ exp_ sin_ tanh_ sigmoid_ square_ floor_ round_ sign_ sqrt_ zero_ nan_to_num_ cos_ trunc_ expm1_"
 )
@@ -26,7 +27,7 @@ IN_PLACE_BINARY = (
 )
 INTEGERS = (
     "add mul sub div floor_divide remainder bitwise_and bitwise_or bitwise_xor bitwise_left_shift maximum gcd pow lt"
-    " add_ mul_ sub_ bitwise_xor_"
+    " add_ mul_ sub_ bitwise_xor_ lcm bitwise_right_shift __lshift__ __rshift__ __ilshift__ __irshift__"
 )
 NUMBERS: tuple[Any, ...] = (0, 1, 2, -1, 3, 0.5, -2.0, 0.25, 1.5)
 
@@ -38,8 +39,10 @@ def unary(draw: Draw) -> None:
         draw.do(f".{draw.name(EXACT_UNARY)}", x)
     elif kind < 0.75:
         draw.do(f".{draw.name(ROUNDING_UNARY)}", x, rounds=True)
-    else:
+    elif kind < 0.95:
         draw.do(f"torch.nn.functional.{draw.name(FUNCTIONAL)}", x, rounds=True)
+    else:
+        draw.do(f"torch.special.{draw.name(SPECIAL)}", x, rounds=True)
 
 
 def unary_in_place(draw: Draw) -> None:
@@ -144,6 +147,8 @@ def fill(draw: Draw) -> None:
             "ones_like",
             "full_like",
             "new_zeros",
+            "new_ones",
+            "new_full",
             "fill_diagonal_",
             "tril_",
         )
@@ -156,8 +161,10 @@ def fill(draw: Draw) -> None:
         draw.do(f"torch.{kind}", x)
     elif kind == "full_like":
         draw.do("torch.full_like", x, 2)
-    elif kind == "new_zeros":
-        draw.do(".new_zeros", x, draw.shape())
+    elif kind in ("new_zeros", "new_ones"):
+        draw.do(f".{kind}", x, draw.shape())
+    elif kind == "new_full":
+        draw.do(".new_full", x, draw.shape(), 3)
     elif kind == "fill_diagonal_":
         draw.do(".fill_diagonal_", x, 2)
     else:

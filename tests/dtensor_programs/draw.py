@@ -110,8 +110,7 @@ class Draw:
 
     def leaf(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, bound: int | None = None) -> Value:
         dtype = dtype or self.random.choice(FLOATS)
-        # The gradient that torch has for an empty vector within `cat` is plain.
-        may_need_grad = dtype.is_floating_point and bound is None and shape != (0,)
+        may_need_grad = dtype.is_floating_point and bound is None
         needs_grad = may_need_grad and self.random.random() < 0.6
         leaf = Leaf(shape, dtype, self.random.randrange(1000), bound, needs_grad)
         self._number += 1
@@ -313,7 +312,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def _is_dyadic(tensor: torch.Tensor) -> bool:
     """Whether sums of such values are exact, whatever their order."""
     if not tensor.is_floating_point():
-        return True
+        return not tensor.is_complex()
     bits = {torch.float64: (20, 22), torch.float32: (6, 10)}.get(tensor.dtype, (3, 2))
     value = tensor.detach().double()
     scaled = value * 2.0 ** bits[0]

@@ -121,7 +121,7 @@ class Run:
 
     def _disturb(self, result: Any) -> None:
         for tensor in leaves_of(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
                 noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=self._generator)
                 # Zeros of autograd, and what is expanded, have no memory of their own.
                 with suppress(RuntimeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.dtensor_programs import choosing, computing, indexing, layers, reducing, viewing
+from tests.dtensor_programs import choosing, computing, indexing, layers, pictures, reducing, solving, viewing
 from tests.dtensor_programs.draw import Draw
 
 Family = Callable[[Draw], object]
@@ -16,4 +16,6 @@ FAMILIES: dict[Family, int] = {
     **reducing.FAMILIES,
     **choosing.FAMILIES,
     **layers.FAMILIES,
+    **pictures.FAMILIES,
+    **solving.FAMILIES,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.dtensor_programs.draw import Draw
+from tests.dtensor_programs.draw import Draw, Value
 
 F = "torch.nn.functional."
 
@@ -68,10 +68,35 @@ def lose(draw: Draw) -> None:
         draw.do(F + kind, x, draw.exactly(x.shape, dtype), reduction=how, rounds=True)
 
 
+def lose_by_margin(draw: Draw) -> None:
+    """Losses of other kinds of targets."""
+    x = draw.floating(1, 3)
+    dtype = x.tensor.dtype
+    how = draw.random.choice(("mean", "sum", "none"))
+    kind = draw.name(
+        "binary_cross_entropy multi_margin_loss multilabel_margin_loss soft_margin_loss gaussian_nll_loss"
+        " poisson_nll_loss hinge_embedding_loss"
+    )
+    if kind == "binary_cross_entropy":
+        for share in draw.do(".sigmoid", x, rounds=True):
+            for target in draw.do(".gt", draw.exactly(x.shape, dtype), 0):
+                for number in draw.do(".to", target, dtype):
+                    draw.do(F + kind, share, number, reduction=how, rounds=True)
+    elif kind in ("multi_margin_loss", "multilabel_margin_loss"):
+        if x.ndim == 2:
+            shape = x.shape[:1] if kind == "multi_margin_loss" else x.shape
+            draw.do(F + kind, x, draw.indices(shape, x.shape[1]), reduction=how, rounds=True)
+    elif kind == "gaussian_nll_loss":
+        for square in draw.do(".square", draw.exactly(x.shape, dtype)):
+            draw.do(F + kind, x, draw.exactly(x.shape, dtype), square, reduction=how, rounds=True)
+    else:
+        draw.do(F + kind, x, draw.exactly(x.shape, dtype), reduction=how, rounds=True)
+
+
 def layer(draw: Draw) -> None:
     x = draw.floating(2, 4)
     dtype = x.tensor.dtype
-    kind = draw.name("embedding conv1d avg_pool1d max_pool1d sdpa bilinear interpolate pixel cdist")
+    kind = draw.name("embedding conv1d avg_pool1d max_pool1d sdpa bilinear interpolate cdist")
     if kind == "embedding" and x.ndim == 2:
         draw.do(F + kind, draw.indices(draw.shape(1, 2), x.shape[0]), x)
     elif kind == "conv1d" and x.ndim == 3:
@@ -101,6 +126,42 @@ def layer(draw: Draw) -> None:
         draw.do(F + "bilinear", x, draw.exactly(x.shape, dtype), draw.exactly((2, x.shape[1], x.shape[1]), dtype))
 
 
+def bend(draw: Draw) -> None:
+    """Layers that choose or weigh elements one by one."""
+    x = draw.floating(2, 4)
+    dtype = x.tensor.dtype
+    kind = draw.name("embedding_bag prelu threshold dropout evaluate")
+    if kind == "embedding_bag" and x.ndim == 2:
+        _look_up_bags(draw, x)
+    elif kind == "prelu":
+        draw.do(F + kind, x, draw.exactly((draw.random.choice((1, x.shape[1])),), dtype), rounds=True)
+    elif kind == "threshold":
+        draw.do(F + kind, x, draw.random.choice((0.0, 0.5, -1.0)), 2.0)
+    elif kind == "dropout":
+        # What is drawn is other tests' matter: here nothing is, or all.
+        draw.do(F + kind, x, draw.random.choice((0.0, 1.0)), True)
+    elif kind == "evaluate":
+        mean, weight, bias = (draw.exactly((x.shape[1],), dtype) for _ in range(3))
+        for variance in draw.do(".abs", weight):
+            draw.do(F + "batch_norm", x, mean, variance, weight, bias, False, rounds=True)
+
+
+def _look_up_bags(draw: Draw, table: Value) -> None:
+    how, dtype = draw.name("sum mean max"), table.tensor.dtype
+    if draw.random.random() < 0.5:
+        index = draw.indices(draw.shape(2, 2), table.shape[0])
+        weights = draw.exactly(index.shape, dtype) if how == "sum" and draw.random.random() < 0.5 else None
+        draw.do(F + "embedding_bag", index, table, mode=how, per_sample_weights=weights, rounds=True)
+        return
+    index = draw.indices((draw.random.randint(1, 5),), table.shape[0])
+    # Bags begin at zero, and one after the other.
+    for counted in draw.do(".cumsum", draw.indices((draw.random.randint(1, 3),), 3), 0):
+        for kept in draw.do(".clamp", counted, 0, index.shape[0]):
+            for first in draw.do("operator.getitem", kept, slice(0, 1)):
+                for begins in draw.do(".sub", kept, first):
+                    draw.do(F + "embedding_bag", index, table, begins, mode=how, rounds=True)
+
+
 def algebra(draw: Draw) -> None:
     x = draw.floating(2, 3)
     kind = draw.name("trace det inv cross diag diag_embed matrix_power trace")
@@ -127,4 +188,4 @@ def setting(draw: Draw) -> None:
         draw.do("backward", x)
 
 
-FAMILIES = {soften: 3, normalize: 3, lose: 4, layer: 3, algebra: 2, setting: 1}
+FAMILIES = {soften: 3, normalize: 3, lose: 4, lose_by_margin: 1, layer: 3, bend: 2, algebra: 2, setting: 1}

@@ -32,7 +32,10 @@ def reduce(draw: Draw) -> None:
     x = draw.floating() if draw.random.random() < 0.9 else draw.any()
     name = draw.name(SEVERAL_DIMS + " " + ONE_DIM)
     rounds = name not in EXACT.split()
-    if name == "cummax_":
+    if draw.random.random() < 0.05 and x.ndim:
+        dims = tuple(draw.random.sample(range(x.ndim), draw.random.randint(1, x.ndim)))
+        draw.do(draw.random.choice(("torch.std_mean", "torch.var_mean")), x, dims, rounds=True)
+    elif name == "cummax_":
         draw.do(draw.random.choice((".cummax", ".cummin")), x, draw.dim(x))
     elif draw.random.random() < 0.3 or not x.ndim:
         draw.do(f".{name}", x, rounds=rounds)
@@ -80,7 +83,7 @@ def scan(draw: Draw) -> None:
 def product(draw: Draw) -> None:
     x = draw.floating(1, 3)
     dtype, last, width = x.tensor.dtype, x.shape[-1], draw.random.randint(1, 5)
-    kind = draw.name("matmul matmul linear mv bmm outer dot tensordot kron turned")
+    kind = draw.name("matmul matmul linear mv bmm outer dot tensordot kron turned vdot addbmm")
     if kind == "matmul":
         draw.do("torch.matmul", x, draw.exactly(draw.random.choice(((last, width), (last,), (2, last, width))), dtype))
     elif kind == "turned":
@@ -91,6 +94,16 @@ def product(draw: Draw) -> None:
         draw.do("torch.nn.functional.linear", x, draw.exactly((width, last), dtype), bias)
     elif kind == "bmm":
         draw.do("torch.bmm", x, draw.exactly((x.shape[0], last, width), dtype))
+    elif kind == "addbmm":
+        if x.ndim == 3:
+            added = draw.exactly((x.shape[1], width), dtype)
+            draw.do(
+                f".addbmm{draw.random.choice(('', '_'))}",
+                added,
+                x,
+                draw.exactly((x.shape[0], last, width), dtype),
+                may_overlap=False,
+            )
     elif kind == "kron":
         draw.do("torch.kron", x, draw.exactly((2,) * x.ndim, dtype))
     elif kind == "tensordot":

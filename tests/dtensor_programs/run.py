@@ -17,7 +17,7 @@ from tests.dtensor_programs.execute import Run, leaf_maker, plain_leaf, plain_re
 from tests.dtensor_programs.program import Program, Step, leaves_of
 
 _NUM_NOISES = 3
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 4e-2}
 
 
 @dataclass

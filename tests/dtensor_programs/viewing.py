@@ -112,9 +112,13 @@ def split(draw: Draw) -> None:
     x = draw.any(1)
     dim = draw.dim(x)
     size = x.shape[dim]
-    kind = draw.random.choice(("split", "chunk", "unbind", "tensor_split", "split sizes"))
+    kind = draw.random.choice(("split", "chunk", "unbind", "tensor_split", "split sizes", "split", "unsafe"))
     if kind == "split":
         draw.do(".split", x, draw.random.randint(1, max(1, size)), dim)
+    elif kind == "unsafe":
+        pieces = draw.do("torch.unsafe_split", x, draw.random.randint(1, max(1, size)), dim)
+        # Nobody may write to them, torch says.
+        draw.values = [value for value in draw.values if value not in pieces]
     elif kind == "chunk":
         draw.do(".chunk", x, draw.random.randint(1, 4), dim)
     elif kind == "unbind" and size < 5:
@@ -149,6 +153,8 @@ def join(draw: Draw) -> None:
         shape = list(x.shape)
         if kind == "cat" and draw.random.random() < 0.5:
             shape[dim] = draw.random.choice((0, 1, 2, 3))
+        if kind == "cat" and draw.random.random() < 0.1:
+            shape = [0]
         dtype = x.tensor.dtype if draw.random.random() < 0.8 else torch.float32
         others.append(draw.exactly(shape, dtype))
     items = [x, *others]
@@ -180,7 +186,7 @@ def rearrange(draw: Draw) -> None:
     elif kind in ("tril", "triu"):
         draw.do(f".{kind}", x, choice((-1, 0, 1)))
     elif kind in ("repeat", "tile"):
-        draw.do(f".{kind}", x, tuple(choice((1, 1, 2)) for _ in range(x.ndim + choice((0, 0, 1)))))
+        draw.do(f".{kind}", x, tuple(choice((1, 1, 1, 2, 2, 0)) for _ in range(x.ndim + choice((0, 0, 1)))))
     elif kind == "rot90" and x.ndim > 1:
         draw.do(".rot90", x, choice((1, 2, 3)), tuple(draw.random.sample(range(x.ndim), 2)))
     else:

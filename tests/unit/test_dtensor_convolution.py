@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.sharding_cases import check, normal
+from disttrain.dtensor import Replicate, Shard, distribute_tensor
+from disttrain.testing import run_threads
+from tests.sharding_cases import check, mesh_of, normal
 
 IMAGES, LINES = normal(3, 4, 5, 5), normal(3, 3, 7)
 
@@ -39,3 +41,20 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] 
 def test_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
     function, operands = CONVOLUTIONS[name]
     check(function, *operands, meshes=(mesh_shape,), num_choices=12, gradients=True)
+
+
+def test_sizes_that_leave_nothing_are_taken_or_refused_by_all_ranks() -> None:
+    """torch's own ways to compute differ in that, by the dtype and the size of the batch."""
+    image, kernel = normal(2, 1, 2, 1, 2, dtype=torch.float32), normal(1, 1, 1, 2, 1, dtype=torch.float32)
+    expected = functional.conv_transpose3d(image, kernel, padding=1, dilation=2)
+
+    def body() -> None:
+        x = distribute_tensor(image, mesh_of((3,)), [Shard(0)], src_data_rank=None).requires_grad_()
+        weight = distribute_tensor(kernel, mesh_of((3,)), [Replicate()], src_data_rank=None).requires_grad_()
+        result = functional.conv_transpose3d(x, weight, padding=1, dilation=2)
+        assert result.full_tensor().shape == expected.shape
+        result.sum().backward()
+        assert torch.equal(x.grad.full_tensor(), torch.zeros_like(image))
+        assert torch.equal(weight.grad.full_tensor(), torch.zeros_like(kernel))
+
+    run_threads(3, body)

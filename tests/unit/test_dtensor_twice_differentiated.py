@@ -105,6 +105,7 @@ def test_a_trace_leaves_a_gradient_that_lies_on_the_mesh(shape: tuple[int, ...])
         functional.max_pool1d,
         lambda x, size: functional.pad(x, (size, 0), mode="replicate"),
         lambda x, _: functional.prelu(x, torch.full_like(x.detach()[0, 0, :1], 0.25)),
+        lambda x, _: functional.prelu(x, torch.full_like(x.detach()[0, 0, :1], 0.25).requires_grad_()),
     ],
 )
 def test_a_second_gradient_that_is_zero_lies_on_the_mesh(function: Callable[..., torch.Tensor]) -> None:
@@ -134,6 +135,35 @@ def test_a_plain_gradient_of_the_result_is_taken_for_every_rank_s(
         x = distribute_tensor(X, mesh_of((2,)), [Shard(0)], src_data_rank=None).requires_grad_()
         function(x).backward(grad)
         torch.testing.assert_close(x.grad.full_tensor(), plain.grad)  # type: ignore[union-attr]
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cat([x, x[0][:0].sin()]),
+        lambda x: torch.cat([x[0][:0], x.detach()[1], x.detach()[1]]),
+        lambda x: x.repeat(0, 1),
+        lambda x: x[1:].tile(2, 0),
+    ],
+)
+def test_zeros_that_torch_makes_lie_on_the_mesh(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    plain = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(plain).sum(), plain)
+
+    def body() -> None:
+        for placement in (Shard(0), Replicate()):
+            leaf = distribute_tensor(X, mesh_of((2,)), [placement], src_data_rank=None).requires_grad_()
+            for _ in range(2):
+                (grad,) = torch.autograd.grad(function(leaf).sum(), leaf)
+                assert isinstance(grad, DTensor)
+                assert torch.equal(grad.full_tensor(), expected)
+            nothing = leaf.detach()[0, :0].requires_grad_()
+            for _ in range(2):
+                torch.cat([leaf, nothing]).sum().backward()
+            assert isinstance(nothing.grad, DTensor)
+            assert len(nothing._backward_hooks) == 1
 
     run_threads(2, body)
 

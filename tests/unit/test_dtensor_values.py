@@ -232,17 +232,3 @@ def test_drawing_in_pieces_draws_the_same_numbers(fill: Any, dtype: torch.dtype)
                 assert torch.equal(part, distribute_tensor(whole, mesh, [placement]).to_local())
 
     run_threads(1, body)
-
-
-def test_zeros_that_torch_makes_for_a_gradient_are_plain() -> None:
-    def body() -> None:
-        mesh = mesh_of_all()
-        rows = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]).requires_grad_()
-        nothing = distribute_tensor(torch.ones(0), mesh, [Shard(0)]).requires_grad_()
-        (grad,) = torch.autograd.grad(torch.cat([rows, nothing]).sum(), nothing)
-        assert (type(grad), grad.shape) == (torch.Tensor, (0,))
-        (grad,) = torch.autograd.grad(rows.repeat(0, 1).sum(), rows)
-        assert type(grad) is torch.Tensor
-        assert torch.equal(grad, torch.zeros(4, 6))
-
-    run_threads(2, body)

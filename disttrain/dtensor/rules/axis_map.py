@@ -148,13 +148,14 @@ def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute
         if spec is not None and layout is not None:
             local_shape = spec.with_layout(layout).local_shape
             if any(own == 0 and size > 0 for own, size in zip(local_shape, spec.shape, strict=True)):
-                specs = local_outputs(call, propagation)
-                return _zeros(specs, call.argument("output_mask", (True,) * len(specs)))
+                return zeros(call, propagation)
     return compute
 
 
-def _zeros(specs: Sequence[Spec], is_wanted: Sequence[bool]) -> Compute:
-    """Zeros of these shapes; nothing for gradients that nobody asked for, which have no shape."""
+def zeros(call: OpCall, propagation: Propagation) -> Compute:
+    """Zeros of the results' shapes; nothing for gradients that nobody asked for, which have no shape."""
+    specs = local_outputs(call, propagation)
+    is_wanted = call.argument("output_mask", (True,) * len(specs))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

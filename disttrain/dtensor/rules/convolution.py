@@ -14,6 +14,7 @@ from disttrain.dtensor.rules.axis_map import (
     operand_called,
     signatures_of,
     with_arguments,
+    zeros,
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
 
@@ -45,6 +46,9 @@ def convolution(call: OpCall) -> AxisMap | None:
 
 def _forward(call: OpCall, propagation: Propagation) -> Compute:
     (result,) = local_outputs(call, propagation)
+    if 0 in result.local_shape:
+        # Which of torch's ways to compute takes sizes that leave nothing is a matter of the batch.
+        return zeros(call, propagation)
     if not _lacks_channels_in(call, propagation) or operand_called(call, "bias") is None:
         return guarded(call, propagation, call.op)
 
@@ -56,6 +60,10 @@ def _forward(call: OpCall, propagation: Propagation) -> Compute:
 
 
 def _backward(call: OpCall, propagation: Propagation) -> Compute:
+    grad = local_spec(call, propagation, "grad_output")
+    assert grad is not None
+    if 0 in grad.local_shape:
+        return zeros(call, propagation)
     zeros_or = guarded(call, propagation, call.op)
     sizes = call.argument("bias_sizes")
     if not sizes:
@@ -66,8 +74,6 @@ def _backward(call: OpCall, propagation: Propagation) -> Compute:
             return *zeros_or(grad, *rest, **keywords)[:2], grad.sum([0, *range(2, grad.ndim)])
 
         return bias_gradient_alone
-    grad = local_spec(call, propagation, "grad_output")
-    assert grad is not None
     return guarded(call, propagation, with_arguments(call, {"bias_sizes": [grad.local_shape[1]]}))
 
 
