@@ -12,8 +12,9 @@ from typing import Any, Final, cast
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload, catch_operator, composed
+from disttrain.dtensor._torch import OpOverload, above_autograd, catch_operator, composed
 from disttrain.dtensor.call_plan import tensors_of
+from disttrain.dtensor.data import count_with
 from disttrain.dtensor.implicit import composing
 from disttrain.dtensor.mixed import is_plain, mesh_of
 from disttrain.dtensor.zero_grads import ZERO_GRADS
@@ -52,6 +53,14 @@ def _as_a_result(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
         return composed(op, tensor.detach(), *args, **kwargs)
 
 
+def _pieces(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """`unsafe_split` gives what shares memory, and autograd counts the writes to each piece by itself."""
+    pieces = above_autograd(op, tensor, *args, **kwargs)
+    if not is_plain(tensor):
+        count_with(tensor, pieces)
+    return list(pieces)
+
+
 _WITHOUT_OUT: Final[dict[OpOverload, OpOverload]] = {
     _aten.kron.out: _aten.kron.default,
     _aten.linalg_matrix_rank.atol_rtol_float_out: _aten.linalg_matrix_rank.atol_rtol_float,
@@ -63,6 +72,8 @@ _WITHOUT_OUT: Final[dict[OpOverload, OpOverload]] = {
 _CAUGHT: Final[dict[OpOverload, Callable[..., Any]]] = {
     _aten.max_pool1d.default: _as_a_result,
     _aten.tensor_split.tensor_indices_or_sections: _split_at_indices,
+    _aten.unsafe_split.Tensor: _pieces,
+    _aten.unsafe_split_with_sizes.default: _pieces,
     **dict.fromkeys(_WITHOUT_OUT, _computed_first),
     **dict.fromkeys(
         (

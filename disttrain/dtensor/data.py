@@ -7,27 +7,26 @@ another one, and so on in turn. The counters know each other: the memory knows o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 
-from disttrain.dtensor._torch import are_counted_together, become
+from disttrain.dtensor._torch import are_counted_together, become, is_traced
 
 
 class _Kin:
-    """Tensors without memory, each with a counter: the first counts as autograd does, two as `.data` is counted."""
+    """Tensors without memory, each with a counter: the first counts as autograd does, two as `.data` is counted, others
+    as `count_with` says."""
 
     __slots__ = ("counters",)
 
     def __init__(self, owner: torch.Tensor) -> None:
-        counters: tuple[Any, ...] = (owner.detach(), _data(owner), _data(owner))
-        for counter in counters:
-            counter._local_tensor = None
-        self.counters = counters
+        self.counters = tuple(map(_bare, (owner.detach(), _data(owner), _data(owner))))
 
     def for_data_of(self, tensor: torch.Tensor) -> Any:
         """What counts the writes to `tensor.data`: not what counts those to `tensor`."""
-        _, uncounted, other = self.counters
+        uncounted, other = self.counters[1:3]
         return other if are_counted_together(tensor, uncounted) else uncounted
 
     def __deepcopy__(self, _: object) -> None:
@@ -53,6 +52,19 @@ def data_of(tensor: Any) -> torch.Tensor:
         data._spec = spec.lent(spec.loan.counted_by(uncounted))
     vars(data)["_kin"] = kin
     return cast(torch.Tensor, data)
+
+
+def count_with(owner: Any, views: Iterable[Any]) -> None:
+    """Let writes to `views`, which share the memory of `owner` but are counted each by itself, be seen as its own."""
+    if is_traced() or owner.is_inference() or owner._spec.loan is not None:
+        return
+    kin = _kin_of(owner) or _new_kin(owner)
+    kin.counters += tuple(_bare(view.detach()) for view in views if view._spec.loan is None)
+
+
+def _bare(counter: Any) -> Any:
+    counter._local_tensor = None
+    return counter
 
 
 def num_writes(owner: torch.Tensor) -> int:

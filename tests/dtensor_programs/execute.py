@@ -75,7 +75,8 @@ _OWN: dict[str, Callable[..., Any]] = {
 class Run:
     """The results of steps so far, and which steps were refused.
 
-    Args: noise  relative, put on all results that may round; what differs much for that says nothing.
+    Args: noise  relative, put on all results that may round, and zeros lose their signs; what differs much for that
+    says nothing.
     """
 
     def __init__(self, make_leaf: MakeLeaf, move: Redistribute, noise: float = 0.0, seed: int = 0) -> None:
@@ -109,8 +110,8 @@ class Run:
         if step.function == "redistribute":
             return self._move(*args)
         result = mapped(lambda leaf: leaf, function_named(step.function)(*args, **kwargs))
-        if self._noise and step.rounds:
-            self._disturb(args[0] if result is None else result)
+        if self._noise:
+            self._disturb(args[0] if result is None else result, rounds=step.rounds)
         return result
 
     def _value(self, leaf: Any) -> Any:
@@ -119,14 +120,15 @@ class Run:
         value = self.values[leaf.step]
         return value if leaf.item is None else value[leaf.item]
 
-    def _disturb(self, result: Any) -> None:
+    def _disturb(self, result: Any, *, rounds: bool) -> None:
+        """Round otherwise, and give zeros the sign that they have as sums of parts."""
         for tensor in leaves_of(result):
             if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=self._generator)
+                noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=self._generator) if rounds else 0.0
                 # Zeros of autograd, and what is expanded, have no memory of their own.
                 with suppress(RuntimeError):
                     # `.data`, so that autograd does not see the write.
-                    tensor.data.mul_(1 + noise * self._noise * torch.finfo(tensor.dtype).eps)
+                    tensor.data.mul_(1 + noise * self._noise * torch.finfo(tensor.dtype).eps).add_(0.0)
 
 
 def tensors_in(values: Any) -> list[Any]:

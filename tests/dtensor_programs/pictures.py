@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,14 +106,26 @@ def convolve(draw: Draw) -> None:
     kernel = tuple(draw.random.choice((1, 2, 3)) for _ in range(num_dims))
     options = {"stride": draw.random.choice((1, 2)), "padding": draw.random.choice((0, 1)), "groups": groups}
     options["dilation"] = draw.random.choice((1, 1, 2))
+    is_turned = draw.random.random() < 0.4
+    if not _leaves_some(x.shape[2:], kernel, options, is_turned=is_turned):
+        return
     num_outputs = groups * draw.random.choice((1, 2))
     bias = draw.exactly((num_outputs,), dtype) if draw.random.random() < 0.5 else None
-    if draw.random.random() < 0.6:
+    if not is_turned:
         weight = draw.exactly((num_outputs, channels // groups, *kernel), dtype)
         draw.do(f"{F}conv{num_dims}d", x, weight, bias, **options, rounds=True)
     else:
         weight = draw.exactly((channels, num_outputs // groups, *kernel), dtype)
         draw.do(f"{F}conv_transpose{num_dims}d", x, weight, bias, **options, rounds=True)
+
+
+def _leaves_some(grid: Sequence[int], kernel: Sequence[int], options: dict[str, int], *, is_turned: bool) -> bool:
+    """Whether something comes out: where nothing does, some of torch's ways to compute raise."""
+    margin, stride = 2 * options["padding"], options["stride"]
+    reaches = [options["dilation"] * (size - 1) for size in kernel]
+    if is_turned:
+        return all((size - 1) * stride - margin + reach >= 0 for size, reach in zip(grid, reaches, strict=True))
+    return all(size + margin > reach for size, reach in zip(grid, reaches, strict=True))
 
 
 FAMILIES = {pool: 2, resize: 2, frame: 1, shuffle: 2, convolve: 2}

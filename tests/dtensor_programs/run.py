@@ -16,7 +16,7 @@ from disttrain.testing import run_threads
 from tests.dtensor_programs.execute import Run, leaf_maker, plain_leaf, plain_redistribute, redistribute
 from tests.dtensor_programs.program import Program, Step, leaves_of
 
-_NUM_NOISES = 3
+_NUM_NOISES = 12
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -216,12 +216,15 @@ def _judged(program: Program, results: Sequence[_RankResult]) -> Verdict:
 
 
 def is_shaky(program: Program, refused: Any = ()) -> bool:
-    """Whether plain results change, too, when what rounds is rounded otherwise."""
+    """Whether plain results change, too, when what rounds is rounded otherwise, and zeros lose their signs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = snapshot(replay(Run(plain_leaf, plain_redistribute), program.steps, refused))
         for seed in range(_NUM_NOISES):
-            noisy = snapshot(replay(Run(plain_leaf, plain_redistribute, 4.0, seed), program.steps, refused))
+            try:
+                noisy = snapshot(replay(Run(plain_leaf, plain_redistribute, 4.0, seed), program.steps, refused))
+            except RuntimeError:
+                return True  # torch refuses what has left its bounds
             for key, value in expected.items():
                 if isinstance(value, torch.Tensor) and not is_close(value, noisy[key]):
                     return True

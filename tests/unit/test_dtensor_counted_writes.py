@@ -12,7 +12,7 @@ from torch import nn
 
 import disttrain
 from disttrain import kernels
-from disttrain.dtensor import Partial, Replicate, Shard
+from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
 from tests.dtensor_cases import counted, laid
 
@@ -181,3 +181,44 @@ def test_copies_and_redistributions_that_share_memory_are_counted_with_it() -> N
             assert torch.equal(tensor.full_tensor(), plain)
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial("sum")], ids=str)
+def test_pieces_of_an_unsafe_split_share_memory(placement: Placement) -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (3,))
+        tensors = [counted(7, 6), laid(counted(7, 6), mesh, [placement])]
+        rows = [tensor[5] for tensor in tensors]
+        pieces = [
+            [*torch.unsafe_split(tensor, 3), *torch.unsafe_split_with_sizes(tensor, [2, 4], 1), *tensor.unsafe_chunk(2)]
+            for tensor in tensors
+        ]
+
+        def check() -> None:
+            for expected, found in zip(
+                [tensors[0], rows[0], *pieces[0]], [tensors[1], rows[1], *pieces[1]], strict=True
+            ):
+                assert torch.equal(found.full_tensor(), expected)
+
+        check()
+        for tensor in tensors:
+            tensor.mul_(2)
+        check()
+        for place in (1, 3, 6):
+            for own in pieces:
+                own[place].mul_(3)
+            check()
+
+    run_threads(3, body)
+
+
+def test_pieces_of_an_unsafe_split_are_written_to_within_a_graph() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        leaves = [counted(4, 6).requires_grad_(), laid(counted(4, 6), mesh, [Shard(1)]).requires_grad_()]
+        for leaf in leaves:
+            first, second = (leaf / 8).unsafe_chunk(2, 1)
+            (first.sigmoid_() * second.tanh_()).sum().backward()
+        torch.testing.assert_close(leaves[1].grad.full_tensor(), leaves[0].grad)
+
+    run_threads(2, body)
