@@ -89,15 +89,15 @@ def _as_ever(op: OpOverload, tensor: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _prelu_backward(op: OpOverload, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> Any:
-    """The slope is the same everywhere around `tensor`."""
-    if is_plain(tensor) or not (tensor.requires_grad and _may_differentiate()):
+    """The slope is the same everywhere around `tensor`, and what it brings to `weight` does not depend on that."""
+    if is_plain(tensor) or not ((tensor.requires_grad or weight.requires_grad) and _may_differentiate()):
         return _as_ever(op, tensor, (grad, tensor, weight), {})
     if not weight.requires_grad:
         result, weight_grad = above_autograd(op, grad, tensor.detach(), weight)
         return _FlatIn.apply(result, tensor), weight_grad  # type: ignore[no-untyped-call]
     is_above = tensor.detach() > 0
-    result = torch.where(is_above, grad, weight * grad)
-    return _FlatIn.apply(result, tensor), torch.where(is_above, 0.0, tensor * grad)  # type: ignore[no-untyped-call]
+    result, weight_grad = torch.where(is_above, grad, weight * grad), torch.where(is_above, 0.0, tensor * grad)
+    return _FlatIn.apply(result, tensor), _FlatIn.apply(weight_grad, weight)  # type: ignore[no-untyped-call]
 
 
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:

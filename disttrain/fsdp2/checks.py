@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from typing import NoReturn
 
 import torch
@@ -43,3 +43,18 @@ def refuse_transform(kind: str) -> NoReturn:
         f"this {kind} is sharded, and called within a transform of torch.func.",
         "Differentiate by torch.autograd.grad or backward(), or leave it out of fully_shard.",
     )
+
+
+def is_begun(outputs: object) -> bool:
+    """True where a forward has returned before it has run: it is a generator function, or `async`."""
+    return isinstance(outputs, Generator | AsyncGenerator | Coroutine)
+
+
+def refuse_begun(outputs: object, kind: str) -> None:
+    """Raise ShardingError for such a forward of a module of this kind, where nobody waits for it to run."""
+    if is_begun(outputs):
+        raise ShardingError(
+            "forward",
+            f"this {kind} returns a {type(outputs).__name__}, which runs when the parameters are gathered no longer.",
+            "Return a list of what it yields.",
+        )

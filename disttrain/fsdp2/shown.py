@@ -29,6 +29,10 @@ class Place:
     found: torch.Tensor | None
 
 
+Lent = Sequence[tuple[Place, torch.Tensor]]
+"""Values that modules have for a call, and where."""
+
+
 def is_given(found: Sequence[torch.Tensor | None]) -> bool:
     """True for what is in modules' places for one call alone, not to stay."""
     return any(one is not None and not isinstance(one, nn.Parameter) for one in found) or is_functional_call()
@@ -77,12 +81,12 @@ class Shown:
         self._swaps: _Swaps | None = None
         self._asked_for: list[bool] = []
         """Which of the gathered parameters require gradients, as modules were given them."""
-        self._lent: list[tuple[Place, torch.Tensor]] = []
+        self.lent: Lent = ()
         """What modules have for a call, in place of what the caller put there."""
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: nothing is gathered."""
-        return {"is_whole": False, "_params": self._params, "_swaps": None, "_asked_for": [], "_lent": []}
+        return {"is_whole": False, "_params": self._params, "_swaps": None, "_asked_for": [], "lent": ()}
 
     def forget(self) -> None:
         """Shards, or what is made of them, have become other tensors."""
@@ -113,7 +117,13 @@ class Shown:
     def lend(self, place: Place, value: torch.Tensor) -> None:
         """Let a module have `value` until the shards are shown again."""
         place.parameters[place.name] = value
-        self._lent.append((place, value))
+        self.lent = (*self.lent, (place, value))
+
+    def lend_again(self, lent: Lent) -> None:
+        """Let modules have what they had before shards were shown, but where they were given other values since."""
+        for place, value in lent:
+            if place.parameters.get(place.name) is place.found:
+                self.lend(place, value)
 
     def hide(self) -> None:
         """Let modules have the shards again. What they were given meanwhile is left to them."""
@@ -126,7 +136,7 @@ class Shown:
                     # Frozen, or unfrozen, by whoever saw the whole parameter.
                     sharded.requires_grad_(whole.requires_grad)
         swaps.put(swaps.shards, swaps.wholes)
-        for place, value in self._lent:
+        for place, value in self.lent:
             if place.parameters.get(place.name) is value:
                 place.parameters[place.name] = place.found
-        self._lent = []
+        self.lent = ()

@@ -17,7 +17,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed
-from disttrain.fsdp2.checks import refuse_transform
+from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
@@ -28,6 +28,7 @@ from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
 from disttrain.fsdp2.stale_graphs import free_old, refuse_stale
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
+from disttrain.fsdp2.state_dicts import show_shards_in_state_dicts
 from disttrain.fsdp2.structure import STATE, check_parameters
 
 
@@ -75,8 +76,6 @@ class ShardState:
         """True where no tensor was found in the outputs: nothing tells a schedule's module that its backward begins."""
         self._awaits_post_backward = False
         self._is_root = False
-        self._is_shown_later: list[ParamGroup] = []
-        """Of which shards are in a module while its state dict is made."""
         self._num_methods = 0
         """Methods other than forward that are under way; within them, the module's forward is no new one."""
         self._num_running = 0
@@ -86,11 +85,8 @@ class ShardState:
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
-            # What is saved and loaded is the shards, whatever the module computes with at the moment.
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            # torch sets an attribute of the hook, which a method cannot have.
-            module.register_state_dict_post_hook(partial(self._after_state_dict))
             module.register_load_state_dict_pre_hook(self._before_load)
+            show_shards_in_state_dicts(module, groups)
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: a module that has not run yet."""
@@ -105,7 +101,6 @@ class ShardState:
             "scheduled": None,
             "_awaits_post_backward": False,
             "_is_root": False,
-            "_is_shown_later": [],
             "_num_methods": 0,
             "_num_running": 0,
             "_to_run": set(),
@@ -173,16 +168,6 @@ class ShardState:
             self._num_methods -= 1
             outputs = self._post_forward(module, args, outputs)
         return outputs
-
-    def _before_state_dict(self, *_: object) -> None:
-        self._is_shown_later = [group for group in self.groups if group.shown.is_whole]
-        for group in self._is_shown_later:
-            group.hide()
-
-    def _after_state_dict(self, *_: object) -> None:
-        for group in self._is_shown_later:
-            group.show()
-        self._is_shown_later = []
 
     def _before_load(self, *_: object) -> None:
         if self.is_kept_unsharded:
@@ -292,7 +277,7 @@ class ShardState:
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
         self._num_running = max(self._num_running - 1, 0)
-        is_needed = is_needed or (bool(self._to_run) and not has_failed) or self._num_running > 0
+        is_needed = is_needed or (bool(self._to_run) and not has_failed) or self._num_running > 0 or is_begun(outputs)
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
             self.reshard(self._ranks_after_forward() if grad_will_come else None)
         if ends_iteration and not grad_will_come:
@@ -303,6 +288,7 @@ class ShardState:
         # What is kept for the backward is in modules until the root's forward has ended, which may compute with it.
         if not (context.is_in_forward or context.is_in_backward or self._num_running):
             (context if self._is_root else self).show_shards()
+            refuse_begun(outputs, type(module).__name__)
         return outputs
 
     def _frees_after_forward(self) -> bool:

@@ -124,11 +124,17 @@ class Run:
         """Round otherwise, and give zeros the sign that they have as sums of parts."""
         for tensor in leaves_of(result):
             if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=self._generator) if rounds else 0.0
                 # Zeros of autograd, and what is expanded, have no memory of their own.
                 with suppress(RuntimeError):
                     # `.data`, so that autograd does not see the write.
-                    tensor.data.mul_(1 + noise * self._noise * torch.finfo(tensor.dtype).eps).add_(0.0)
+                    tensor.data.add_(self._noise_for(tensor.data) if rounds else 0.0)
+
+    def _noise_for(self, values: torch.Tensor) -> torch.Tensor:
+        """In proportion to each value; where little is left, as of large ones that cancel out, to the largest."""
+        noise = torch.randn(values.shape, dtype=values.dtype, generator=self._generator)
+        size, eps = values.abs().nan_to_num(0.0, 0.0, 0.0), torch.finfo(values.dtype).eps
+        largest = size.max() if size.numel() else size.sum()
+        return noise * self._noise * eps * torch.where(size < self._noise * eps * largest, largest, size)
 
 
 def tensors_in(values: Any) -> list[Any]:

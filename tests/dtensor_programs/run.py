@@ -37,7 +37,8 @@ class Verdict:
 @dataclass(frozen=True)
 class _RankResult:
     refused: dict[int, str]
-    difference: str = ""
+    differences: dict[str, str] = field(default_factory=dict)
+    """By the names of values."""
 
 
 def run_programs(programs: Sequence[Program]) -> list[Verdict]:
@@ -94,10 +95,8 @@ def _run_one(program: Program, mesh: disttrain.DeviceMesh) -> _RankResult:
         # Without the steps that were refused, torch refuses another.
         return _RankResult(refused)
     bound = _bound_of(program, expected)
-    differences = [
-        f"{key}: {text}" for key, value in found.items() if (text := difference(value, expected.get(key), bound))
-    ]
-    return _RankResult(refused, "\n".join(differences))
+    texts = {key: difference(value, expected.get(key), bound) for key, value in found.items()}
+    return _RankResult(refused, {key: text for key, text in texts.items() if text})
 
 
 def _bound_of(program: Program, values: dict[str, Any]) -> float:
@@ -207,16 +206,24 @@ def _judged(program: Program, results: Sequence[_RankResult]) -> Verdict:
     verdict = Verdict(
         program, refused={functions[number]: text for number, text in refused.items() if "was refused" not in text}
     )
-    texts = [f"rank {rank}: {result.difference}" for rank, result in enumerate(results) if result.difference]
-    if texts:
-        verdict.is_shaky = is_shaky(program, refused)
-        if not verdict.is_shaky:
-            verdict.fault, verdict.text = "silent", texts[0]
+    differing = {key for result in results for key in result.differences}
+    if differing:
+        surely = differing - shaky_values(program, refused)
+        verdict.is_shaky = not surely
+        texts = [
+            f"rank {rank}: {key}: {text}"
+            for rank, result in enumerate(results)
+            for key, text in result.differences.items()
+            if key in surely
+        ]
+        if texts:
+            verdict.fault, verdict.text = "silent", "\n".join(texts)
     return verdict
 
 
-def is_shaky(program: Program, refused: Any = ()) -> bool:
-    """Whether plain results change, too, when what rounds is rounded otherwise, and zeros lose their signs."""
+def shaky_values(program: Program, refused: Any = ()) -> set[str]:
+    """The names of plain results that change, too, where what rounds rounds otherwise and zeros lose their signs."""
+    shaky: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = snapshot(replay(Run(plain_leaf, plain_redistribute), program.steps, refused))
@@ -224,11 +231,15 @@ def is_shaky(program: Program, refused: Any = ()) -> bool:
             try:
                 noisy = snapshot(replay(Run(plain_leaf, plain_redistribute, 4.0, seed), program.steps, refused))
             except RuntimeError:
-                return True  # torch refuses what has left its bounds
-            for key, value in expected.items():
-                if isinstance(value, torch.Tensor) and not is_close(value, noisy[key]):
-                    return True
-    return False
+                return set(expected)  # torch refuses what has left its bounds
+            shaky |= {key for key, value in expected.items() if not _is_alike(value, noisy.get(key))}
+    return shaky
+
+
+def _is_alike(value: Any, noisy: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return _is_same_plain(value, noisy)
+    return isinstance(noisy, torch.Tensor) and value.shape == noisy.shape and is_close(value, noisy)
 
 
 def _failed(program: Program, errors: Sequence[Exception | None]) -> Verdict:

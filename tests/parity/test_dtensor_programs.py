@@ -51,9 +51,27 @@ def test_rounding_is_no_fault() -> None:
         Step(4, ".sub", (Ref(3), Ref(2))),
         Step(5, ".sign", (Ref(4),)),
     )
-    assert run.is_shaky(Program((1,), steps))
-    assert not run.is_shaky(Program((1,), steps[:3]))
-    assert not run.is_shaky(Program((1,), tuple(replace(step, rounds=False) for step in steps)))
+    assert run.shaky_values(Program((1,), steps)) == {"v5"}
+    assert not run.shaky_values(Program((1,), tuple(replace(step, rounds=False) for step in steps)))
+
+
+def test_what_cancels_out_and_the_sign_of_zero_are_no_fault() -> None:
+    leaf = Leaf((3,), torch.float64, 1)
+    cancelled = (
+        Step(1, "leaf", (leaf, (Shard(0),))),
+        Step(2, ".mul", (Ref(1), 3), rounds=True),
+        Step(3, ".sub", (Ref(2), Ref(2))),
+        Step(4, ".add", (Ref(3), Ref(1)), rounds=True),
+        Step(5, ".sub", (Ref(4), Ref(1)), rounds=True),
+        Step(6, ".sqrt", (Ref(5),)),
+    )
+    assert run.shaky_values(Program((1,), cancelled)) == {"v6"}
+    signed = (
+        Step(1, "leaf", (leaf, (Shard(0),))),
+        Step(2, ".mul", (Ref(1), -0.0)),
+        Step(3, ".copysign", (Ref(1), Ref(2))),
+    )
+    assert run.shaky_values(Program((1,), signed)) == {"v3"}
 
 
 SEEDS_EACH = 25

@@ -119,6 +119,20 @@ def test_a_second_gradient_that_is_zero_lies_on_the_mesh(function: Callable[...,
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_weight_s_second_gradient_that_is_zero_lies_on_the_mesh(asks: bool) -> None:
+    def body() -> None:
+        x = distribute_tensor(X, mesh_of((2,)), [Shard(0)], src_data_rank=None).requires_grad_(asks)
+        weight = torch.full_like(x.detach()[0, :1], 0.25).requires_grad_()
+        (first,) = torch.autograd.grad(functional.prelu(x, weight).sum(), weight, create_graph=True)
+        assert torch.equal(first.full_tensor(), X.clamp(max=0).sum().view(1))
+        (second,) = torch.autograd.grad(first.sum(), weight)
+        assert isinstance(second, DTensor)
+        assert torch.equal(second.full_tensor(), torch.zeros(1))
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize(
     "function",
     [torch.abs, torch.square, lambda x: functional.avg_pool1d(x[None], 2), lambda x: functional.max_pool1d(x[None], 2)],

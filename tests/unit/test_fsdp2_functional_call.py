@@ -62,6 +62,22 @@ def test_values_are_used_in_the_call_and_in_no_other(kind: str, reshard: bool | 
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("kind", ["shards", "parameters", "whole", "some"])
+def test_a_state_dict_within_the_call_leaves_the_values_in_use(kind: str) -> None:
+    def body() -> None:
+        model = sharded()
+        given = doubled(model, kind)
+        found: list[dict[str, torch.Tensor]] = []
+        model.within = lambda one: found.append(one.state_dict())
+        torch.testing.assert_close(functional_call(model, given, (X,)), doubled_plain(given)(X))
+        assert all(torch.equal(found[0][name], value.detach()) for name, value in given.items())
+        model.within = None
+        assert_shards(model)
+        torch.testing.assert_close(model(X), PLAIN(X))
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_gradients_reach_what_the_values_were_made_of(world_size: int) -> None:
     """A step within a step, as of meta-learning, on rows of each rank: the outer gradient is that of one process."""
