@@ -147,7 +147,7 @@ def own_zeros(op: OpOverload, args: tuple[Any, ...]) -> bool:
         ):
             continue
         vars(operand)["_has_own_zeros"] = True
-        torch.Tensor.register_hook(operand, partial(_on_the_mesh, operand.detach()))
+        torch.Tensor.register_hook(operand, partial(_on_the_mesh, operand.detach()))  # type: ignore[no-untyped-call]
     return bool(operands)
 
 

@@ -25,7 +25,7 @@ class _Shards:
 
     def before(self, *_: object) -> None:
         self._is_shown_later = [(group, group.shown.lent) for group in self._groups if group.shown.is_whole]
-        for group, _ in self._is_shown_later:
+        for group, _lent in self._is_shown_later:
             group.hide()
 
     def after(self, *_: object) -> None:
