@@ -88,16 +88,37 @@ def _as_ever(op: OpOverload, tensor: Any, args: tuple[Any, ...], kwargs: dict[st
     return results[0] if len(op._schema.returns) == 1 else results
 
 
+class _PreluBackward(torch.autograd.Function):
+    """The gradients of prelu, and theirs as torch has them: for those, zero is above."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(grad, tensor, weight)
+        ctx.set_materialize_grads(False)
+        is_above = tensor > 0
+        return torch.where(is_above, grad, weight * grad), torch.where(is_above, 0.0, tensor * grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad, tensor, weight = ctx.saved_tensors
+        is_above, (of_tensor, of_weight) = tensor >= 0, grads
+        zero = torch.zeros_like(tensor)
+        below = zero if of_tensor is None else weight * of_tensor
+        return (
+            torch.where(is_above, zero if of_tensor is None else of_tensor, below + _product(of_weight, tensor, zero)),
+            torch.where(is_above, zero, _product(of_weight, grad, zero)),
+            torch.where(is_above, zero, _product(of_tensor, grad, zero)),
+        )
+
+
+def _product(one: torch.Tensor | None, other: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return zero if one is None else one * other
+
+
 def _prelu_backward(op: OpOverload, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> Any:
-    """The slope is the same everywhere around `tensor`, and what it brings to `weight` does not depend on that."""
     if is_plain(tensor) or not ((tensor.requires_grad or weight.requires_grad) and _may_differentiate()):
         return _as_ever(op, tensor, (grad, tensor, weight), {})
-    if not weight.requires_grad:
-        result, weight_grad = above_autograd(op, grad, tensor.detach(), weight)
-        return _FlatIn.apply(result, tensor), weight_grad  # type: ignore[no-untyped-call]
-    is_above = tensor.detach() > 0
-    result, weight_grad = torch.where(is_above, grad, weight * grad), torch.where(is_above, 0.0, tensor * grad)
-    return _FlatIn.apply(result, tensor), _FlatIn.apply(weight_grad, weight)  # type: ignore[no-untyped-call]
+    return _PreluBackward.apply(grad, tensor, weight)  # type: ignore[no-untyped-call]
 
 
 def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:

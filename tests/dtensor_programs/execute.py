@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,11 @@ class Run:
             return self._make_leaf(*args)
         if step.function == "redistribute":
             return self._move(*args)
-        result = mapped(lambda leaf: leaf, function_named(step.function)(*args, **kwargs))
+        function = function_named(step.function)
+        result = mapped(lambda leaf: leaf, function(*args, **kwargs))
+        if self._noise and _is_pure(step) and not _memory_of(result) & _memory_of(args):
+            nudged = mapped(partial(self._nudged, rounds=step.rounds), args)
+            result = mapped(lambda leaf: leaf, function(*nudged, **kwargs))
         if self._noise:
             self._disturb(args[0] if result is None else result, rounds=step.rounds)
         return result
@@ -129,12 +134,31 @@ class Run:
                     # `.data`, so that autograd does not see the write.
                     tensor.data.add_(self._noise_for(tensor.data) if rounds else 0.0)
 
+    def _nudged(self, operand: Any, *, rounds: bool) -> Any:
+        """An operand with noise of its own at each place: what cancels out in a gradient then leaves some."""
+        if not isinstance(operand, torch.Tensor) or not operand.is_floating_point():
+            return operand
+        if not (rounds or operand.dtype == torch.bfloat16):
+            return operand
+        noise = torch.randn(operand.shape, dtype=operand.dtype, generator=self._generator)
+        return operand * (1 + noise * self._noise * torch.finfo(operand.dtype).eps)
+
     def _noise_for(self, values: torch.Tensor) -> torch.Tensor:
         """In proportion to each value; where little is left, as of large ones that cancel out, to the largest."""
         noise = torch.randn(values.shape, dtype=values.dtype, generator=self._generator)
         size, eps = values.abs().nan_to_num(0.0, 0.0, 0.0), torch.finfo(values.dtype).eps
         largest = size.max() if size.numel() else size.sum()
         return noise * self._noise * eps * torch.where(size < self._noise * eps * largest, largest, size)
+
+
+def _is_pure(step: Step) -> bool:
+    """False for what writes to operands, or takes gradients by them."""
+    is_inplace = step.function.endswith("_") or any(name == "out" for name, _ in step.kwargs)
+    return step.function not in _OWN and not is_inplace
+
+
+def _memory_of(values: Any) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(values)}
 
 
 def tensors_in(values: Any) -> list[Any]:

@@ -94,6 +94,7 @@ class Computing(Session):
         total = loss + sum(whole_of(p.square().sum(), grad=True) for p in parameters) * 0.01
         if total.requires_grad:
             total.backward()
+        self.is_unsharded |= self.keeps_after_backward
         return total.detach().clone()
 
     def do_input_gradients(self, batch: int) -> Compared:
@@ -101,6 +102,7 @@ class Computing(Session):
         x = self.inputs(batch, asks=True)
         _, loss = self.loss_of(self.model, x)
         (grad,) = torch.autograd.grad(loss, x, allow_unused=True)
+        self.is_unsharded |= self.keeps_after_backward
         return None if grad is None else grad.clone()
 
     def do_raise_in_forward(self, batch: int, at: int, before: bool, mode: str = "train") -> Compared:
@@ -156,6 +158,7 @@ class Computing(Session):
                 loss.backward()
         except Planned as error:
             result = str(error)
+        self.is_unsharded |= self.keeps_after_backward
         for hook in hooks:
             # One may be a parameter's, which outlives the pass.
             hook.remove()
@@ -168,7 +171,8 @@ class Computing(Session):
         given = {name: parameter.detach() * factor for name, parameter in self.model.named_parameters()}
         x = self.inputs(batch)
         argument = {"x": x} if self.model.node.io == "dict" else x
-        if self.model.node.io != "plain":
+        if self.model.node.io != "plain" or any(part.node.kind == "shared" for part in parts_of(self.model)):
+            # Where a module sits at two places, torch itself leaves in it what was given.
             return None
         with torch.set_grad_enabled(mode == "train"):
             try:

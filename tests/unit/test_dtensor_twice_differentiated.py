@@ -119,6 +119,33 @@ def test_a_second_gradient_that_is_zero_lies_on_the_mesh(function: Callable[...,
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("num_weights", [1, 3])
+@pytest.mark.parametrize("outputs", [[0], [1], [0, 1]])
+def test_prelu_is_differentiated_twice_as_torch_does_also_at_zero(num_weights: int, outputs: list[int]) -> None:
+    values = torch.tensor([[-1.0, 0.0, 2.0], [0.0, -3.0, 0.5], [1.5, -2.0, 0.0]])
+
+    def seconds(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        grad = torch.full_like(x.detach(), 0.75).requires_grad_()
+        firsts = torch.autograd.grad(functional.prelu(x, weight), (x, weight), grad, create_graph=True)
+        total = sum((firsts[place] * (place + 2)).sum() for place in outputs)
+        return list(torch.autograd.grad(total, (x, weight, grad)))
+
+    def body() -> None:
+        mesh = mesh_of((2,))
+        weight = torch.arange(1.0, 1 + num_weights) / 4
+        expected = seconds(values.clone(), weight.clone())
+        found = seconds(
+            distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None),
+            distribute_tensor(weight, mesh, [Replicate()], src_data_rank=None),
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other)
+
+    run_threads(2, body)
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_weight_s_second_gradient_that_is_zero_lies_on_the_mesh(asks: bool) -> None:
     def body() -> None:
