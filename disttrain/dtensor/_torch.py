@@ -360,10 +360,6 @@ _UNDECLARED_WRITES = {
 """Arguments that an operator writes to, though its schema does not say so."""
 
 
-_UNDECLARED_VIEWS = ("aten.unsafe_split", "aten.unsafe_split_with_sizes")
-"""Operators whose results share memory with their argument, though their schemas do not say so."""
-
-
 def facts_of(op: OpOverload) -> OpFacts:
     """The facts of `op`, for the rules to look at; to be asked once per operator."""
     schema = op._schema
@@ -390,7 +386,7 @@ def facts_of(op: OpOverload) -> OpFacts:
         is_pointwise=torch.Tag.pointwise in op.tags and not returns_data,
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_composed=torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"),
-        is_view=name in _UNDECLARED_VIEWS or (not mutated and any(value.alias_info for value in schema.returns)),
+        is_view=not mutated and ("unsafe_split" in name or any(value.alias_info for value in schema.returns)),
         changes_shape=torch.Tag.inplace_view in op.tags,
         returns_data=returns_data,
         returns_list=len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.ListType),
