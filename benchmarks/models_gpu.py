@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 from harness import asked, keep
-from models.cases import PARALLELISMS, WAYS, Case, synchronize
+from models.cases import MESHES, PARALLELISMS, WAYS, Case, ranks_per_batch, synchronize
 from models.kinds import longest, spans_of, times_by_kind
 from models.model import Sizes
 
@@ -48,8 +48,8 @@ def main() -> None:
     torch.distributed.init_process_group("nccl" if options.device == "cuda" else "gloo")
     results = {}
     for parallelism in options.parallelisms:
-        if parallelism == "2d" and disttrain.get_world_size() < 4:
-            print("2d: left out, since there are less than two pairs of ranks", flush=True)
+        if parallelism in MESHES and disttrain.get_world_size() < 4:
+            print(f"{parallelism}: left out, since there are less than two pairs of ranks", flush=True)
             continue
         rows = measured(parallelism, options)
         results[parallelism] = rows
@@ -68,7 +68,7 @@ def main() -> None:
 def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By way, what is printed of it."""
     sizes = _sizes(options)
-    ways = [name for name in options.ways if not ("logits" in name and parallelism == "fsdp")]
+    ways = [name for name in options.ways if not ("logits" in name and parallelism in ("fsdp", "hsdp"))]
     batches = _batches(parallelism, options, sizes)
     cases = {}
     for name in ways:
@@ -96,8 +96,7 @@ def measured(parallelism: str, options: argparse.Namespace) -> dict[str, dict[st
                 times[name].append(seconds)
     rows: dict[str, dict[str, Any]] = {}
     resting = sum(case.resting_bytes for case in cases.values())
-    num_groups = {"fsdp": disttrain.get_world_size(), "tp": 1, "2d": disttrain.get_world_size() // 2}[parallelism]
-    num_tokens = options.batch * sizes.seq * num_groups / disttrain.get_world_size()
+    num_tokens = options.batch * sizes.seq / ranks_per_batch(parallelism)
     for name, case in cases.items():
         seconds = _slowest(statistics.median(times[name]))
         rows[name] = {
@@ -123,8 +122,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
 
 def _batches(parallelism: str, options: argparse.Namespace, sizes: Sizes) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The same for all ranks that share a batch."""
-    rank = disttrain.get_rank()
-    place = {"fsdp": rank, "tp": 0, "2d": rank // 2}[parallelism]
+    place = disttrain.get_rank() // ranks_per_batch(parallelism)
     followers = torch.randint(0, sizes.vocab, (sizes.vocab, NUM_FOLLOWERS), generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(1 + place)
     chosen = torch.randint(0, NUM_FOLLOWERS, (sizes.seq, options.batches, options.batch), generator=random)
@@ -186,7 +184,7 @@ def _report(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parallelisms", nargs="*", default=list(PARALLELISMS), metavar="fsdp|tp|2d")
+    parser.add_argument("parallelisms", nargs="*", default=list(PARALLELISMS), metavar="|".join(PARALLELISMS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=DEFAULT_WAYS)
     parser.add_argument("--profile", nargs="*", choices=WAYS, help="of these ways, what a step's time goes to")
     parser.add_argument("--preset", choices=PRESETS, default="large")

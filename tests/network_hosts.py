@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import select
+import shutil
 import struct
 import subprocess
 import threading
@@ -23,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-
-from tests.programs import needs_root, program
 
 _TUN = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA
@@ -39,10 +38,12 @@ _LAST_BYTE_OF_DESTINATION = 19  # of an IPv4 header
 
 @dataclass
 class Weather:
-    """What packets between hosts meet: each is late by `delay_s`, and lost with this probability."""
+    """What packets between hosts meet: each is late by `delay_s`, and lost with this probability. What a host sends
+    leaves it at `bytes_per_s`, one packet after another; 0: as fast as this process carries them."""
 
     delay_s: float = 0.0
     loss: float = 0.0
+    bytes_per_s: float = 0.0
 
 
 class Switch:
@@ -59,6 +60,8 @@ class Switch:
         """By the host's number."""
         self._late: list[tuple[float, int, int, bytes]] = []
         self._num_packets = 0
+        self._sent_at_s: dict[int, float] = {}
+        """By the host's number, when its last packet has left, where that takes time."""
         self._woken, self._wake = os.pipe()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="switch", daemon=True)
@@ -111,11 +114,17 @@ class Switch:
         number = packet[_LAST_BYTE_OF_DESTINATION]
         if number not in self._fds or self._cut_off & {source, number} or self._draw.random() < self.weather.loss:
             return
-        if not self.weather.delay_s:
+        weather = self.weather
+        # In order: what came before may still be on its way, from when the weather was worse.
+        if not (weather.delay_s or weather.bytes_per_s or self._late):
             self._hand_over(number, packet)
             return
+        due_s = time.monotonic()
+        if weather.bytes_per_s:
+            due_s = max(due_s, self._sent_at_s.get(source, 0.0)) + len(packet) / weather.bytes_per_s
+            self._sent_at_s[source] = due_s
         self._num_packets += 1
-        heapq.heappush(self._late, (time.monotonic() + self.weather.delay_s, self._num_packets, number, packet))
+        heapq.heappush(self._late, (due_s + weather.delay_s, self._num_packets, number, packet))
 
     def _hand_over(self, number: int, packet: bytes) -> None:
         try:
@@ -142,12 +151,14 @@ class Host:
     def is_running(self) -> bool:
         return self._holder.poll() is None
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], folder: Path, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         """A process of this host; it ends with it, as all others."""
         return subprocess.Popen(
             ["nsenter", "--target", str(self.pid), "--all", f"--wd={folder}", *command],
             env=environ,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -217,20 +228,35 @@ def _address(number: int) -> str:
     return f"10.77.0.{number}"
 
 
-@contextmanager
-def network_hosts(folder: Path, *names: str) -> Iterator[Hosts]:
-    """Hosts that can be started; skips where this machine has no namespaces or devices for them."""
-    needs_root("make hosts of namespaces")
-    for name in ("unshare", "nsenter", "mount", "hostname"):
-        program(name, "util-linux hostname")
-    program("ip", "iproute2")
+def lacking() -> str:
+    """Why hosts cannot be made here; nothing: they can be."""
+    if os.geteuid() != 0:
+        return "only root can make hosts of namespaces"
+    for name in ("unshare", "nsenter", "mount", "hostname", "ip"):
+        if shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])) is None:
+            return f"there is no {name} here (Debian: apt-get install util-linux hostname iproute2)"
     if not os.access(_TUN, os.W_OK):
-        pytest.skip(f"there is no {_TUN} here")
+        return f"there is no {_TUN} here"
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], check=False, capture_output=True).returncode:
-        pytest.skip("namespaces cannot be made here")
+        return "namespaces cannot be made here"
+    return ""
+
+
+@contextmanager
+def hosts_in(folder: Path, *names: str) -> Iterator[Hosts]:
+    """Hosts that can be started, where nothing is `lacking`; `folder` is for what they read."""
     lines = ["127.0.0.1 localhost", *(f"{_address(number)} {name}" for number, name in enumerate(names, 1))]
     (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
     with ExitStack() as cleanup:
         hosts = Hosts(names, Switch(), folder)
         cleanup.callback(hosts.close)
+        yield hosts
+
+
+@contextmanager
+def network_hosts(folder: Path, *names: str) -> Iterator[Hosts]:
+    """The same; skips where this machine has no namespaces or devices for them."""
+    if reason := lacking():
+        pytest.skip(reason)
+    with hosts_in(folder, *names) as hosts:
         yield hosts

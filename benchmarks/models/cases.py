@@ -2,14 +2,15 @@
 
 fsdp: parameters in fp32 are sharded over all ranks and computed with in bf16. tp: a model in bf16 is cut over all
 ranks, activations along the sequence between the layers. 2d: cut over pairs of neighbours, sharded over the pairs.
+hsdp: sharded over pairs of neighbours, each of which has a copy.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,9 @@ import disttrain
 from disttrain import dtensor, fsdp2, kernels, tp
 from disttrain.compiling import compile_blocks
 
-PARALLELISMS = ("fsdp", "tp", "2d")
+PARALLELISMS = ("fsdp", "tp", "2d", "hsdp")
+MESHES = {"2d": ("dp", "tp"), "hsdp": ("copies", "shards")}
+"""Those of pairs of neighbours, outer axis first."""
 ATTENTIONS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 LOGITS_BYTES = 2 << 30
 """What a block of logits may take with kernels; all of them take twice as much."""
@@ -48,7 +51,9 @@ class Way:
     float8: Literal["tensorwise", "rowwise"] | None = None
     """The recipe of linear layers that multiply in float8; None: they multiply as ever."""
     computes_in: torch.dtype = torch.bfloat16
-    """Where parameters are sharded."""
+    """Also what parameters are kept in, where they are cut alone."""
+    shard_options: Mapping[str, Any] = field(default_factory=dict)
+    """More of fully_shard's arguments."""
 
 
 WAYS = {
@@ -78,10 +83,11 @@ class Case:
         with torch.device("meta"):
             model = Llama(sizes)
         if parallelism == "tp":
-            model.bfloat16()
+            model.to(way.computes_in)
         self.axis = _parallelize(model, parallelism, way, device)
         model.to_empty(device=device)
-        model.init(SEED + disttrain.get_rank())
+        # Where there are copies, they are equal.
+        model.init(SEED + disttrain.get_rank() % (2 if parallelism == "hsdp" else disttrain.get_world_size()))
         self.model = model
         if way.has_kernels:
             # Averages are kept as torch's optimizer keeps them: as the parameters are.
@@ -133,6 +139,11 @@ class Case:
         return sum(local(tensor).nbytes for tensor in (*self.model.parameters(), *state))
 
 
+def ranks_per_batch(parallelism: str) -> int:
+    """How many neighbours share a batch."""
+    return {"tp": disttrain.get_world_size(), "2d": 2}.get(parallelism, 1)
+
+
 def local(tensor: Any) -> Tensor:
     """This rank's part of either library's DTensor."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -152,11 +163,11 @@ def _attention(way: Way) -> AbstractContextManager[Any]:
 def _parallelize(model: Llama, parallelism: str, way: Way, device: str) -> Any:
     """Cut, compile and shard; returns the axis that cuts classes, where there is one."""
     num_ranks = disttrain.get_world_size()
-    shape = (num_ranks // 2, 2) if parallelism == "2d" else (num_ranks,)
-    names = ("dp", "tp") if parallelism == "2d" else (parallelism,)
+    shape = (num_ranks // 2, 2) if parallelism in MESHES else (num_ranks,)
+    names = MESHES.get(parallelism, (parallelism,))
     make: Callable[..., Any] = disttrain.init_device_mesh if way.is_ours else torch_mesh
     mesh = make(device, shape, mesh_dim_names=names)
-    axis = None if parallelism == "fsdp" else mesh["tp"]
+    axis = mesh["tp"] if "tp" in names else None
     if way.float8 is not None:
         kernels.use_float8(model, way.float8, report=lambda line: print(line) if not disttrain.get_rank() else None)
     if way.has_kernels and way.in_blocks:
@@ -204,5 +215,5 @@ def _shard(model: Llama, mesh: Any, way: Way) -> None:
     library: Any = fsdp2 if way.is_ours else torch_fsdp
     policy = library.MixedPrecisionPolicy(param_dtype=way.computes_in, reduce_dtype=torch.float32)
     for block in model.blocks:
-        library.fully_shard(block, mesh=mesh, mp_policy=policy)
-    library.fully_shard(model, mesh=mesh, mp_policy=policy)
+        library.fully_shard(block, mesh=mesh, mp_policy=policy, **way.shard_options)
+    library.fully_shard(model, mesh=mesh, mp_policy=policy, **way.shard_options)

@@ -1,0 +1,131 @@
+"""Ranks started by a benchmark: what each is told, how they meet, and how rank 0 tells what it finds.
+
+Rank 0 writes lines. Those that begin with `@` are for the benchmark that started it: a case that is found, or the
+weather that is to be, for which it waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed
+from harness import about, as_json
+from networks.turns import Found, Weather
+
+import disttrain
+
+FOUND, WEATHER = "@found ", "@weather "
+
+
+def environment(rank: int, num_ranks: int, ranks_per_host: int, address: str, port: int) -> dict[str, str]:
+    """A rank's. torch's store is at the port after ours."""
+    told = {
+        "RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_RANK": rank % ranks_per_host,
+        "LOCAL_WORLD_SIZE": ranks_per_host,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    folders = os.pathsep.join(filter(None, (str(Path(disttrain.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": folders, **{name: str(value) for name, value in told.items()}}
+
+
+def command(parallelisms: Sequence[str]) -> list[str]:
+    """This script as a rank of `parallelisms`, with the options that it was given."""
+    return [sys.executable, sys.argv[0], *sys.argv[1:], "--parallelisms", *parallelisms, "--started"]
+
+
+@contextmanager
+def joined(options: argparse.Namespace) -> Iterator[None]:
+    """Both libraries' default groups, over transports of their own."""
+    disttrain.init_process_group()
+    method = None
+    if options.started:
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{int(os.environ['MASTER_PORT']) + 1}"
+    place = {"rank": disttrain.get_rank(), "world_size": disttrain.get_world_size()} if method else {}
+    torch.distributed.init_process_group("nccl" if options.device == "cuda" else "gloo", init_method=method, **place)
+    yield
+    torch.distributed.destroy_process_group()
+    disttrain.destroy_process_group()
+
+
+def tell_starter(found: Found) -> None:
+    if disttrain.get_rank() == 0:
+        print(FOUND + json.dumps(asdict(found)), flush=True)
+
+
+def ask_for(weather: Weather) -> None:
+    """Collective: it is there when this returns, on all ranks."""
+    if disttrain.get_rank() == 0:
+        print(WEATHER + json.dumps(asdict(weather)), flush=True)
+        sys.stdin.readline()
+    disttrain.barrier()
+
+
+def keep(found: Sequence[Found], path: Path | None, machine: str = "") -> None:
+    """Write what is found by now, where that is wanted."""
+    if path is None:
+        return
+    told = about()
+    told["machine"] |= {"name": machine} if machine else {}
+    rows = [as_json(each.row) for each in found]
+    losses = {each.case: each.losses for each in found}
+    path.write_text(json.dumps({"about": told, "rows": rows, "details": {"losses": losses}}, indent=1) + "\n")
+
+
+class Listener:
+    """What becomes of rank 0's lines: cases are shown and kept as they come, others shown. `change` makes weather."""
+
+    def __init__(
+        self, keep: Callable[[Sequence[Found]], None], change: Callable[[Weather], None] | None = None
+    ) -> None:
+        self._keep, self.change = keep, change
+        self.found: list[Found] = []
+
+    def add(self, found: Found) -> None:
+        print(found.line(), flush=True)
+        self.found.append(found)
+        self._keep(self.found)
+
+    def follow(self, ranks: Sequence[subprocess.Popen[str]], end: Callable[[], None]) -> list[str]:
+        """Listen until they have ended; `end` ends all of them, once one has failed. Returns what went wrong."""
+        problems: list[str] = []
+        first = ranks[0]
+
+        def watch(rank: int, process: subprocess.Popen[str]) -> None:
+            assert process.stderr is not None
+            said = process.stderr.read() if process is first else process.communicate()[1]
+            if process.wait() and not problems:
+                problems.append(f"rank {rank} ended with {process.returncode}:\n{said[-3000:]}")
+                end()
+
+        watchers = [threading.Thread(target=watch, args=pair, daemon=True) for pair in enumerate(ranks)]
+        for watcher in watchers:
+            watcher.start()
+        assert first.stdout is not None
+        assert first.stdin is not None
+        for line in first.stdout:
+            if line.startswith(FOUND):
+                self.add(Found(**json.loads(line.removeprefix(FOUND))))
+            elif line.startswith(WEATHER):
+                assert self.change is not None
+                self.change(Weather(**json.loads(line.removeprefix(WEATHER))))
+                first.stdin.write("\n")
+                first.stdin.flush()
+            else:
+                print(line, end="", flush=True)
+        for watcher in watchers:
+            watcher.join()
+        return problems
