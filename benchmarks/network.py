@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from harness import command_line, table
+from networks import job
 from networks.job import Listener, ask_for, command, environment, joined, keep, tell_starter
 from networks.sides import in_pairs
 from networks.turns import Weather, add_options, run
@@ -55,14 +56,13 @@ def play(hosts_of_ranks: list[str], parallelisms: list[str], listener: Listener)
             told = environment(rank, len(hosts_of_ranks), ranks_per_host, address, PORT)
             told |= {"GLOO_SOCKET_IFNAME": "eth0", "DISTTRAIN_TOKEN_FILE": f"{folder}/token"}
             stdin = subprocess.DEVNULL if rank else subprocess.PIPE
-            ranks.append(running[name].start(command(parallelisms), told, ROOT, stdin))
-        problems = listener.follow(ranks, lambda: [hosts.kill(name) for name in names])
-    if problems:
-        raise SystemExit(problems[0])
+            words = command(parallelisms, ranks_per_host, listener.left_s)
+            ranks.append(running[name].start(words, told, ROOT, stdin))
+        listener.follow(ranks, lambda: [hosts.kill(name) for name in names])
 
 
 def make(switch: Switch, weather: Weather) -> None:
-    switch.weather.delay_s = weather.delay_ms / 1e3
+    switch.weather.delay_s = (weather.delay_ms or 0.0) / 1e3
     switch.weather.bytes_per_s = weather.mbit_s * 1e6 / 8
 
 
@@ -71,15 +71,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--delays", type=float, nargs="+", default=[0, 0.2, 1, 10], metavar="MS", help="one way")
     parser.add_argument("--mbit", type=float, nargs="+", default=[0], metavar="MBIT_S", help="0: no bound")
-    parser.add_argument("--started", action="store_true", help="this is one of the ranks")
     add_options(parser, device="cpu")
+    job.add_options(parser)
     options = parser.parse_args()
     if options.started:
         be_rank(options)
         return
     if reason := lacking():
         raise SystemExit(f"No hosts can be made: {reason}")
-    listener = Listener(lambda found: keep(found, options.json))
+    listener = Listener(lambda found: keep(found, options.json), options.seconds)
     alone = [each for each in options.parallelisms if not in_pairs(each)]
     paired = [each for each in options.parallelisms if in_pairs(each)]
     for num_ranks in options.ranks:
@@ -89,6 +89,8 @@ def main() -> None:
         if paired and num_ranks >= 4 and num_ranks % 2 == 0:
             play([host for host in hosts[: num_ranks // 2] for _ in range(2)], paired, listener)
     print(f"\n{table([found.row for found in listener.found])}")
+    if listener.problems:
+        raise SystemExit(listener.problems[0])
 
 
 if __name__ == "__main__":

@@ -54,6 +54,8 @@ class Way:
     """Also what parameters are kept in, where they are cut alone."""
     shard_options: Mapping[str, Any] = field(default_factory=dict)
     """More of fully_shard's arguments."""
+    has_averages: bool = True
+    """AdamW's; without them it is SGD that steps."""
 
 
 WAYS = {
@@ -100,7 +102,8 @@ class Case:
             if parallelism != "tp":
                 model.round_in_step(self.optimizer)
         else:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+            kind = torch.optim.AdamW if way.has_averages else torch.optim.SGD
+            self.optimizer = kind(model.parameters(), lr=learning_rate, fused=True)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, Tensor]:
         """Seconds of a training step on this rank, from a common start, and the loss."""

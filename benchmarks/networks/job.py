@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from networks.turns import Found, Weather
 
 import disttrain
 
+PATIENCE_S = 60.0
 FOUND, WEATHER = "@found ", "@weather "
 
 
@@ -42,9 +44,16 @@ def environment(rank: int, num_ranks: int, ranks_per_host: int, address: str, po
     return {**os.environ, "PYTHONPATH": folders, **{name: str(value) for name, value in told.items()}}
 
 
-def command(parallelisms: Sequence[str]) -> list[str]:
-    """This script as a rank of `parallelisms`, with the options that it was given."""
-    return [sys.executable, sys.argv[0], *sys.argv[1:], "--parallelisms", *parallelisms, "--started"]
+def command(parallelisms: Sequence[str], ranks_per_host: int, seconds: float) -> list[str]:
+    """This script as a rank, with the options that it was given; of an option that comes twice, the last one counts."""
+    told = ["--ranks-per-host", str(ranks_per_host), "--seconds", str(seconds), "--parallelisms", *parallelisms]
+    return [sys.executable, *sys.argv, *told, "--started"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What those that start ranks say to them."""
+    parser.add_argument("--ranks-per-host", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--started", action="store_true", help=argparse.SUPPRESS)
 
 
 @contextmanager
@@ -86,23 +95,34 @@ def keep(found: Sequence[Found], path: Path | None, machine: str = "") -> None:
 
 
 class Listener:
-    """What becomes of rank 0's lines: cases are shown and kept as they come, others shown. `change` makes weather."""
+    """What becomes of rank 0's lines: cases are shown and kept as they come, others shown.
 
-    def __init__(
-        self, keep: Callable[[Sequence[Found]], None], change: Callable[[Weather], None] | None = None
-    ) -> None:
-        self._keep, self.change = keep, change
+    `change` makes weather. Jobs are ended a while after `limit_s` from now, whatever they do.
+    """
+
+    def __init__(self, keep: Callable[[Sequence[Found]], None], limit_s: float) -> None:
+        self._keep, self._end_s = keep, time.monotonic() + limit_s
+        self.change: Callable[[Weather], None] = lambda weather: None
         self.found: list[Found] = []
+        self.problems: list[str] = []
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
 
     def add(self, found: Found) -> None:
         print(found.line(), flush=True)
         self.found.append(found)
         self._keep(self.found)
 
-    def follow(self, ranks: Sequence[subprocess.Popen[str]], end: Callable[[], None]) -> list[str]:
-        """Listen until they have ended; `end` ends all of them, once one has failed. Returns what went wrong."""
+    def follow(self, ranks: Sequence[subprocess.Popen[str]], end: Callable[[], None]) -> None:
+        """Listen until they have ended; `end` ends all of them, once one has failed or time is over."""
         problems: list[str] = []
         first = ranks[0]
+
+        def give_up() -> None:
+            problems.append(f"ended {PATIENCE_S:g} s after its time was over")
+            end()
 
         def watch(rank: int, process: subprocess.Popen[str]) -> None:
             assert process.stderr is not None
@@ -112,15 +132,16 @@ class Listener:
                 end()
 
         watchers = [threading.Thread(target=watch, args=pair, daemon=True) for pair in enumerate(ranks)]
-        for watcher in watchers:
-            watcher.start()
+        timer = threading.Timer(min(self.left_s + PATIENCE_S, threading.TIMEOUT_MAX), give_up)
+        timer.daemon = True
+        for started in (timer, *watchers):
+            started.start()
         assert first.stdout is not None
         assert first.stdin is not None
         for line in first.stdout:
             if line.startswith(FOUND):
                 self.add(Found(**json.loads(line.removeprefix(FOUND))))
             elif line.startswith(WEATHER):
-                assert self.change is not None
                 self.change(Weather(**json.loads(line.removeprefix(WEATHER))))
                 first.stdin.write("\n")
                 first.stdin.flush()
@@ -128,4 +149,10 @@ class Listener:
                 print(line, end="", flush=True)
         for watcher in watchers:
             watcher.join()
-        return problems
+        timer.cancel()
+        for pipe in (first.stdin, first.stdout, first.stderr):
+            if pipe is not None:
+                pipe.close()
+        for problem in problems:
+            print(problem, flush=True)
+        self.problems += problems

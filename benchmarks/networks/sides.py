@@ -7,7 +7,6 @@ parameters kept and computed with in one dtype each.
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from pipelines.model import Sizes as StageSizes
 from pipelines.ranks import Ranks
 
 import disttrain
-from disttrain.fsdp2 import fully_shard
+from disttrain import fsdp2
 from disttrain.pipelining import make_schedule
 
 PARALLELISMS = ("fsdp", "hsdp", "tp", "2d", "pp")
@@ -58,10 +57,14 @@ def make_step(side: str, parallelism: str, options: argparse.Namespace) -> Step:
     if parallelism == "pp":
         return _pipeline(side, options)
     sizes = sizes_of(options)
-    is_ours = side == OURS
-    shard_options = _form(options.form) if is_ours and options.form else {}
+    library, _, form = side.partition(", ")
+    is_ours = library == OURS
     way = Way(
-        is_ours, is_compiled=options.compile, computes_in=getattr(torch, options.dtype), shard_options=shard_options
+        is_ours,
+        is_compiled=options.compile,
+        computes_in=getattr(torch, options.dtype),
+        shard_options=_transfers(form or options.form, options.together) if is_ours else {},
+        has_averages=options.optimizer == "adamw",
     )
     case = Case(parallelism, way, sizes, options.device, 1e-4)
     random = torch.Generator().manual_seed(1 + disttrain.get_rank() // ranks_per_batch(parallelism))
@@ -75,11 +78,21 @@ def make_step(side: str, parallelism: str, options: argparse.Namespace) -> Step:
     return step
 
 
-def _form(form: str) -> dict[str, Any]:
-    """The argument of fully_shard that says how parameters go over a network."""
-    if "form" not in inspect.signature(fully_shard).parameters:
-        raise SystemExit(f"--form {form}: fully_shard has no argument `form`.")
-    return {"form": form}
+def sides_of(parallelism: str, options: argparse.Namespace) -> list[str]:
+    """The sides that are measured: those asked for, and ours in each of the forms, where parameters are sharded."""
+    forms = options.forms if parallelism in ("fsdp", "hsdp", "2d") else []
+    return [*options.sides, *(f"{OURS}, {form}" for form in forms)]
+
+
+def _transfers(form: str | None, together: int | None) -> dict[str, Any]:
+    """The argument of fully_shard that says how parameters go over the wire, where anything is asked for."""
+    asked = {name: value for name, value in (("form", form), ("together", together)) if value is not None}
+    if not asked:
+        return {}
+    policy: Any = getattr(fsdp2, "TransferPolicy", None)
+    if policy is None:
+        raise SystemExit(f"{asked}: fully_shard is not asked such things yet.")
+    return {"transfer_policy": policy(**asked)}
 
 
 def _pipeline(side: str, options: argparse.Namespace) -> Step:
