@@ -34,6 +34,7 @@ from disttrain.process_group.door import issue_message
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.objects import all_gather_object
 from disttrain.process_group.work import TransportWork, Work
+from disttrain.settings import NCCL_HOSTID
 from disttrain.store import PrefixStore
 
 Made = TypeVar("Made")
@@ -384,8 +385,8 @@ def _attempt(make: Callable[[], Made]) -> tuple[Made | None, str]:
 
 
 def _host() -> str:
-    """Alike for processes that share memory: one kernel, and one folder for it."""
+    """Alike for processes that share memory: one kernel, one folder for it, and nobody who tells NCCL otherwise."""
     folder = _memory_folder()
     kernel = Path("/proc/sys/kernel/random/boot_id")
     name = kernel.read_text() if kernel.exists() else socket.gethostname()
-    return f"{name} {os.stat(folder).st_dev if folder else ''}"
+    return f"{NCCL_HOSTID.read() or ''} {name} {os.stat(folder).st_dev if folder else ''}"

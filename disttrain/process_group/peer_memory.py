@@ -18,6 +18,7 @@ from disttrain.process_group._c10d import SharedMemory
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.objects import all_gather_object
+from disttrain.settings import NCCL_HOSTID
 from disttrain.store import PrefixStore
 
 Wait = Callable[[], None]
@@ -229,7 +230,7 @@ def peer_memory_of(group: ProcessGroup, device: torch.device) -> PeerMemory | No
 
 def _made(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
     hosts: list[Any] = [None] * group.group_size
-    all_gather_object(hosts, [socket.gethostname(), device.type], group)
+    all_gather_object(hosts, [NCCL_HOSTID.read() or socket.gethostname(), device.type], group)
     if device.type != "cuda" or any(host != hosts[0] for host in hosts):
         return None
     memory, problem = PeerMemory(group, device), ""
