@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from harness import command_line, table
 from networks import job
-from networks.job import Listener, ask_for, command, environment, joined, keep, tell_starter
+from networks.job import Listener, command, environment, joined, keep, tell_starter
 from networks.sides import in_pairs
 from networks.turns import Weather, add_options, run
 
@@ -29,7 +29,7 @@ from disttrain.store import write_token
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.network_hosts import Switch, hosts_in, lacking  # noqa: E402  it lies beside this folder
+from tests.network_hosts import hosts_in, lacking  # noqa: E402  it lies beside this folder
 
 PORT = 29500
 """Of our store, in hosts where nobody else listens."""
@@ -37,33 +37,42 @@ PORT = 29500
 
 def be_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    weathers = [Weather(*each) for each in itertools.product(options.delays, options.mbit)]
     with joined(options):
-        run(options, weathers, ask_for, tell_starter)
+        run(options, Weather(options.delays[0], options.mbit[0]), tell_starter)
 
 
-def play(hosts_of_ranks: list[str], parallelisms: list[str], listener: Listener) -> None:
-    """A job with a rank on each of the named hosts, and what it tells."""
+def play(hosts_of_ranks: list[str], parallelisms: list[str], weather: Weather, to: Listener, num_jobs: int) -> None:
+    """A job with a rank on each of the named hosts, the first of so many that are to come, and what it tells. The
+    weather is there from its start, since ranks measure their network once."""
     names = list(dict.fromkeys(hosts_of_ranks))
     ranks_per_host = len(hosts_of_ranks) // len(names)
+    seconds = to.share_s(num_jobs)
+    told = ["--parallelisms", *parallelisms, "--delays", str(weather.delay_ms), "--mbit", str(weather.mbit_s)]
+    words = command(ranks_per_host, seconds, *told)
     with tempfile.TemporaryDirectory() as folder, hosts_in(Path(folder), *names) as hosts:
+        hosts.switch.weather.delay_s = (weather.delay_ms or 0.0) / 1e3
+        hosts.switch.weather.bytes_per_s = weather.mbit_s * 1e6 / 8
         running = {name: hosts.start(name) for name in names}
-        listener.change = lambda weather: make(hosts.switch, weather)
         address = running[names[0]].address
         write_token(Path(folder) / "token")
         ranks = []
         for rank, name in enumerate(hosts_of_ranks):
-            told = environment(rank, len(hosts_of_ranks), ranks_per_host, address, PORT)
-            told |= {"GLOO_SOCKET_IFNAME": "eth0", "DISTTRAIN_TOKEN_FILE": f"{folder}/token"}
-            stdin = subprocess.DEVNULL if rank else subprocess.PIPE
-            words = command(parallelisms, ranks_per_host, listener.left_s)
-            ranks.append(running[name].start(words, told, ROOT, stdin))
-        listener.follow(ranks, lambda: [hosts.kill(name) for name in names])
+            environ = environment(rank, len(hosts_of_ranks), ranks_per_host, address, PORT)
+            environ |= {"GLOO_SOCKET_IFNAME": "eth0", "DISTTRAIN_TOKEN_FILE": f"{folder}/token"}
+            ranks.append(running[name].start(words, environ, ROOT))
+        to.follow(ranks, seconds, lambda: [hosts.kill(name) for name in names])
 
 
-def make(switch: Switch, weather: Weather) -> None:
-    switch.weather.delay_s = (weather.delay_ms or 0.0) / 1e3
-    switch.weather.bytes_per_s = weather.mbit_s * 1e6 / 8
+def jobs_of(options: argparse.Namespace) -> Iterator[tuple[list[str], list[str], Weather]]:
+    """Hosts of the ranks, parallelisms and weather."""
+    alone = [each for each in options.parallelisms if not in_pairs(each)]
+    paired = [each for each in options.parallelisms if in_pairs(each)]
+    for delay_ms, mbit_s, num_ranks in itertools.product(options.delays, options.mbit, options.ranks):
+        hosts = [f"host{rank}" for rank in range(num_ranks)]
+        if alone:
+            yield hosts, alone, Weather(delay_ms, mbit_s)
+        if paired and num_ranks >= 4 and num_ranks % 2 == 0:
+            yield [host for host in hosts[: num_ranks // 2] for _ in range(2)], paired, Weather(delay_ms, mbit_s)
 
 
 def main() -> None:
@@ -80,14 +89,9 @@ def main() -> None:
     if reason := lacking():
         raise SystemExit(f"No hosts can be made: {reason}")
     listener = Listener(lambda found: keep(found, options.json), options.seconds)
-    alone = [each for each in options.parallelisms if not in_pairs(each)]
-    paired = [each for each in options.parallelisms if in_pairs(each)]
-    for num_ranks in options.ranks:
-        hosts = [f"host{rank}" for rank in range(num_ranks)]
-        if alone:
-            play(hosts, alone, listener)
-        if paired and num_ranks >= 4 and num_ranks % 2 == 0:
-            play([host for host in hosts[: num_ranks // 2] for _ in range(2)], paired, listener)
+    jobs = list(jobs_of(options))
+    for number, each in enumerate(jobs):
+        play(*each, listener, len(jobs) - number)
     print(f"\n{table([found.row for found in listener.found])}")
     if listener.problems:
         raise SystemExit(listener.problems[0])

@@ -151,14 +151,12 @@ class Host:
     def is_running(self) -> bool:
         return self._holder.poll() is None
 
-    def start(
-        self, command: Sequence[str], environ: Mapping[str, str], folder: Path, stdin: int = subprocess.DEVNULL
-    ) -> subprocess.Popen[str]:
+    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
         """A process of this host; it ends with it, as all others."""
         return subprocess.Popen(
             ["nsenter", "--target", str(self.pid), "--all", f"--wd={folder}", *command],
             env=environ,
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

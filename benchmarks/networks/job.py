@@ -1,13 +1,13 @@
 """Ranks started by a benchmark: what each is told, how they meet, and how rank 0 tells what it finds.
 
-Rank 0 writes lines. Those that begin with `@` are for the benchmark that started it: a case that is found, or the
-weather that is to be, for which it waits.
+Rank 0 writes lines. Those that begin with `@found` are for the benchmark that started it, of a case that is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed
 from harness import about, as_json
-from networks.turns import Found, Weather
+from networks.turns import Found
 
 import disttrain
 
-PATIENCE_S = 60.0
-FOUND, WEATHER = "@found ", "@weather "
+PATIENCE_S = 90.0
+FOUND = "@found "
 
 
 def environment(rank: int, num_ranks: int, ranks_per_host: int, address: str, port: int) -> dict[str, str]:
@@ -44,15 +44,17 @@ def environment(rank: int, num_ranks: int, ranks_per_host: int, address: str, po
     return {**os.environ, "PYTHONPATH": folders, **{name: str(value) for name, value in told.items()}}
 
 
-def command(parallelisms: Sequence[str], ranks_per_host: int, seconds: float) -> list[str]:
-    """This script as a rank, with the options that it was given; of an option that comes twice, the last one counts."""
-    told = ["--ranks-per-host", str(ranks_per_host), "--seconds", str(seconds), "--parallelisms", *parallelisms]
-    return [sys.executable, *sys.argv, *told, "--started"]
+def command(ranks_per_host: int, limit_s: float, *told: str) -> list[str]:
+    """This script as a rank that has so long from now, with the options that it was given; of an option that comes
+    twice, the last one counts."""
+    common = ["--ranks-per-host", str(ranks_per_host), "--until", str(time.time() + limit_s), "--started"]
+    return [sys.executable, *sys.argv, *told, *common]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What those that start ranks say to them."""
     parser.add_argument("--ranks-per-host", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--started", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -75,14 +77,6 @@ def tell_starter(found: Found) -> None:
         print(FOUND + json.dumps(asdict(found)), flush=True)
 
 
-def ask_for(weather: Weather) -> None:
-    """Collective: it is there when this returns, on all ranks."""
-    if disttrain.get_rank() == 0:
-        print(WEATHER + json.dumps(asdict(weather)), flush=True)
-        sys.stdin.readline()
-    disttrain.barrier()
-
-
 def keep(found: Sequence[Found], path: Path | None, machine: str = "") -> None:
     """Write what is found by now, where that is wanted."""
     if path is None:
@@ -97,25 +91,24 @@ def keep(found: Sequence[Found], path: Path | None, machine: str = "") -> None:
 class Listener:
     """What becomes of rank 0's lines: cases are shown and kept as they come, others shown.
 
-    `change` makes weather. Jobs are ended a while after `limit_s` from now, whatever they do.
+    All jobs together have `limit_s` from now; one is ended a while after its share of it, whatever it does.
     """
 
     def __init__(self, keep: Callable[[Sequence[Found]], None], limit_s: float) -> None:
         self._keep, self._end_s = keep, time.monotonic() + limit_s
-        self.change: Callable[[Weather], None] = lambda weather: None
         self.found: list[Found] = []
         self.problems: list[str] = []
 
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._end_s - time.monotonic())
+    def share_s(self, num_jobs: int) -> float:
+        """Of each of so many jobs that are still to come."""
+        return max(0.0, self._end_s - time.monotonic()) / num_jobs
 
     def add(self, found: Found) -> None:
         print(found.line(), flush=True)
         self.found.append(found)
         self._keep(self.found)
 
-    def follow(self, ranks: Sequence[subprocess.Popen[str]], end: Callable[[], None]) -> None:
+    def follow(self, ranks: Sequence[subprocess.Popen[str]], limit_s: float, end: Callable[[], None]) -> None:
         """Listen until they have ended; `end` ends all of them, once one has failed or time is over."""
         problems: list[str] = []
         first = ranks[0]
@@ -132,25 +125,20 @@ class Listener:
                 end()
 
         watchers = [threading.Thread(target=watch, args=pair, daemon=True) for pair in enumerate(ranks)]
-        timer = threading.Timer(min(self.left_s + PATIENCE_S, threading.TIMEOUT_MAX), give_up)
+        timer = threading.Timer(min(limit_s + PATIENCE_S, threading.TIMEOUT_MAX), give_up)
         timer.daemon = True
         for started in (timer, *watchers):
             started.start()
         assert first.stdout is not None
-        assert first.stdin is not None
         for line in first.stdout:
             if line.startswith(FOUND):
                 self.add(Found(**json.loads(line.removeprefix(FOUND))))
-            elif line.startswith(WEATHER):
-                self.change(Weather(**json.loads(line.removeprefix(WEATHER))))
-                first.stdin.write("\n")
-                first.stdin.flush()
             else:
                 print(line, end="", flush=True)
         for watcher in watchers:
             watcher.join()
         timer.cancel()
-        for pipe in (first.stdin, first.stdout, first.stderr):
+        for pipe in (first.stdout, first.stderr):
             if pipe is not None:
                 pipe.close()
         for problem in problems:

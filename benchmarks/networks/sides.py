@@ -23,6 +23,8 @@ from disttrain import fsdp2
 from disttrain.pipelining import make_schedule
 
 PARALLELISMS = ("fsdp", "hsdp", "tp", "2d", "pp")
+FORMS = ("flat", "in_place", "mixed")
+"""Of fully_shard's TransferPolicy."""
 NUM_BATCHES = 2
 Step = Callable[[int], tuple[float, float]]
 """Takes a step's number; returns its seconds on this rank, and its loss, which counts where it is averaged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.testing import RankPool
+from disttrain.testing import RankPool, run_threads
 from tests.network_hosts import Switch
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
@@ -32,35 +33,27 @@ def loaded(name: str) -> Any:
 
 
 def case_of_each(folder: str) -> dict[str, Any]:
-    """Rank task: what is told of each case, and which weather is asked for."""
+    """Rank task: what is told of each case."""
     turns = loaded("networks.turns")
     parser = argparse.ArgumentParser()
-    turns.add_options(parser, device="cpu", ranks_per_host=1)
+    turns.add_options(parser, device="cpu", ranks_per_host=1, until=math.inf)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=disttrain.get_rank(), world_size=disttrain.get_world_size()
     )
     found: list[Any] = []
-    weathers: list[str] = []
     try:
-        wanted = [turns.Weather(0), turns.Weather(1, 100)]
-        turns.run(parser.parse_args(FLAGS.split()), wanted, lambda weather: weathers.append(str(weather)), found.append)
+        turns.run(parser.parse_args(FLAGS.split()), turns.Weather(1, 100), found.append)
     finally:
         torch.distributed.destroy_process_group()
-    return {
-        "weathers": weathers,
-        "found": [[each.case, each.row.columns, each.loss_gap, len(each.times_s["torch"])] for each in found],
-    }
+    return {"found": [[each.case, each.row.columns, each.loss_gap, len(each.times_s["torch"])] for each in found]}
 
 
-def test_sides_take_turns_in_each_weather_and_train_alike(rank_pool: RankPool, tmp_path: Path) -> None:
-    told = rank_pool.run(2, case_of_each, {"folder": str(tmp_path)})
+def test_sides_take_turns_and_train_alike(rank_pool: RankPool, tmp_path: Path) -> None:
+    told = rank_pool.run(4, case_of_each, {"folder": str(tmp_path)})
     for each in told:
-        assert each["weathers"] == ["0 ms", "0 ms", "1 ms, 100 Mbit/s"] * 2
-        names = [name for name, *_ in each["found"]]
-        assert names == [
-            f"{kind}, 2 ranks, dim 32 x 2, {weather}"
-            for kind in ("fsdp", "tp")
-            for weather in ("0 ms", "1 ms, 100 Mbit/s")
+        kinds = ("fsdp", "tp", "hsdp (one rank a host)")
+        assert [name for name, *_ in each["found"]] == [
+            f"{kind}, 4 ranks, dim 32 x 2, 1 ms, 100 Mbit/s" for kind in kinds
         ]
         for _, columns, loss_gap, num_rounds in each["found"]:
             assert tuple(columns) == ("ours", "torch")
@@ -68,10 +61,24 @@ def test_sides_take_turns_in_each_weather_and_train_alike(rank_pool: RankPool, t
             assert num_rounds == 2
 
 
+@pytest.mark.parametrize(
+    ("free", "num_turns", "optimizer"), [(1e9, 0, "adamw"), (10e9, 2, "sgd"), (20e9, 2, "adamw"), (80e9, 1, "adamw")]
+)
+def test_what_does_not_fit_at_once_comes_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, free: float, num_turns: int, optimizer: str
+) -> None:
+    turns = loaded("networks.turns")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80e9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    parser = argparse.ArgumentParser()
+    # 0.56e9 parameters: 9.5e9 bytes with averages, 5.1e9 without, and 2.3e9 on each rank.
+    turns.add_options(parser, device="cuda", ranks_per_host=1, dim=2048, layers=12, parallelism="fsdp")
+    for plan in run_threads(2, lambda: turns.plan_of(parser.parse_args([]), turns.Clock(100.0))):
+        assert (len(plan.turns), plan.optimizer) == (num_turns, optimizer)
+
+
 RANK_0 = """
 print('@found {"case": "fsdp", "times_s": {"ours": [1.0]}, "losses": {"ours": [2.0]}}')
-print('@weather {"delay_ms": 10, "mbit_s": 0}', flush=True)
-input()
 print("no line of ours")
 raise SystemExit(3)
 """
@@ -79,17 +86,14 @@ raise SystemExit(3)
 
 def test_what_rank_0_tells_is_kept_and_its_failure_said(capsys: pytest.CaptureFixture[str]) -> None:
     job, turns = loaded("networks.job"), loaded("networks.turns")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     first = subprocess.Popen([sys.executable, "-S", "-c", RANK_0], text=True, **pipes)
     kept: list[int] = []
-    weathers: list[Any] = []
     ended: list[str] = []
     listener = job.Listener(lambda found: kept.append(len(found)), 60)
-    listener.change = weathers.append
-    listener.follow([first], lambda: ended.append("all"))
+    listener.follow([first], 60, lambda: ended.append("all"))
     assert kept == [1]
     assert listener.found == [turns.Found("fsdp", {"ours": [1.0]}, {"ours": [2.0]})]
-    assert weathers == [turns.Weather(10, 0)]
     assert ended == ["all"]
     assert listener.problems == ["rank 0 ended with 3:\n"]
     said = capsys.readouterr().out
