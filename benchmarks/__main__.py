@@ -39,7 +39,7 @@ FLAGS: dict[str, list[str]] = {
     "rendezvous": ["--nodes", "100", "1000", "10000"],
     "launching": ["--repeats", "3"],
     "launch_screen": ["--repeats", "3"],
-    "network": ["--ranks", "2", "--parallelisms", "fsdp", "tp", "pp", "--delays", "0", "1", "10", "--layers", "6"],
+    "network": ["--ranks", "2", "--parallelisms", "fsdp", "tp", "pp", "--delays", "0", "1", "10", "--shapes", "128x6"],
     "checkpoint": ["--mib", "512", "--rounds", "3"],
     "checkpoint_memory": ["--mib", "128", "--rounds", "3"],
     "flight_recorder": [],

@@ -1,22 +1,21 @@
 """Training over NCCL's network transport on the GPUs of one host, ours and torch's in turns.
 
-    python benchmarks/network_gpu.py --ranks 2 4 --parallelisms fsdp tp --dims 512 768 2048 --out FILE [--seconds 500]
-    disttrain-launch --standalone --oversubscribe --nproc-per-node 2 benchmarks/network_gpu.py --dims 512 --layers 24
+    python benchmarks/network_gpu.py --ranks 2 4 --parallelisms fsdp tp --shapes 512x12 2048x12 --out FILE
+    disttrain-launch --standalone --oversubscribe --nproc-per-node 2 benchmarks/network_gpu.py --shapes 512x24
 
 Any number of ranks, spread over the GPUs that there are, of which NCCL takes each for a host of its own (NCCL_HOSTID)
 and reaches it by sockets on `lo`. hsdp and 2d have two ranks a host, of which the inner axis is made. NCCL refuses two
 ranks of one host on one GPU, so on a single GPU these are hosts of their own as well: both axes go over the network,
 and lines say "(one rank a host)". `--forms flat in_place mixed` measures these of ours beside its own choice. Started
-by itself it starts the ranks, and again for each dim; under a launcher it is one of them. Each case is printed as it is
-found, and FILE written anew. Where memory does not hold all sides they come one after the other, and where it does not
-hold AdamW's averages SGD steps; lines say so. Blocks are not compiled but with --compile. On the CPU, over Gloo:
---device cpu.
+by itself it starts the ranks; under a launcher it is one of them. Each case, the small ones first, is printed as it is
+found, and FILE written anew; --case-seconds bounds each, --seconds all. Where memory does not hold all sides they come
+one after the other, and where it does not hold AdamW's averages SGD steps; lines say so. Blocks are not compiled but
+with --compile. On the CPU, over Gloo: --device cpu.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import socket
 import subprocess
@@ -29,7 +28,7 @@ from harness import table
 from networks import job
 from networks.job import Listener, command, environment, joined, keep, tell_starter
 from networks.sides import in_pairs
-from networks.turns import Found, Weather, add_options, run
+from networks.turns import Found, Weather, add_options, run, shape
 
 from disttrain.store import write_token
 
@@ -71,11 +70,11 @@ def machine_of(options: argparse.Namespace) -> str:
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, by sockets"
 
 
-def play(num_ranks: int, ranks_per_host: int, dim: int, chosen: list[str], to: Listener, num_jobs: int) -> None:
+def play(num_ranks: int, ranks_per_host: int, chosen: list[str], to: Listener, num_jobs: int) -> None:
     """A job, the first of so many that are to come, and what it tells."""
     port = free_ports()
     seconds = to.share_s(num_jobs)
-    words = command(ranks_per_host, seconds, "--parallelisms", *chosen, "--dims", str(dim))
+    words = command(ranks_per_host, seconds, "--parallelisms", *chosen)
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         write_token(Path(folder) / "token")
@@ -94,18 +93,17 @@ def play(num_ranks: int, ranks_per_host: int, dim: int, chosen: list[str], to: L
         to.follow(ranks, seconds, lambda: [process.kill() for process in ranks])
 
 
-def jobs_of(options: argparse.Namespace) -> Iterator[tuple[int, int, int, list[str]]]:
-    """Ranks, ranks of a host, dim, and parallelisms: a process for each dim, so that none has less memory for those
-    before it."""
+def jobs_of(options: argparse.Namespace) -> Iterator[tuple[int, int, list[str]]]:
+    """Ranks, ranks of a host, and parallelisms."""
     # NCCL refuses two ranks of one host on one GPU.
     makes_pairs = options.device == "cpu" or torch.cuda.device_count() > 1
     alone = [each for each in options.parallelisms if not (in_pairs(each) and makes_pairs)]
     paired = [each for each in options.parallelisms if in_pairs(each) and makes_pairs]
-    for dim, num_ranks in itertools.product(options.dims, options.ranks):
+    for num_ranks in options.ranks:
         if alone:
-            yield num_ranks, 1, dim, alone
+            yield num_ranks, 1, alone
         if paired and num_ranks >= 4 and num_ranks % 2 == 0:
-            yield num_ranks, 2, dim, paired
+            yield num_ranks, 2, paired
 
 
 def free_ports() -> int:
@@ -126,8 +124,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results to this file too")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="where no launcher says how many")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    sizes = {"dims": [512, 768, 2048, 4096], "layers": [12, 32], "vocab": 8192, "seq": 256, "batch": 4}
-    add_options(parser, dtype="bfloat16", case_seconds=60.0, rounds=5, **sizes)
+    shapes = ["512x12", "512x32", "768x12", "768x32", "2048x12", "2048x32", "4096x12", "4096x32"]
+    sizes = {"shapes": [*map(shape, shapes)], "vocab": 8192, "seq": 256, "batch": 4}
+    add_options(parser, dtype="bfloat16", rounds=5, case_seconds=30.0, seconds=480.0, **sizes)
     job.add_options(parser)
     options = parser.parse_args()
     if options.started or "RANK" in os.environ:

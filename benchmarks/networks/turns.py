@@ -88,12 +88,17 @@ class Clock:
         return _largest([float(time.monotonic() > self._end_s)])[0] > 0
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Dim and layers, of "512x24"."""
+    dim, layers = map(int, text.split("x"))
+    return dim, layers
+
+
 def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """What the ranks need to know."""
     parser.add_argument("--parallelisms", nargs="+", choices=PARALLELISMS, default=list(PARALLELISMS))
     parser.add_argument("--sides", nargs="+", choices=(TORCH, OURS), default=[TORCH, OURS])
-    parser.add_argument("--dims", type=int, nargs="+", default=[128])
-    parser.add_argument("--layers", type=int, nargs="+", default=[12])
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[(128, 12)], metavar="DIMxLAYERS")
     for name, value in {"heads": 0, "kv-heads": 0, "ffn": 0, "vocab": 512, "seq": 64, "batch": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value, help="" if value else "0: as the dim asks for")
     parser.add_argument("--microbatches", type=int, default=4, help="of a pipeline's step")
@@ -111,9 +116,9 @@ def add_options(parser: argparse.ArgumentParser, **defaults: object) -> None:
 
 
 def run(options: argparse.Namespace, weather: Weather, tell: Tell) -> None:
-    """All cases of these ranks, the small ones first. Collective."""
+    """All cases of these ranks. Collective."""
     clock = Clock(min(options.seconds, options.until - time.time()))
-    for dim, layers, parallelism in itertools.product(options.dims, options.layers, options.parallelisms):
+    for (dim, layers), parallelism in itertools.product(options.shapes, options.parallelisms):
         case = argparse.Namespace(**{**vars(options), "dim": dim, "layers": layers, "parallelism": parallelism})
         plan = plan_of(case, clock)
         case.optimizer = plan.optimizer
