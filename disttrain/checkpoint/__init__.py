@@ -22,16 +22,28 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from disttrain.checkpoint.async_saving import async_save as async_save
+    from disttrain.checkpoint.calls.async_saves import async_save as async_save
+    from disttrain.checkpoint.calls.loads import load as load
+    from disttrain.checkpoint.calls.planners import DefaultLoadPlanner as DefaultLoadPlanner
+    from disttrain.checkpoint.calls.planners import DefaultSavePlanner as DefaultSavePlanner
+    from disttrain.checkpoint.calls.saves import save as save
+    from disttrain.checkpoint.calls.stagers import AsyncCheckpointerType as AsyncCheckpointerType
+    from disttrain.checkpoint.calls.stagers import AsyncSaveResponse as AsyncSaveResponse
+    from disttrain.checkpoint.calls.stagers import DefaultStager as DefaultStager
+    from disttrain.checkpoint.calls.stagers import StagingOptions as StagingOptions
+    from disttrain.checkpoint.calls.writers import FileSystemReader as FileSystemReader
+    from disttrain.checkpoint.calls.writers import FileSystemWriter as FileSystemWriter
+    from disttrain.checkpoint.calls.writers import FsspecReader as FsspecReader
+    from disttrain.checkpoint.calls.writers import FsspecWriter as FsspecWriter
+    from disttrain.checkpoint.calls.writers import HuggingFaceStorageReader as HuggingFaceStorageReader
+    from disttrain.checkpoint.calls.writers import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from disttrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from disttrain.checkpoint.fits import LoadReport as LoadReport
-    from disttrain.checkpoint.loading import load as load
     from disttrain.checkpoint.peer_memory import PeerMemory as PeerMemory
     from disttrain.checkpoint.pending import PendingSave as PendingSave
     from disttrain.checkpoint.rng import RngState as RngState
     from disttrain.checkpoint.rng import rng_state as rng_state
     from disttrain.checkpoint.rng import set_rng_state as set_rng_state
-    from disttrain.checkpoint.saving import save as save
     from disttrain.checkpoint.state import set_training_state as set_training_state
     from disttrain.checkpoint.state import training_state as training_state
     from disttrain.checkpoint.state_dict import StateDictOptions as StateDictOptions
@@ -50,6 +62,18 @@ if TYPE_CHECKING:
     from disttrain.checkpoint.whole import load_full as load_full
 
 _MODULE_OF = {
+    "AsyncCheckpointerType": "calls.stagers",
+    "AsyncSaveResponse": "calls.stagers",
+    "DefaultLoadPlanner": "calls.planners",
+    "DefaultSavePlanner": "calls.planners",
+    "DefaultStager": "calls.stagers",
+    "FileSystemReader": "calls.writers",
+    "FileSystemWriter": "calls.writers",
+    "FsspecReader": "calls.writers",
+    "FsspecWriter": "calls.writers",
+    "HuggingFaceStorageReader": "calls.writers",
+    "HuggingFaceStorageWriter": "calls.writers",
+    "StagingOptions": "calls.stagers",
     "Checkpointer": "checkpointer",
     "LoadReport": "fits",
     "LocalStorage": "storage",
@@ -62,14 +86,14 @@ _MODULE_OF = {
     "Storage": "storage",
     "Unfilled": "stateful",
     "Value": "stateful",
-    "async_save": "async_saving",
+    "async_save": "calls.async_saves",
     "get_model_state_dict": "state_dict",
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
-    "load": "loading",
+    "load": "calls.loads",
     "load_full": "whole",
     "rng_state": "rng",
-    "save": "saving",
+    "save": "calls.saves",
     "set_rng_state": "rng",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",

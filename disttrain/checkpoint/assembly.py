@@ -50,10 +50,20 @@ _REMEDIES = {
 class Assembly:
     """Ranks that meet at a store, or one process alone without any."""
 
-    def __init__(self, operation: str, rank: int, size: int, store: Store | None, codec: Codec = PLAIN) -> None:
+    def __init__(
+        self,
+        operation: str,
+        rank: int,
+        size: int,
+        store: Store | None,
+        codec: Codec = PLAIN,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """`ranks`: what its members are called in messages, where they are not called by their numbers."""
         self.operation = operation
         self.rank = rank
         self.size = size
+        self._ranks = tuple(range(size)) if ranks is None else tuple(ranks)
         self._store = store
         self._codec = codec
         self._timeout_s = CHECKPOINT_TIMEOUT_S.read()
@@ -63,6 +73,10 @@ class Assembly:
         """From now on wait this long at most, in all meetings together. Any thread may call it."""
         self._ends_s = time.monotonic() + timeout_s
 
+    def find_gone(self, awaited: list[int]) -> str:
+        """Called from time to time while this member waits for those: which of them can come no more, in words."""
+        return ""
+
     def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
         """Do `work` on every rank, then `decide` on rank 0 from the parts by rank; all ranks return the decision.
 
@@ -71,7 +85,7 @@ class Assembly:
         """
         ballot, error = _attempt(work)
         if self._store is None:
-            answer, error = _answer(1, [ballot], error, decide)
+            answer, error = _answer(self._ranks, [ballot], error, decide)
         else:
             answer, error = self._meet(self._store, ballot, error, decide)
         if error is not None and not isinstance(error, Exception):
@@ -92,31 +106,45 @@ class Assembly:
         store.set(ballots[self.rank], self._codec.pack(ballot))
         if self.rank == 0:
             try:
-                self._wait(store, ballots, self._timeout_s)
+                self._wait(store, ballots, self._timeout_s, lambda: self._absent(store, ballots))
                 read = [self._codec.unpack(store.get(key)) for key in ballots]
+            except CheckpointError as gone:
+                read, error = [describe(gone)], gone
             except StoreTimeoutError as timeout:
-                absent = [rank for rank, key in enumerate(ballots) if not store.check([key])]
+                absent = [self._ranks[member] for member in self._absent(store, ballots)]
                 problem = f"ranks {absent} did not come within {self._patience(self._timeout_s)}."
                 read, error = [{"problem": problem, "remedy": _LATE, "kind": ""}], timeout
-            answer, error = _answer(self.size, read, error, decide)
+            answer, error = _answer(self._ranks, read, error, decide)
             # Whoever came to this meeting has read the last one's answer.
             store.delete_key(answer_key(meeting - 1))
-            store.set(answer_key(meeting), self._codec.pack(answer))
+            answer = self._codec.unpack(
+                store.compare_set(answer_key(meeting), b"", self._codec.pack(answer))  # unless it was given up
+            )
         else:
             try:
                 # Rank 0 may come as late as this rank may wait, and then wait itself.
-                self._wait(store, [answer_key(meeting)], 2 * self._timeout_s)
+                self._wait(store, [answer_key(meeting)], 2 * self._timeout_s, lambda: [0])
                 answer = self._codec.unpack(store.get(answer_key(meeting)))
+            except CheckpointError as gone:
+                # Not all ask whether rank 0 is alive; all are told.
+                told = store.compare_set(answer_key(meeting), b"", self._codec.pack(describe(gone)))
+                answer, error = self._codec.unpack(told), gone
             except StoreTimeoutError as timeout:
-                problem = f"rank 0 did not answer within {self._patience(2 * self._timeout_s)}."
+                problem = f"rank {self._ranks[0]} did not answer within {self._patience(2 * self._timeout_s)}."
                 answer, error = {"problem": problem, "remedy": _LATE, "kind": ""}, timeout
         store.delete_key(ballots[self.rank])
         return answer, error
 
-    def _wait(self, store: Store, keys: Sequence[str], timeout_s: float) -> None:
+    def _absent(self, store: Store, ballots: Sequence[str]) -> list[int]:
+        return [member for member, key in enumerate(ballots) if not store.check([key])]
+
+    def _wait(self, store: Store, keys: Sequence[str], timeout_s: float, awaited: Callable[[], list[int]]) -> None:
         def check() -> None:
             if time.monotonic() >= self._ends_s:
                 raise StoreTimeoutError("wait", "there is no time left for it.")
+            problem = self.find_gone(awaited())
+            if problem and not store.check(keys):
+                raise CheckpointError(self.operation, problem, _GONE)
 
         in_slices(keys, lambda slice_s: store.wait(keys, slice_s), timeout_s, check)
 
@@ -125,7 +153,7 @@ class Assembly:
 
     def _failure(self, answer: dict[str, Any]) -> CheckpointError:
         kind = CheckpointCorruptError if answer["kind"] == CheckpointCorruptError.__name__ else CheckpointError
-        own_rank = None if self._store is None else self.rank
+        own_rank = None if self._store is None else self._ranks[self.rank]
         return kind(self.operation, answer["problem"], answer["remedy"], rank=own_rank)
 
 
@@ -158,6 +186,7 @@ def speak_for(rank: int, store: Store, problem: str, remedy: str) -> None:
         store.compare_set(key, b"", PLAIN.pack(failure))
 
 
+_GONE = "Look for their last error in their logs; what was there before is as it was."
 _LATE = f"Look for its error in its log; a slow disk may need a larger {CHECKPOINT_TIMEOUT_S.name}."
 
 
@@ -178,7 +207,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _answer(
-    num_ranks: int,
+    ranks: Sequence[int],
     ballots: Sequence[dict[str, Any]],
     error: BaseException | None,
     decide: Callable[[list[Any]], Any] | None,
@@ -190,7 +219,8 @@ def _answer(
             return {"value": None}, error
         return _attempt(lambda: decide([ballot["value"] for ballot in ballots]))
     first = ballots[failed[0]]
-    if num_ranks < 2 or len(ballots) < num_ranks or len(failed) == num_ranks:
+    if len(ranks) < 2 or len(ballots) < len(ranks) or len(failed) == len(ranks):
         return first, error
-    others = f" Ranks {failed[1:]} failed too." if failed[1:] else ""
-    return {**first, "problem": f"on rank {failed[0]}: {first['problem']}{others}"}, error
+    where, *also = [ranks[member] for member in failed]
+    others = f" Ranks {also} failed too." if also else ""
+    return {**first, "problem": f"on rank {where}: {first['problem']}{others}"}, error

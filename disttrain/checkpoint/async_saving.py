@@ -7,7 +7,7 @@ rank's state has the same names, shapes and placements. That all ranks went by t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from disttrain.checkpoint.saving import (
 )
 from disttrain.checkpoint.session import Session, Turn
 from disttrain.checkpoint.staging import Stager
-from disttrain.checkpoint.storage import LocalStorage, Portable, Storage, locate
+from disttrain.checkpoint.storage import LocalStorage, Portable, Storage
 from disttrain.checkpoint.submission import Slot, Submission, as_ours
 from disttrain.checkpoint.taking_apart import take_apart
 from disttrain.checkpoint.tree import Tree
@@ -48,64 +48,6 @@ from disttrain.process_group import World
 from disttrain.store.handover import store_to_plain
 
 WhenBusy = Literal["wait", "skip", "newest"]
-
-
-def async_save(
-    state_dict: dict[str, Any],
-    path: str | Path,
-    *,
-    storage: Storage | None = None,
-    optimizers: Iterable[Optimizer] = (),
-) -> PendingSave:
-    """`save`, but return as soon as the values are safe from what comes next; a process of its own writes them.
-
-    Args:    storage, path  as in `save`; the storage must be `Portable`, since the other process has it as well
-             optimizers  those whose next step is the next to write the parameters and their own state, on GPUs: their
-                         step waits, on the GPU, for the copies. What they don't own, the current stream waits for at
-                         once; nothing waits on the host.
-    Returns: PendingSave; `.result()` waits for the commit.
-    Raises:  CheckpointError, on every rank, when an earlier save of this world has failed.
-    Collective: every rank of the default world, or one process without a world; the first call waits for all ranks.
-    Two saves may be under way; a third waits for the first. `Checkpointer` has other ways.
-    """
-    council = Council("async_save")
-    storage, target = locate(path, storage)
-    if council.world is None:
-        saver = AsyncSaver(storage, "wait")
-        pending = saver.save(state_dict, target, optimizers)
-        saver.let_go()
-        return pending
-    savers = council.world.companion(_WorldSavers, _WorldSavers)
-    return savers.of(storage).save(state_dict, target, optimizers)
-
-
-class _WorldSavers:
-    """A world's savers, by storage."""
-
-    def __init__(self) -> None:
-        self._savers: list[tuple[Storage, AsyncSaver]] = []
-
-    def of(self, storage: Storage) -> AsyncSaver:
-        for other, saver in self._savers:
-            if _is_same(other, storage):
-                return saver
-        saver = AsyncSaver(storage, "wait")
-        self._savers.append((storage, saver))
-        return saver
-
-    def close(self) -> None:
-        """Finish all saves; those that have failed without anybody asking are told as warnings."""
-        for _, saver in self._savers:
-            try:
-                saver.close()
-            except CheckpointError as error:
-                warnings.warn(f"{error}", RuntimeWarning, stacklevel=2)
-
-
-def _is_same(one: Storage, other: Storage) -> bool:
-    if isinstance(one, Portable) and isinstance(other, Portable):
-        return one.recipe() == other.recipe()
-    return one is other
 
 
 @dataclass(frozen=True)
@@ -150,25 +92,33 @@ class AsyncSaver:
         *,
         claim: Claim | None = None,
         keep: int | None = None,
+        council: Council | None = None,
+        overwrites: bool = False,
+        is_marked: bool = False,
     ) -> PendingSave:
-        """See `async_save`; `claim`, `keep`: of a Checkpointer, of whose saves it is one."""
+        """See `async_save`; `claim`, `keep`: of a Checkpointer, of whose saves it is one; `overwrites`, `is_marked`:
+        see `Target`. The `council`, by default of all ranks, is of the same ranks each time."""
+
+        def target_of(save_id: str) -> Target:
+            where = path.absolute() if isinstance(self._storage, LocalStorage) else path
+            return Target(where, save_id, None if claim is None else claim.name, overwrites, is_marked)
+
         with uncollected():
-            return self._save(state, path, optimizers, claim, keep)
+            return self._save(state, target_of, optimizers, claim, keep, council or Council("async_save"))
 
     def _save(
         self,
         state: dict[str, Any],
-        path: Path,
+        target_of: Callable[[str], Target],
         optimizers: Iterable[Optimizer],
         claim: Claim | None,
         keep: int | None,
+        council: Council,
     ) -> PendingSave:
-        council = Council("async_save")
         if self._session is not None and self._world is not council.world:
             self.close()
         self._world = council.world
-        where = path.absolute() if isinstance(self._storage, LocalStorage) else path
-        pending = PendingSave(where, self._number)
+        pending = PendingSave(target_of("").path, self._number)
         self._number += 1
         described = _Described(council, state)
         turn = self._turn(pending.number, described)
@@ -189,7 +139,7 @@ class AsyncSaver:
         try:
             if described.digest != plan.own:
                 raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
-            target = Target(pending.path, session.save_id(pending.number), None if claim is None else claim.name)
+            target = target_of(session.save_id(pending.number))
             self._stage(session, plan, pending, slot, target, keep, described.tree, list(optimizers))
         except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
             self._finisher.submit(session.refuse, pending.number, as_ours(error))
@@ -279,8 +229,8 @@ class AsyncSaver:
                 kind = type(self._storage).__name__
                 raise CheckpointError("async_save", f"a {kind} has no recipe.", "Use `save`, or give it one.")
             self._storage.recipe()
-            if council.world is not None:
-                store_to_plain(council.world.store)
+            if council.party is not None:
+                store_to_plain(council.party.store)
             return [described.digest, findings(described.tree)]
 
         def decide(ballots: list[list[Any]]) -> list[Any]:
@@ -297,7 +247,7 @@ class AsyncSaver:
         shared = shared_names([outline.compared for outline in outlines])[council.rank] if council.size > 1 else []
         self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents, shared)
         if self._session is None:
-            self._session = Session(council.world, token, self._memory)
+            self._session = Session(council.party, token, self._memory)
 
     def _taken(self, pending: PendingSave) -> Slot:
         """A slot for this save, as soon as there is one."""

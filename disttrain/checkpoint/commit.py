@@ -14,9 +14,16 @@ from typing import Any
 from disttrain.checkpoint.claims import check_claim
 from disttrain.checkpoint.folders import STEP, remove_leftovers, set_aside, steps, temporary
 from disttrain.checkpoint.image import Written, file_name
-from disttrain.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.manifest import MANIFEST, TORCH_METADATA, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.replacing import check_room, put_in_place
 from disttrain.checkpoint.storage import Storage
 from disttrain.errors import CheckpointError
+
+MARK = (
+    b"This folder is a save of disttrain.checkpoint, whose load() reads it; manifest.json says what it has.\n"
+    b"For torch.distributed.checkpoint: python -m disttrain.checkpoint convert FROM TO --to dcp\n"
+)
+"""What lies under the name of torch's metadata, since programs look for that to know a finished save."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,14 @@ class Contents:
 @dataclass(frozen=True)
 class Target:
     """Where a save goes. `claim`: the name of the claim (see `claims.py`) by which rank 0 saves a Checkpointer's step;
-    None for other saves, and empty on other ranks."""
+    None for other saves, and empty on other ranks. `overwrites`: a save that is at `path` gives way. `is_marked`:
+    there is a file of torch's name, too, for programs that look for one."""
 
     path: Path
     save_id: str
     claim: str | None = None
+    overwrites: bool = False
+    is_marked: bool = False
 
     @property
     def folder(self) -> Path:
@@ -64,8 +74,7 @@ def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
     """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
     check_target(storage, target)
     remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
-    if target.path.name in storage.names(target.path.parent):
-        raise CheckpointError("save", f"{target.path} is there already.", "Save to a new place, or remove it first.")
+    check_room(storage, target.path, overwrites=target.overwrites)
     with storage.hold(target.folder):
         try:
             storage.make_folder(target.folder)
@@ -96,11 +105,12 @@ def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[
     """On rank 0, from what each rank has written: make the save valid, durably."""
     written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
     manifest = make_manifest(target.save_id, contents, written)
+    if target.is_marked:
+        storage.write_file(target.folder / TORCH_METADATA, [memoryview(MARK)])
     storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
     storage.sync_folder(target.folder)
     check_target(storage, target)
-    storage.move(target.folder, target.path)
-    storage.sync_folder(target.path.parent)
+    put_in_place(storage, target.folder, target.path, overwrites=target.overwrites)
 
 
 def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) -> Manifest:

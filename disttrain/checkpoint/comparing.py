@@ -10,9 +10,9 @@ import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import plan_load
+from disttrain.checkpoint.source import Source
 from disttrain.process_group.packing import pack
 
 _PART_BYTES = 64 << 20

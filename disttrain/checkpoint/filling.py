@@ -102,7 +102,12 @@ def fill(
 
 def _has_group(council: Council) -> bool:
     """Whether there are other ranks, and a transport for what lies on the host."""
-    return council.world is not None and council.size > 1 and council.world.default_group.serves("cpu")
+    return (
+        council.world is not None
+        and council.is_whole
+        and council.size > 1
+        and council.world.default_group.serves("cpu")
+    )
 
 
 def _compared(ballots: Sequence[list[Any]]) -> list[bool]:

@@ -109,6 +109,8 @@ class FsspecStorage:
         for name in names:
             self._system.cp_file(str(source / name), str(target / name))
         try:
+            if MANIFEST in names:  # first, so that nobody takes what is left for a save
+                self._system.rm_file(str(source / MANIFEST))
             self._system.rm(str(source), recursive=True)
         except OSError:  # the save is there; `gc` removes what is left
             pass
@@ -134,7 +136,7 @@ def storage_of(options: dict[str, Any]) -> FsspecStorage:
     return FsspecStorage(fsspec.AbstractFileSystem.from_dict(options))
 
 
-def open_url(url: str) -> tuple[FsspecStorage, Path]:
-    """The storage that a URL means, and the path in it."""
-    system, path = fsspec.core.url_to_fs(url)
+def open_url(url: str, **options: Any) -> tuple[FsspecStorage, Path]:
+    """The storage that a URL means, and the path in it; `options` are the file system's."""
+    system, path = fsspec.core.url_to_fs(url, **options)
     return FsspecStorage(system), Path(path)

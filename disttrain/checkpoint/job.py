@@ -39,7 +39,8 @@ class Job:
 
     def to_plain(self) -> list[Any]:
         return [
-            self.number, str(self.target.path), self.target.save_id, self.target.claim, self.keep, self.digest,
+            self.number, str(self.target.path), self.target.save_id, self.target.claim, self.target.overwrites,
+            self.target.is_marked, self.keep, self.digest,
             self.arena, None if self.image is None else self.image.to_plain(),
             None if self.contents is None else self.contents.to_plain(), list(self.storage),
             [list(group) for group in self.shared],
@@ -47,10 +48,11 @@ class Job:
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Job:
-        number, path, save_id, claim, keep, digest, arena, image, contents, (name, arguments), shared = plain
+        number, path, save_id, claim, overwrites, is_marked, keep, digest, arena, image, contents, *rest = plain
+        (name, arguments), shared = rest
         return cls(
             number,
-            Target(Path(path), save_id, claim),
+            Target(Path(path), save_id, claim, overwrites, is_marked),
             keep,
             digest,
             arena,

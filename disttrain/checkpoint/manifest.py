@@ -18,6 +18,8 @@ from disttrain.checkpoint.box import Box
 FORMAT = "disttrain-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+TORCH_METADATA = ".metadata"
+"""What torch.distributed.checkpoint's folders have in its place; of ours, see `commit.py`."""
 BLOCK_BYTES = 1 << 20
 """Each block of so many bytes of a chunk has a checksum of its own, so that a part can be read and verified."""
 

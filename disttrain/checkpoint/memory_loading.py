@@ -13,8 +13,9 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.exchange import Address, FileServer, remote_file
 from disttrain.checkpoint.fits import LoadReport, Rules
 from disttrain.checkpoint.keepers import Holding, WholeSave, nodes_of, whole_saves
-from disttrain.checkpoint.loading import Source, load_source, open_save
+from disttrain.checkpoint.loading import load_source, open_save
 from disttrain.checkpoint.peer_memory import NodeMemory
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import LocalStorage, ReadableFile
 from disttrain.errors import CheckpointCorruptError
 

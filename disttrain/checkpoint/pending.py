@@ -9,37 +9,42 @@ from pathlib import Path
 from disttrain.errors import CheckpointError
 
 
-class PendingSave:
-    """`staged` and `committed` are futures: the values may be changed; `path` is a whole save.
+class PendingSave(Future[Path | None]):
+    """Ends when `path` is a whole save: the future of its path.
 
-    `committed` has the path, or None for a save that was skipped or given up for a newer one (`was_dropped`), or raises
-    CheckpointError. `num_bytes` of this rank's `total_bytes` have been written. `memory_problem` says why copies in
-    memory (see `PeerMemory`) could not be kept, if so.
+    None for a save that was skipped or given up for a newer one (`was_dropped`); it may raise CheckpointError.
+    `staged` is a future, too: the values may be changed. `num_bytes` of this rank's `total_bytes` have been written.
+    `memory_problem` says why copies in memory (see `PeerMemory`) could not be kept, if so.
     """
 
     def __init__(self, path: Path, number: int = -1) -> None:
+        super().__init__()
         self.path = path
         self.number = number
         self.staged: Future[None] = Future()
-        self.committed: Future[Path | None] = Future()
         self.num_bytes = 0
         self.total_bytes = 0
         self.was_dropped = False
         self.memory_problem = ""
         self._mutex = threading.RLock()
 
-    def result(self, timeout_s: float | None = None) -> Path | None:
-        """Wait until it has been committed, or has failed."""
-        return self.committed.result(timeout_s)
+    @property
+    def committed(self) -> Future[Path | None]:
+        """Itself."""
+        return self
 
-    def done(self) -> bool:
-        """Whether it has ended, one way or the other."""
-        return self.committed.done()
+    def result(self, timeout: float | None = None, *, timeout_s: float | None = None) -> Path | None:
+        """Wait until it has been committed, or has failed."""
+        return super().result(timeout if timeout_s is None else timeout_s)
+
+    def cancel(self) -> bool:
+        """False: other ranks write their parts of it."""
+        return False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end, without raising what it raises. Returns whether it has come."""
         try:
-            self.committed.exception(timeout_s)
+            self.exception(timeout_s)
         except TimeoutError:
             return False
         return True
@@ -51,7 +56,7 @@ class PendingSave:
 
     def failure(self) -> CheckpointError | None:
         """The error that it ended with; None while it is under way, and when it ended well."""
-        error = self.committed.exception(0) if self.done() else None
+        error = self.exception(0) if self.done() else None
         assert error is None or isinstance(error, CheckpointError)
         return error
 
@@ -68,11 +73,11 @@ class PendingSave:
     def end(self, outcome: Path | CheckpointError | None) -> bool:
         """It has been committed, or dropped, or has failed. Returns whether that was new."""
         with self._mutex:
-            if self.committed.done():
+            if self.done():
                 return False
             self.mark_staged()
             if isinstance(outcome, CheckpointError):
-                self.committed.set_exception(outcome)
+                self.set_exception(outcome)
             else:
-                self.committed.set_result(outcome)
+                self.set_result(outcome)
         return True

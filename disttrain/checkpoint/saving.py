@@ -16,58 +16,36 @@ import xxhash
 from disttrain import __version__
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.alike import Group, described_values, refuse_differing
-from disttrain.checkpoint.call_forms import meet
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
 from disttrain.checkpoint.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
 from disttrain.checkpoint.stateful import PerRank, Value
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.taking_apart import holds, take_apart
 from disttrain.checkpoint.tree import Tree, local_parts
 from disttrain.checkpoint.writer import Item, value_item, write_items
 from disttrain.errors import CheckpointError, ShapeError
 from disttrain.garbage import uncollected
-from disttrain.process_group import ProcessGroup
 from disttrain.process_group.packing import pack
 
 
-def save(
-    state_dict: dict[str, Any],
-    path: str | Path | None = None,
-    *,
-    storage: Storage | None = None,
-    checkpoint_id: str | Path | None = None,
-    storage_writer: None = None,
-    planner: None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-) -> None:
-    """Save a state into the new folder `path`.
-
-    Args:    state_dict  dicts, to any depth, of tensors, DTensors, modules, Statefuls, PerRank and plain values. Plain
-                         values must be equal on all ranks, and so must plain tensors on CPUs that are like values:
-                         of one number, or few integers. Other plain tensors are taken to be: one rank writes them. A
-                         data loader of torchdata is taken as PerRank.
-             storage     where `path` is; default: what a URL such as `s3://bucket/x` means to fsspec, else files.
-             checkpoint_id, process_group, no_dist  as in torch.distributed.checkpoint: another word for path; the
-                         default group; this process alone. storage_writer and planner are refused.
-    Returns: once all is on the disk, and `path` is a whole save.
-    Raises:  CheckpointError, on every rank, when it could not be saved on some; then `path` is not there. Rank 0 warns
-             when there is no tensor in what is saved.
-    Collective: every rank of the default world, or one process without a world.
-    """
-    council, where = meet(
-        "save", path, checkpoint_id, process_group, no_dist, storage_writer=storage_writer, planner=planner
-    )
-    storage, target = locate(where, storage)
-    save_folder(council, state_dict, target, storage)
-
-
 def save_folder(
-    council: Council, state: dict[str, Any], path: Path, storage: Storage, claim: Claim | None = None
+    council: Council,
+    state: dict[str, Any],
+    path: Path,
+    storage: Storage,
+    claim: Claim | None = None,
+    *,
+    overwrites: bool = False,
+    is_marked: bool = False,
 ) -> None:
-    """`save`, by ranks that have met already; `claim`: of a Checkpointer, of whose saves it is one."""
+    """`save`, by ranks that have met already; `claim`: of a Checkpointer, of whose saves it is one; `overwrites`,
+    `is_marked`: see `Target`."""
+
+    def target_of(save_id: str) -> Target:
+        return Target(path, save_id, None if claim is None else claim.name, overwrites, is_marked)
+
     tree = Tree(council.operation)
     outline = Outline()
     with ExitStack() as held, uncollected():
@@ -84,7 +62,7 @@ def save_folder(
             warn_of_no_tensor(found)
             if claim is not None:
                 claim.ensure()
-            target = Target(path, uuid4().hex, None if claim is None else claim.name)
+            target = target_of(uuid4().hex)
             held.enter_context(temporary_folder(storage, target))
             return [target.save_id, len(set(digests)) == 1, len(set(of_values)) == 1]
 
@@ -93,7 +71,7 @@ def save_folder(
         if are_alike and not values_are_alike:
             council.agree(lambda: described_values(values), lambda found: refuse_differing(council.operation, found))
         outlines = [outline] * council.size if are_alike else all_outlines(council, outline, values)
-        target = Target(path, save_id, None if claim is None else claim.name)
+        target = target_of(save_id)
 
         def write() -> list[Any]:
             plan = plan_save(outlines)[council.rank]

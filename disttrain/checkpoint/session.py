@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgpack
 import xxhash
 
+from disttrain.checkpoint.agreement import Party
 from disttrain.checkpoint.arena import Arena
 from disttrain.checkpoint.assembly import speak_for
 from disttrain.checkpoint.job import BYTES, COMMITTED, DROPPED, FAIL, FAILED, KEPT, SAVE, Job
@@ -23,7 +24,6 @@ from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.writer_link import WriterLink
 from disttrain.checkpoint.writer_process import BEGUN, NOT_BEGUN, fate_key
 from disttrain.errors import CheckpointError, DisttrainError
-from disttrain.process_group import World
 from disttrain.store import FileStore, PrefixStore, Store
 from disttrain.store.handover import store_to_plain
 
@@ -43,22 +43,23 @@ class Turn(NamedTuple):
 class Session:
     """This rank's part; `token` is the same on all ranks, `memory` where copies are kept."""
 
-    def __init__(self, world: World | None, token: str, memory: NodeMemory | None = None) -> None:
+    def __init__(self, party: Party | None, token: str, memory: NodeMemory | None = None) -> None:
         self.token = token
-        self.rank = 0 if world is None else world.rank
-        self.size = 1 if world is None else world.world_size
+        self.rank, self.size = (0, 1) if party is None else party[:2]
+        self._ranks = (0,) if party is None else party.ranks
         self._own_store: Store | None = None
-        if world is None:
+        if party is None:
             folder = tempfile.mkdtemp(prefix="disttrain-save-")
             path = f"{folder}/store"
             self._own_store = FileStore(path)
             weakref.finalize(self, _remove, self._own_store, path, folder)
         name = f"checkpoint/async/{token}"
-        whole = self._own_store if world is None else world.store
+        whole = self._own_store if party is None else party.store
         assert whole is not None
         self._store = PrefixStore(name, whole)
         kept = None if memory is None else memory.to_plain()
-        self._config = [self.rank, self.size, name, store_to_plain(whole), kept]
+        ranks = None if self._ranks == tuple(range(self.size)) else list(self._ranks)
+        self._config = [self.rank, self.size, name, store_to_plain(whole), kept, ranks]
         self._link: WriterLink | None = None
         self._death = ""
         self._pending: dict[int, PendingSave] = {}
@@ -125,7 +126,7 @@ class Session:
 
     @property
     def _own_rank(self) -> int | None:
-        return self.rank if self.size > 1 else None
+        return self._ranks[self.rank] if self.size > 1 else None
 
     def _hear(self, message: list[Any]) -> None:
         kind, number, *rest = message
@@ -150,7 +151,7 @@ class Session:
             pending.end(outcome)
 
     def _died(self, sentence: str) -> None:
-        where = f"on rank {self.rank}: " if self.size > 1 else ""
+        where = f"on rank {self._ranks[self.rank]}: " if self.size > 1 else ""
         self._death = f"{where}{sentence}."
         if self.size > 1:
             try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from disttrain.checkpoint import direct
+from disttrain.checkpoint.exchanging import exchange
 from disttrain.checkpoint.local_file import LocalFile
 from disttrain.checkpoint.locks import is_locked, lock, remove_unheld
 from disttrain.errors import CheckpointError
@@ -79,6 +80,15 @@ class Storage(Readable, Protocol):
 
 
 @runtime_checkable
+class Exchanging(Protocol):
+    """A storage where two folders can change places in one step."""
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Have two folders change places. Returns False, with nothing done, where that cannot be."""
+        ...
+
+
+@runtime_checkable
 class Portable(Protocol):
     """A storage that another process can have too, which asynchronous saves need."""
 
@@ -88,7 +98,7 @@ class Portable(Protocol):
 
 
 class LocalStorage:
-    """A local or shared POSIX file system. Satisfies `Storage` and `Portable`."""
+    """A local or shared POSIX file system. Satisfies `Storage`, `Exchanging` and `Portable`."""
 
     def recipe(self) -> tuple[str, dict[str, Any]]:
         return f"{type(self).__module__}:{type(self).__qualname__}", {}
@@ -118,6 +128,9 @@ class LocalStorage:
         if target.exists():  # rename would replace an empty folder
             raise FileExistsError(f"{target} is there already")
         source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        return exchange(one, other)
 
     def remove_folder(self, path: Path) -> None:
         shutil.rmtree(path)

@@ -9,8 +9,9 @@ import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.filling import allocated, owner_of
-from disttrain.checkpoint.loading import Source, open_save
+from disttrain.checkpoint.loading import open_save
 from disttrain.checkpoint.plan import plan_load
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.stateful import PerRank
 from disttrain.checkpoint.storage import Storage, locate
 from disttrain.checkpoint.tree import parts_of

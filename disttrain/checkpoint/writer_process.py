@@ -62,10 +62,10 @@ class Writer:
         first = wire.receive()
         if first is None:
             raise SystemExit(1)
-        (rank, size, name, store, memory), _ = first
+        (rank, size, name, store, memory, ranks), _ = first
         self._rank = rank
         self._store: Store = PrefixStore(name, store_from_plain(store))
-        self._assembly = Assembly("async_save", rank, size, self._store if size > 1 else None)
+        self._assembly = Assembly("async_save", rank, size, self._store if size > 1 else None, ranks=ranks)
         self._copies: Copies | None = None
         if memory is not None:
             self._copies = Copies(NodeMemory.from_plain(memory), rank, size, self._store)

@@ -12,7 +12,7 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -109,11 +109,11 @@ class Comparing:
         with suppress(StoreError):
             self._world.store.append("left", json.dumps([self._world.rank, come_to]) + "\n")
 
-    def answers(self, group: ProcessGroup, sequence: int) -> dict[int, Answer]:
-        """What those members say that answer in time."""
+    def answers(self, group: ProcessGroup, sequence: int, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
+        """What those members, of `ranks` if that is given, say that answer in time."""
         witness = self._world.witness
         about = json.dumps([group.group_name, sequence])
-        said = {} if witness is None else witness.ask(group.ranks, ANSWER_S, about)
+        said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, ANSWER_S, about)
         return {rank: json.loads(answer) for rank, answer in said.items()}
 
     def answer(self, about: str) -> bytes:

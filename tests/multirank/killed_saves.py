@@ -2,6 +2,8 @@
 
 Run as a program, in a process without threads, since it forks its ranks: that costs a thousandth of starting them.
 After each killing the directory must hold the old or the new state, whole. Prints, as JSON, how often it was which.
+Arguments: the directory, a seed, and how: "steps" of a Checkpointer, or a save over the last one where two folders can
+"exchange" their places, or where they can only "rename".
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 
-from disttrain.checkpoint import Checkpointer, LocalStorage, PerRank
+from disttrain.checkpoint import Checkpointer, LocalStorage, PerRank, load, save
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.mesh import init_device_mesh
 from disttrain.process_group import World, entered_world
@@ -34,8 +36,9 @@ NEVER = 1 << 30
 class Deadly(LocalStorage):
     """Kills its process before its operation number `dies_at`; writes and removals are several operations."""
 
-    def __init__(self, dies_at: int) -> None:
+    def __init__(self, dies_at: int, how: str) -> None:
         self.left = dies_at
+        self._how = how
 
     def tick(self) -> None:
         if self.left == 0:
@@ -67,6 +70,12 @@ class Deadly(LocalStorage):
         super().move(source, target)
         self.tick()
 
+    def exchange(self, one: Path, other: Path) -> bool:
+        self.tick()
+        done = self._how == "exchange" and super().exchange(one, other)
+        self.tick()
+        return done
+
     def remove_folder(self, path: Path) -> None:
         for file in sorted(path.iterdir()):
             self.tick()
@@ -84,10 +93,14 @@ def state_of(step: int, *, rank: int | None) -> dict[str, Any]:
     return {"w": weight, "plain": plain, "step": step, "own": PerRank(step)}
 
 
-def loaded_step(directory: Path) -> int:
+def loaded_step(directory: Path, how: str = "steps") -> int:
     """The step in the latest save, after a look at every element of it."""
     state = state_of(-1, rank=None)
-    step = Checkpointer(directory).load(state)
+    if how == "steps":
+        step = Checkpointer(directory).load(state)
+    else:
+        load(state, directory / "save")
+        step = state["step"]
     assert state["w"].eq(step).all()
     assert all(tensor.eq(step).all() for tensor in state["plain"].values())
     assert (state["step"], state["own"].value) == (step, step)
@@ -101,7 +114,7 @@ def fork() -> int:
         return os.fork()
 
 
-def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, dies_at: int) -> int:
+def fork_rank(server: ServerProcess, directory: Path, how: str, step: int, rank: int, dies_at: int) -> int:
     """A child that saves as `rank`; returns its pid."""
     pid = fork()
     if pid:
@@ -109,16 +122,23 @@ def fork_rank(server: ServerProcess, directory: Path, step: int, rank: int, dies
     try:
         own = TCPStore(server.host, server.port, wait_for_workers=False)
         world = World(PrefixStore(f"step-{step}", own), rank, NUM_RANKS, timeout_s=30.0, device=torch.device("cpu"))
-        with entered_world(world), Checkpointer(directory, storage=Deadly(dies_at)) as checkpointer:
-            checkpointer.save(step, state_of(step, rank=rank))
+        storage = Deadly(dies_at, how)
+        with entered_world(world), Checkpointer(directory, storage=storage) as checkpointer:
+            if how == "steps":
+                checkpointer.save(step, state_of(step, rank=rank))
+            else:
+                save(state_of(step, rank=rank), directory / "save", storage=storage, overwrite=True)
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def save_and_kill(server: ServerProcess, directory: Path, step: int, victim: int, dies_at: int, after_s: float) -> bool:
+def save_and_kill(
+    server: ServerProcess, directory: Path, how: str, step: int, victim: int, dies_at: int, after_s: float
+) -> bool:
     """Save `step`. The others die after the victim, as a launcher sees to it. Returns whether all lived to the end."""
-    pids = [fork_rank(server, directory, step, rank, dies_at if rank == victim else NEVER) for rank in range(NUM_RANKS)]
+    deaths = [dies_at if rank == victim else NEVER for rank in range(NUM_RANKS)]
+    pids = [fork_rank(server, directory, how, step, rank, deaths[rank]) for rank in range(NUM_RANKS)]
     if after_s:
         time.sleep(after_s)
         os.kill(pids[victim], signal.SIGKILL)
@@ -134,20 +154,20 @@ def save_and_kill(server: ServerProcess, directory: Path, step: int, victim: int
 
 
 def main() -> None:
-    directory = Path(sys.argv[1])
+    directory, how = Path(sys.argv[1]), sys.argv[3]
     torch.set_num_threads(1)
     server = spawn_server("127.0.0.1", 0)
     dice = random.Random(int(sys.argv[2]))
     outcomes: Counter[str] = Counter()
     steps = iter(range(1, NEVER))
     last = next(steps)
-    assert save_and_kill(server, directory, last, 0, NEVER, 0.0)
+    assert save_and_kill(server, directory, how, last, 0, NEVER, 0.0)
 
     def trial(victim: int, dies_at: int, after_s: float) -> bool:
         nonlocal last
         step = next(steps)
-        lived = save_and_kill(server, directory, step, victim, dies_at, after_s)
-        found = loaded_step(directory)
+        lived = save_and_kill(server, directory, how, step, victim, dies_at, after_s)
+        found = loaded_step(directory, how)
         assert found == step if lived else found in {last, step}, (found, last, step)
         outcomes["lived" if lived else "new" if found == step else "old"] += 1
         last = found
@@ -160,9 +180,10 @@ def main() -> None:
     for _ in range(25):
         trial(dice.randrange(NUM_RANKS), NEVER, dice.uniform(0.005, 0.06))
     final = next(steps)
-    assert save_and_kill(server, directory, final, 0, NEVER, 0.0)
+    assert save_and_kill(server, directory, how, final, 0, NEVER, 0.0)
     left = sorted(os.listdir(directory))
-    assert left == [f"step-{step:08d}" for step in (last, final)], left
+    expected = [f"step-{step:08d}" for step in (last, final)] if how == "steps" else ["save"]
+    assert left == expected, left
     server.close()
     shutil.rmtree(directory)
     print(json.dumps(outcomes))

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.warm_python import WRITERS, WarmPython, warm_address
 
 
-def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path) -> None:
-    program = [sys.executable, str(Path(__file__).with_name("killed_saves.py")), str(tmp_path / "saves"), "7"]
+@pytest.mark.parametrize("how", ["steps", "exchange", "rename"])
+def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str) -> None:
+    program = [sys.executable, str(Path(__file__).with_name("killed_saves.py")), str(tmp_path / "saves"), "7", how]
     run = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
@@ -32,3 +35,14 @@ def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(
     outcomes = json.loads(run.stdout)
     assert sum(outcomes.values()) == 16
     assert sum(number for outcome, number in outcomes.items() if "lived" not in outcome) > 4
+
+
+def test_who_is_left_of_a_killed_save_hears_of_it_soon(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "tests.multirank.survivors", str(tmp_path)]
+    run = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    outcomes = json.loads(run.stdout)
+    assert set(outcomes) == {f"{victim}-{rank}" for victim in range(3) for rank in range(3) if victim != rank}
+    for name, (after_s, error) in outcomes.items():
+        assert f"save: ranks [{name[0]}] do not answer any more." in error
+        assert after_s < 10

@@ -1,25 +1,53 @@
-"""torch.distributed.checkpoint's call forms: what makes sense works, the rest is refused by name."""
+"""torch.distributed.checkpoint's call forms: what they say is done, the rest is refused by name."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from disttrain import barrier, get_rank, get_world_size, new_group
-from disttrain.checkpoint import Value, load, save
+from disttrain.checkpoint import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    DefaultStager,
+    FileSystemReader,
+    FileSystemWriter,
+    FsspecReader,
+    FsspecWriter,
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    StagingOptions,
+    Value,
+    async_save,
+    load,
+    save,
+)
 from disttrain.errors import CheckpointError
 from disttrain.process_group import current_world
 from disttrain.testing import run_threads
 
 
-def test_a_checkpoint_id_is_a_path(tmp_path: Path) -> None:
-    save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "save", process_group=None, no_dist=True)
+def ones() -> dict[str, Any]:
+    return {"w": torch.ones(2)}
+
+
+def loaded(**arguments: Any) -> list[float]:
     state = {"w": torch.zeros(2)}
-    load(state, checkpoint_id=str(tmp_path / "save"), storage_reader=None, planner=None)
-    assert state["w"].tolist() == [1, 1]
+    load(state, **arguments)
+    return state["w"].tolist()
+
+
+def test_a_checkpoint_id_is_a_path(tmp_path: Path) -> None:
+    save(ones(), checkpoint_id=tmp_path / "save", process_group=None, no_dist=True, use_collectives=True)
+    assert loaded(checkpoint_id=str(tmp_path / "save"), storage_reader=None, planner=None) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -27,15 +55,108 @@ def test_a_checkpoint_id_is_a_path(tmp_path: Path) -> None:
     [
         (save, {}, "save: neither of path and checkpoint_id"),
         (load, {"path": "x", "checkpoint_id": "x"}, "load: both of path and checkpoint_id"),
-        (save, {"path": "x", "storage_writer": 1}, r"storage_writer= is torch.*Give storage="),
-        (load, {"path": "x", "storage_reader": 1}, r"storage_reader= is torch.*load_dcp reads torch's own"),
-        (load, {"path": "x", "planner": 1}, r"planner= is torch.*allow=, rename= and convert="),
-        (save, {"path": "x", "process_group": 1}, "process_group= is not the default group"),
+        (save, {"path": "x", "storage_writer": FileSystemWriter("y")}, "save: both of path and checkpoint_id"),
+        (save, {"storage_writer": 1}, r"storage_writer= is a int.*Give a FileSystemWriter"),
+        (load, {"storage_reader": 1}, r"storage_reader= is a int.*Give a FileSystemReader"),
+        (save, {"path": "x", "planner": 1}, r"planner= is a int.*DefaultSavePlanner"),
+        (load, {"path": "x", "planner": 1}, r"planner= is a int.*allow=, rename= and convert="),
+        (async_save, {"storage_writer": HuggingFaceStorageWriter("x")}, "async_save: .*Use `save`"),
     ],
 )
-def test_what_torch_alone_has_is_refused(call: Any, arguments: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(call: Any, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        call({"w": torch.ones(2)}, **arguments)
+        call(ones(), **arguments)
+
+
+class _OwnPlanner(DefaultLoadPlanner):
+    pass
+
+
+def test_a_planner_that_is_derived_would_not_be_asked(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a _OwnPlanner, which is not asked"):
+        load({}, tmp_path, planner=_OwnPlanner())
+    with pytest.raises(CheckpointError, match="flatten_state_dict=False"):
+        DefaultSavePlanner(flatten_state_dict=False)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_writers_and_readers_say_where(tmp_path: Path, theirs: bool) -> None:
+    writer, reader = (dcp.FileSystemWriter, dcp.FileSystemReader) if theirs else (FileSystemWriter, FileSystemReader)
+    save(ones(), storage_writer=writer(str(tmp_path / "a"), thread_count=4))
+    assert loaded(storage_reader=reader(str(tmp_path / "a"))) == [1, 1]
+    save(ones(), checkpoint_id=tmp_path / "b", storage_writer=writer(str(tmp_path / "not there")))
+    assert loaded(checkpoint_id=tmp_path / "b", storage_reader=reader(str(tmp_path / "not there"))) == [1, 1]
+    save(ones(), checkpoint_id=tmp_path / "b", storage_writer=writer(str(tmp_path)))  # takes its place
+    with pytest.raises(CheckpointError, match="is there already"):
+        save(ones(), storage_writer=writer(str(tmp_path / "b"), overwrite=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_writers_and_readers_of_urls(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/save"
+    save(ones(), storage_writer=FsspecWriter(url, auto_mkdir=True))
+    assert loaded(storage_reader=FsspecReader(url, auto_mkdir=True)) == [1, 1]
+    save(ones(), storage_writer=FileSystemWriter("memory://forms/save"))
+    save({"w": torch.full((2,), 3.0)}, storage_writer=FsspecWriter("memory://forms/save"))
+    assert loaded(storage_reader=FileSystemReader("memory://forms/save")) == [3, 3]
+    fsspec.filesystem("memory").rm("/forms", recursive=True)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_load_in_torchs_form_takes_what_the_state_has(tmp_path: Path, theirs: bool) -> None:
+    save({"w": torch.ones(2), "more": torch.ones(3), "step": 4}, checkpoint_id=tmp_path / "save")
+    state: dict[str, Any] = {"w": torch.zeros(2, dtype=torch.float64)}
+    load(state, checkpoint_id=tmp_path / "save")
+    assert state["w"].tolist() == [1, 1]
+    with pytest.raises(CheckpointError, match="the state lacks more, step"):
+        load({"w": torch.zeros(2)}, tmp_path / "save")
+    state = {"w": torch.zeros(2), "other": torch.full((1,), 7.0)}
+    with pytest.raises(CheckpointError, match="the save lacks other"):
+        load(state, checkpoint_id=tmp_path / "save")
+    planner = (dcp.DefaultLoadPlanner if theirs else DefaultLoadPlanner)(allow_partial_load=True)
+    report = load(state, checkpoint_id=tmp_path / "save", planner=planner)
+    assert (report.missing, state["w"].tolist(), state["other"].tolist()) == (("other",), [1, 1], [7])
+
+
+def test_a_program_that_looks_for_torchs_metadata_sees_a_save(tmp_path: Path) -> None:
+    save(ones(), checkpoint_id=tmp_path / "torchs")
+    save(ones(), tmp_path / "ours")
+    found = [(tmp_path / name / ".metadata").is_file() for name in ("torchs", "ours")]
+    assert found == [True, False]
+    assert b"manifest.json says what it has" in (tmp_path / "torchs" / ".metadata").read_bytes()
+
+
+def test_load_reads_torchs_own_folder(tmp_path: Path) -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    saved = {"model": {"a.b": values}, "optim": {"param_groups": [{"lr": 0.5, "params": ["a.b"]}]}, "step": 3}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(saved, checkpoint_id=tmp_path / "theirs")
+    state: dict[str, Any] = {"model": {"a.b": torch.zeros(2, 3)}, "optim": {"param_groups": [{}]}, "step": 0}
+    load(state, checkpoint_id=tmp_path / "theirs")
+    assert state["model"]["a.b"].equal(values)
+    assert (state["optim"]["param_groups"], state["step"]) == (saved["optim"]["param_groups"], 3)  # type: ignore[index]
+    save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "theirs")  # over torch's own, as torch does
+    assert loaded(path=tmp_path / "theirs") == [1, 1]
+
+
+def test_hugging_face_files(tmp_path: Path) -> None:
+    state = {"a.weight": torch.arange(4.0), "b.weight": torch.ones(2, 3, dtype=torch.bfloat16)}
+    for _ in range(2):  # the second takes the place of the first
+        save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "one"), save_distributed=True))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]
+    numbers = {"a.weight": 2, "b.weight": 1}
+    save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "two"), fqn_to_index_mapping=numbers))
+    for reader in (HuggingFaceStorageReader, dcp.HuggingFaceStorageReader):
+        for name in ("one", "two"):
+            read = {"a.weight": torch.zeros(4), "b.weight": torch.zeros(2, 3)}
+            load(read, storage_reader=reader(str(tmp_path / name)))
+            assert read["a.weight"].equal(state["a.weight"])
+            assert read["b.weight"].eq(1).all()
+    with pytest.raises(CheckpointError, match=r"fqn_to_index_mapping has no 'b.weight'"):
+        save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "x"), {"a.weight": 1}))
 
 
 def test_the_default_group_is_every_rank_and_no_dist_is_one(tmp_path: Path) -> None:
@@ -43,9 +164,6 @@ def test_the_default_group_is_every_rank_and_no_dist_is_one(tmp_path: Path) -> N
         state = {"w": torch.ones(2), f"own{get_rank()}": torch.ones(1)}
         save(state, checkpoint_id=tmp_path / "both", process_group=current_world("test").default_group)
         save({"rank": Value(get_rank())}, checkpoint_id=tmp_path / f"alone{get_rank()}", no_dist=True)
-        part = new_group([get_rank()])
-        with pytest.raises(CheckpointError, match="not the default group"):
-            save(state, tmp_path / "part", process_group=part)
         barrier()  # alone, nobody waits for the other's save
         own = {"rank": -1}
         load(own, tmp_path / f"alone{1 - get_rank()}", no_dist=True)
@@ -55,3 +173,40 @@ def test_the_default_group_is_every_rank_and_no_dist_is_one(tmp_path: Path) -> N
     state = {"w": torch.zeros(2), "own0": torch.zeros(1), "own1": torch.zeros(1)}
     load(state, tmp_path / "both")
     assert [tensor.tolist() for tensor in state.values()] == [[1, 1], [1], [1]]
+
+
+def test_a_group_saves_and_loads_while_others_do_not(tmp_path: Path) -> None:
+    def on_each_rank() -> None:
+        group = new_group([2, 1])
+        if get_rank() == 0:
+            with pytest.raises(CheckpointError, match=r"process_group= is a NonGroupMember"):
+                save({"w": torch.ones(2)}, tmp_path / "part", process_group=group)
+            return
+        save({f"own{get_rank()}": torch.full((1,), float(get_rank()))}, tmp_path / "part", process_group=group)
+        state = {"own1": torch.zeros(1), "own2": torch.zeros(1)}
+        load(state, tmp_path / "part", process_group=group)
+        assert [tensor.item() for tensor in state.values()] == [1, 2]
+        with pytest.raises(CheckpointError, match=r"on rank 1: .*no dict|ranks \[2\] failed|not a dict"):
+            save([] if get_rank() == 1 else state, tmp_path / "bad", process_group=group)  # type: ignore[arg-type]
+
+    run_threads(3, on_each_rank)
+
+
+def test_asynchronous_saves_in_torchs_form(tmp_path: Path) -> None:
+    response = async_save(
+        ones(),
+        checkpoint_id=tmp_path / "a",
+        async_stager=DefaultStager(StagingOptions(True, True, True, True)),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        planner=DefaultSavePlanner(enable_plan_caching=True),
+    )
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result(60)
+    assert response.upload_completion.result(60) == tmp_path / "a"
+    future = async_save({"w": torch.full((2,), 2.0)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    assert isinstance(future, Future)
+    assert future.cancel() is False
+    assert wait([future], 60).done == {future}
+    assert future.result(timeout=1) == tmp_path / "a"
+    assert loaded(path=tmp_path / "a") == [2, 2]
+    assert (tmp_path / "a" / ".metadata").is_file()

@@ -18,8 +18,9 @@ from disttrain.checkpoint.interop.native_writing import NativeFormat
 from disttrain.checkpoint.interop.safetensors_files import SUFFIX, open_safetensors
 from disttrain.checkpoint.interop.safetensors_writing import SafetensorsFormat
 from disttrain.checkpoint.interop.torch_files import open_torch
-from disttrain.checkpoint.loading import Source, load_source, open_save
+from disttrain.checkpoint.loading import load_source, open_save
 from disttrain.checkpoint.manifest import MANIFEST
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage, locate
 from disttrain.errors import CheckpointError
 
@@ -104,7 +105,7 @@ def save_safetensors(
     Collective: every rank of the default world, or one process without a world.
     """
     storage, target = locate(path, storage)
-    save_as(Council("save_safetensors"), _without_empty(state_dict), target, storage, _safetensors(max_file_bytes))
+    save_as(Council("save_safetensors"), without_empty(state_dict), target, storage, _safetensors(max_file_bytes))
 
 
 def convert(
@@ -183,11 +184,11 @@ def _load(
     return load_source(Council(operation), state, lambda: opened(found, folder), rules)
 
 
-def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
+def without_empty(state: dict[str, Any]) -> dict[str, Any]:
     """Without empty dicts, which have no place among tensors and of which nothing is lost."""
     if type(state) is not dict:
         return state
-    inner = {key: _without_empty(value) if type(value) is dict else value for key, value in state.items()}
+    inner = {key: without_empty(value) if type(value) is dict else value for key, value in state.items()}
     return {key: value for key, value in inner.items() if type(value) is not dict or value}
 
 

@@ -15,18 +15,19 @@ from typing import Any
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name
 from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
+from disttrain.checkpoint.interop.joining import joined
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.torch_zip import Archive
-from disttrain.checkpoint.loading import Source
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor, plain_name
+from disttrain.checkpoint.manifest import TORCH_METADATA, Chunk, Manifest, SavedTensor, plain_name
 from disttrain.checkpoint.manifest_rules import can_be_a_shape
 from disttrain.checkpoint.plan import Read
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import ReadableFile, Storage, read_small
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError
 
-METADATA = ".metadata"
+METADATA = TORCH_METADATA
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE = Name("torch", "Size")
@@ -39,7 +40,7 @@ def open_dcp(storage: Storage, folder: Path) -> Source:
             "load_dcp", f"{folder} has no {METADATA}.", "Give a folder of torch.distributed.checkpoint."
         )
     manifest = _Metadata(str(folder / METADATA), read_small(storage, folder / METADATA)).manifest()
-    return Source(str(folder), manifest, DcpReader(storage, folder, manifest), OwnNames())
+    return Source(str(folder), manifest, DcpReader(storage, folder, manifest), OwnNames(), joined)
 
 
 class _Metadata:

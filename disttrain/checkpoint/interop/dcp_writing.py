@@ -15,8 +15,8 @@ from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_val
 from disttrain.checkpoint.interop.names import dotted, dotted_names
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, dumps
 from disttrain.checkpoint.interop.torch_zip import archive_of
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.tree import parts_of
 

@@ -18,10 +18,12 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.folders import remove_leftovers, temporary
-from disttrain.checkpoint.loading import Source, open_save
+from disttrain.checkpoint.loading import open_save
 from disttrain.checkpoint.manifest import Manifest
 from disttrain.checkpoint.plan import plan_load
+from disttrain.checkpoint.replacing import check_room, put_in_place
 from disttrain.checkpoint.saving import save_folder
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage
 from disttrain.errors import CheckpointError
 
@@ -53,6 +55,8 @@ def export(
     storage: Storage,
     form: Format,
     advance: Advance = lambda num_bytes: None,
+    *,
+    overwrites: bool = False,
 ) -> None:
     """Write a save to the new folder `target`, in another format. Collective.
 
@@ -62,8 +66,7 @@ def export(
 
         def begin(_: list[None]) -> str:
             remove_leftovers(storage, target.parent, lambda name: name == target.name)
-            if target.name in storage.names(target.parent):
-                raise CheckpointError("save", f"{target} is there already.", "Save to a new place, or remove it first.")
+            check_room(storage, target, overwrites=overwrites)
             export_id = uuid4().hex
             folder = temporary(target, export_id)
             held.enter_context(storage.hold(folder))
@@ -84,20 +87,26 @@ def export(
             by_number = sorted(row for of_rank in rows for row in of_rank)
             form.finish(storage, folder, open_source().manifest, [row for _, row in by_number])
             storage.sync_folder(folder)
-            storage.move(folder, target)
-            storage.sync_folder(target.parent)
+            put_in_place(storage, folder, target, overwrites=overwrites)
 
         council.agree(write, finish)
 
 
-def save_as(council: Council, state: dict[str, Any], target: Path, storage: Storage, form: Format) -> None:
+def save_as(
+    council: Council,
+    state: dict[str, Any],
+    target: Path,
+    storage: Storage,
+    form: Format,
+    *,
+    overwrites: bool = False,
+) -> None:
     """Save a state in another format. Collective."""
     with ExitStack() as held:
 
         def begin(_: list[None]) -> str:
             remove_leftovers(storage, target.parent, lambda name: name == target.name)
-            if target.name in storage.names(target.parent):
-                raise CheckpointError("save", f"{target} is there already.", "Save to a new place, or remove it first.")
+            check_room(storage, target, overwrites=overwrites)
             own_id = uuid4().hex
             held.enter_context(storage.hold(temporary(target, own_id)))
             return own_id
@@ -106,7 +115,7 @@ def save_as(council: Council, state: dict[str, Any], target: Path, storage: Stor
         if council.rank == 0:
             held.callback(_remove_if_there, storage, own)
         save_folder(council, state, own, storage)
-        export(council, lambda: open_save(storage, own), target, storage, form)
+        export(council, lambda: open_save(storage, own), target, storage, form, overwrites=overwrites)
 
 
 def _remove_if_there(storage: Storage, folder: Path) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.interop.joining import JoinedChunk, assembled
 from disttrain.checkpoint.interop.torch_zip import StoredTensor, strided
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.reader import Reader
 from disttrain.checkpoint.scattering import Targets
 from disttrain.checkpoint.storage import ReadableFile
+from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 16
@@ -54,6 +57,16 @@ class ForeignReader(Reader):
     """Reads chunks that have no checksums, from files of any size."""
 
     can_share = False
+
+    def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
+        whole = {name: chunk for name, chunk in chunks.items() if not isinstance(chunk, JoinedChunk)}
+        values = super().read_values(whole)
+        for name, chunk in chunks.items():
+            if isinstance(chunk, JoinedChunk):
+                pieces = dict(chunk.pieces)
+                read = super().read_values({name_of(keys): piece for keys, piece in pieces.items()})
+                values[name] = assembled({keys: read[name_of(keys)] for keys in pieces})
+        return values
 
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadableFile]:

@@ -11,9 +11,9 @@ from disttrain.checkpoint.commit import Contents, make_manifest
 from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.image import Written, file_name
 from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_values_per_rank
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, encode
 from disttrain.checkpoint.saving import made_by
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.writer import Item, value_item, write_items
 

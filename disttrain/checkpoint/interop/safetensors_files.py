@@ -15,9 +15,9 @@ from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_named, dtype_of_safetensors
 from disttrain.checkpoint.interop.foreign import ForeignReader, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import MANIFEST, Chunk, SavedTensor, plain_name
 from disttrain.checkpoint.manifest_rules import can_be_a_shape, is_text
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage, read_small
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from disttrain.checkpoint.dtypes import dtype_named, is_safetensors_dtype, safet
 from disttrain.checkpoint.interop.exporting import Advance, leave_out, read_box
 from disttrain.checkpoint.interop.names import dotted, dotted_names
 from disttrain.checkpoint.interop.safetensors_files import INDEX
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage
 from disttrain.errors import CheckpointError
 
@@ -26,12 +26,16 @@ _PART_BYTES = 64 << 20
 @dataclass(frozen=True)
 class SafetensorsFormat:
     """Satisfies `Format`. A job is a file's name and the tensors in it; no file but that of one tensor is larger than
-    `max_file_bytes`."""
+    `max_file_bytes`. With `file_numbers` these say, by dotted name, which of the files 1 to N a tensor goes to, and
+    there is an index in any case."""
 
     max_file_bytes: int
+    file_numbers: Mapping[str, int] | None = None
 
     def jobs(self, manifest: Manifest) -> list[tuple[str, list[str]]]:
         _check(manifest)
+        if self.file_numbers is not None:
+            return _by_number(manifest, self.file_numbers)
         files: list[list[str]] = [[]]
         num_bytes = 0
         for name in sorted(manifest.tensors, key=lambda name: -dtype_named(manifest.tensors[name].dtype).itemsize):
@@ -43,7 +47,7 @@ class SafetensorsFormat:
             num_bytes += size
         if len(files) == 1:
             return [("model.safetensors", files[0])]
-        return [(f"model-{at:05d}-of-{len(files):05d}.safetensors", names) for at, names in enumerate(files, 1)]
+        return [(_file_name(at, len(files)), names) for at, names in enumerate(files, 1)]
 
     def write(
         self, storage: Storage, folder: Path, source: Source, job: tuple[str, list[str]], advance: Advance
@@ -53,13 +57,31 @@ class SafetensorsFormat:
 
     def finish(self, storage: Storage, folder: Path, manifest: Manifest, rows: list[Any]) -> None:
         jobs = self.jobs(manifest)
-        if len(jobs) == 1:
+        if len(jobs) == 1 and self.file_numbers is None:
             return
         index = {
             "metadata": {"total_size": sum(_num_bytes(manifest, name) for name in manifest.tensors)},
             "weight_map": {dotted(name): file for file, names in jobs for name in sorted(names)},
         }
         storage.write_file(folder / INDEX, [memoryview(json.dumps(index, indent=2).encode())])
+
+
+def _file_name(number: int, num_files: int) -> str:
+    return f"model-{number:05d}-of-{num_files:05d}.safetensors"
+
+
+def _by_number(manifest: Manifest, numbers: Mapping[str, int]) -> list[tuple[str, list[str]]]:
+    """Raises CheckpointError for tensors that no file is named for. Of no numbers at all: one file has them all."""
+    files: dict[int, list[str]] = {}
+    for name in manifest.tensors:
+        number = numbers.get(dotted(name)) if numbers else 1
+        if number is None:
+            raise CheckpointError(
+                "save", f"fqn_to_index_mapping has no {dotted(name)!r}.", "Name a file for each tensor, or for none."
+            )
+        files.setdefault(number, []).append(name)
+    num_files = max([*numbers.values(), *files], default=1)
+    return [(_file_name(number, num_files), files[number]) for number in sorted(files)]
 
 
 def _check(manifest: Manifest) -> None:

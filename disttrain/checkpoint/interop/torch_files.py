@@ -13,8 +13,8 @@ from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manife
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.interop.pickles import Made, Map, Name
 from disttrain.checkpoint.interop.torch_zip import Archive, StoredTensor
-from disttrain.checkpoint.loading import Source
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.source import Source
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.tree import name_of
 from disttrain.errors import CheckpointError

@@ -1,0 +1,69 @@
+"""torch's `planner=`: of what it can say, what a load may leave alone is the only thing that there is to say here.
+
+Source: torch/distributed/checkpoint/default_planner.py.
+"""
+
+from __future__ import annotations
+
+from disttrain.errors import CheckpointError
+
+
+class DefaultSavePlanner:
+    """What torch plans a save by. Here each save is planned alike: replicated tensors are written once, by ranks that
+    share the bytes, and plans are kept; so its arguments change nothing."""
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+    ) -> None:
+        if not flatten_state_dict:
+            raise CheckpointError(
+                "DefaultSavePlanner",
+                "flatten_state_dict=False keeps dicts of tensors as pickles.",
+                "Leave it out: dicts are taken apart, and put together by a load.",
+            )
+
+
+class DefaultLoadPlanner:
+    """What torch plans a load by.
+
+    Args: allow_partial_load  whether what the save lacks stays as it is, in place of an error.
+    """
+
+    def __init__(
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True, allow_partial_load: bool = False
+    ) -> None:
+        self.allow_partial_load = allow_partial_load
+
+
+def check_save_planner(operation: str, planner: object) -> None:
+    """Raises CheckpointError for a planner that decides something."""
+    if planner is not None and not _is(planner, DefaultSavePlanner):
+        raise CheckpointError(operation, f"planner= is a {type(planner).__name__}, which is not asked.", _LEAVE_OUT)
+
+
+def allows_partial_load(operation: str, planner: object) -> bool:
+    """Whether a planner lets names be missing from the save. Raises CheckpointError for one that decides more."""
+    if planner is None:
+        return False
+    if not _is(planner, DefaultLoadPlanner):
+        raise CheckpointError(
+            operation,
+            f"planner= is a {type(planner).__name__}, which is not asked.",
+            "Leave it out, or give a DefaultLoadPlanner; allow=, rename= and convert= say what may differ.",
+        )
+    return bool(vars(planner).get("allow_partial_load", False))
+
+
+_LEAVE_OUT = "Leave it out, or give a DefaultSavePlanner."
+
+
+def _is(planner: object, kind: type) -> bool:
+    """Whether it is of that class, or of torch's class of that name; one derived from these is not."""
+    own = type(planner)
+    is_torchs = own.__name__ == kind.__name__ and own.__module__ == "torch.distributed.checkpoint.default_planner"
+    return own is kind or is_torchs
