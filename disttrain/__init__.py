@@ -14,18 +14,31 @@ from disttrain.lazy_names import lazily
 from disttrain.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from disttrain.errors import DistBackendError as DistBackendError
+    from disttrain.errors import DistError as DistError
+    from disttrain.errors import DistNetworkError as DistNetworkError
+    from disttrain.errors import DistStoreError as DistStoreError
+    from disttrain.errors import QueueEmptyError as QueueEmptyError
     from disttrain.mesh import DeviceMesh as DeviceMesh
     from disttrain.mesh import init_device_mesh as init_device_mesh
     from disttrain.process_group import *  # noqa: F403
     from disttrain.process_group.current import group as group
     from disttrain.reports import report as report
+    from disttrain.store import FileStore as FileStore
+    from disttrain.store import HashStore as HashStore
+    from disttrain.store import PrefixStore as PrefixStore
+    from disttrain.store import Store as Store
+    from disttrain.store import TCPStore as TCPStore
 
 _HOMES = {
     "process_group": (
         "Backend",
+        "BuiltinCommHookType",
         "Call",
         "CompletedWork",
+        "DebugLevel",
         "Fabric",
+        "GradBucket",
         "Membership",
         "NON_GROUP_MEMBER",
         "Observer",
@@ -36,11 +49,13 @@ _HOMES = {
         "World",
         "abort_process_group",
         "all_gather",
+        "all_gather_coalesced",
         "all_gather_into_tensor",
         "all_gather_into_tensor_coalesced",
         "all_gather_object",
         "all_gather_single",
         "all_reduce",
+        "all_reduce_coalesced",
         "all_to_all",
         "all_to_all_single",
         "barrier",
@@ -56,16 +71,27 @@ _HOMES = {
         "gather",
         "gather_object",
         "get_backend",
+        "get_backend_config",
+        "get_debug_level",
+        "get_default_backend_for_device",
         "get_global_rank",
         "get_group_rank",
         "get_node_local_rank",
+        "get_pg_count",
         "get_process_group_ranks",
         "get_rank",
         "get_world_size",
         "init_process_group",
         "irecv",
         "is_available",
+        "is_backend_available",
+        "is_gloo_available",
         "is_initialized",
+        "is_mpi_available",
+        "is_nccl_available",
+        "is_torchelastic_launched",
+        "is_ucc_available",
+        "is_xccl_available",
         "isend",
         "monitored_barrier",
         "new_group",
@@ -75,6 +101,7 @@ _HOMES = {
         "recv",
         "recv_object_list",
         "reduce",
+        "reduce_op",
         "reduce_scatter",
         "reduce_scatter_single",
         "reduce_scatter_tensor",
@@ -89,10 +116,19 @@ _HOMES = {
     # Not the package's: there it is the name of a module.
     "process_group.current": ("group",),
     "mesh": ("DeviceMesh", "init_device_mesh"),
+    "errors": ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError"),
     "reports": ("report",),
+    "store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 
-__getattr__, __dir__ = lazily(__name__, _HOME_OF)
+_OF_TORCH = {
+    "_get_default_group": "process_group.current",
+    "_rank_not_in_group": "process_group.current",
+    "_set_pg_timeout": "process_group.current",
+}
+"""torch's private names that programs call."""
+
+__getattr__, __dir__ = lazily(__name__, {**_HOME_OF, **_OF_TORCH})

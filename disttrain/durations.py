@@ -9,6 +9,16 @@ from disttrain.errors import SettingError
 Duration = float | timedelta
 
 
+_NOT_AT_ALL_S = 1e-3
+"""What stands for no time at all where only positive ones are known; a request takes about as long."""
+
+
+def seconds_or_none_at_all(operation: str, duration: Duration) -> float:
+    """As `seconds`, but zero means not to wait, as torch's stores have it."""
+    is_zero = duration == timedelta() if isinstance(duration, timedelta) else duration == 0
+    return _NOT_AT_ALL_S if is_zero else seconds(operation, duration)
+
+
 def seconds(operation: str, duration: Duration) -> float:
     """`duration` in seconds; raises SettingError unless it is positive."""
     value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)

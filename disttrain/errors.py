@@ -10,7 +10,7 @@
     │   ├── StoreQueueEmptyError         nothing in the queue, and no wish to wait
     │   └── StoreLimitError              a key, value, frame or total over its limit
     ├── RendezvousError              nodes or ranks that don't fit together
-    ├── GroupError                   no such group, not a member, already destroyed, rank out of range
+    ├── GroupError                   no such group, not a member, already destroyed, rank out of range (a ValueError)
     ├── BackendError                 no transport serves the device, or the transport failed
     │   ├── CollectiveTimeoutError       a collective did not end in time
     │   └── CollectiveMismatchError      ranks called different collectives
@@ -26,6 +26,15 @@
     │   └── StateDictError               a state dict that does not fit its model or optimizers (a RuntimeError too)
     ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
     └── LaunchError                  a job that cannot be started
+
+Errors of the store, of groups and of transports are also those that torch.distributed has names for, so that `except`
+finds them:
+
+    DistError                        a RuntimeError
+    ├── DistStoreError                   the store's
+    │   └── QueueEmptyError              its StoreQueueEmptyError
+    ├── DistNetworkError                 its StoreConnectionError
+    └── DistBackendError                 a transport's
 
 An error is an answer, in one line: what was asked, which values offend which rule, what to do, and where it happened:
 `shard: dim 0 has size 6, mesh axis 'tp' has size 4; even sharding needs a multiple. Pad to 8. [rank 3, dp=2 tp=4]`
@@ -58,15 +67,35 @@ class DisttrainError(Exception):
         return f"{answer} [{', '.join(places)}]" if places else answer
 
 
+class DistError(RuntimeError):
+    """torch.distributed's name for what goes wrong with the store, with groups and with transports."""
+
+
+class DistStoreError(DistError):
+    """torch's name for an error of the store."""
+
+
+class DistNetworkError(DistError):
+    """torch's name for a connection that cannot be had, or broke."""
+
+
+class DistBackendError(DistError):
+    """torch's name for an error of a transport."""
+
+
+class QueueEmptyError(DistStoreError):
+    """torch's name for a queue of the store's that has nothing in it."""
+
+
 class SettingError(DisttrainError, ValueError):
     """An environment variable or option has a value that makes no sense."""
 
 
-class StoreError(DisttrainError):
+class StoreError(DisttrainError, DistStoreError):
     """The rendezvous store could not do what was asked."""
 
 
-class StoreConnectionError(StoreError, ConnectionError):
+class StoreConnectionError(StoreError, DistNetworkError, ConnectionError):
     """Nobody answers at the store's address, or the connection broke."""
 
 
@@ -82,7 +111,7 @@ class StoreAuthError(StoreError):
     """The other side could not prove that it knows the job's token, or shows no certificate of the job's authority."""
 
 
-class StoreQueueEmptyError(StoreError):
+class StoreQueueEmptyError(StoreError, QueueEmptyError):
     """There is nothing in the queue, and the caller did not want to wait."""
 
 
@@ -90,15 +119,15 @@ class StoreLimitError(StoreError, ValueError):
     """A key, value, frame or total is over its limit; the message names the limit's setting."""
 
 
-class RendezvousError(DisttrainError):
+class RendezvousError(DisttrainError, DistError):
     """Nodes or ranks don't fit together: world sizes differ, a rank is taken twice, somebody never came."""
 
 
-class GroupError(DisttrainError):
+class GroupError(DisttrainError, DistError, ValueError):
     """No such group, not a member of it, a destroyed one, or a rank out of its range."""
 
 
-class BackendError(DisttrainError):
+class BackendError(DisttrainError, DistBackendError):
     """No transport serves the tensor's device, or the transport failed."""
 
 

@@ -96,6 +96,9 @@ TORCHELASTIC_USE_AGENT_STORE = Setting[bool](
     False,
     "`True`: torchrun's own store is at MASTER_ADDR:MASTER_PORT; torchrun sets it.",
 )
+TORCHELASTIC_RUN_ID = Setting[str | None](
+    "TORCHELASTIC_RUN_ID", str, None, "Name of the run; disttrain-launch and torchrun set it."
+)
 TORCHELASTIC_RESTART_COUNT = Setting[int](
     "TORCHELASTIC_RESTART_COUNT", _natural, 0, "How often torchrun has started this job's workers again."
 )

@@ -16,10 +16,16 @@ from disttrain.dtensor.picture import visualize_sharding
 from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rank_comparison import compare_ranks
 from disttrain.dtensor.shard_sizes import local_shape_and_offset
+from disttrain.lazy_names import answering
+from disttrain.mesh import DeviceMesh, init_device_mesh
+
+_StridedShard = StridedShard
+"""torch's name for it."""
 
 __all__ = [
     "CommDebugMode",
     "DTensor",
+    "DeviceMesh",
     "Layout",
     "Partial",
     "Placement",
@@ -33,6 +39,7 @@ __all__ = [
     "empty",
     "full",
     "implicit_replication",
+    "init_device_mesh",
     "local_map",
     "local_shape_and_offset",
     "ones",
@@ -44,3 +51,5 @@ __all__ = [
 ]
 
 use_local_steps()
+
+__getattr__ = answering(__name__)

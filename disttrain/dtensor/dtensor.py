@@ -163,13 +163,15 @@ class DTensor(Traced, AsParameter, torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same values laid out by `placements` on the same mesh. Differentiable. Collective over the mesh.
 
         Values travel as `forward_dtype`, which the result has then, their gradients as `backward_dtype`; default for
-        both: the tensor's own, which the gradient has in the end.
+        both: the tensor's own, which the gradient has in the end. What comes back can be used at
+        once, with `async_op` too.
         """
         layout = checked_layout("redistribute", device_mesh or self.device_mesh, placements, self.ndim)
         before_redistribution(self, layout)

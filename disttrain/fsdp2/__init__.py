@@ -7,6 +7,7 @@ from disttrain.fsdp2.fully_shard import fully_shard
 from disttrain.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
 from disttrain.fsdp2.transfers.forms import TransferCost
+from disttrain.lazy_names import answering
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -23,3 +24,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+__getattr__ = answering(__name__)

@@ -99,21 +99,10 @@ class Sharding:
         return (cut,) if self.mesh.ndim == 1 else (Replicate(), cut)
 
     def _joined_with(self, fqn: str, other: DeviceMesh) -> DeviceMesh:
-        """The mesh of this one's axes and then the other's; both must be slices of one.
-
-        Equal meshes may have come of different ones, and a tensor is on whichever was first: so either's root will do.
-        """
-        names, other_names = self.mesh.mesh_dim_names or (), other.mesh_dim_names or ()
-        joined = (*names, *other_names)
-        for root in (self.mesh.root, other.root):
-            if (
-                names
-                and other_names
-                and not set(names) & set(other_names)
-                and set(joined) <= set(root.mesh_dim_names or ())
-                and (root[names], root[other_names]) == (self.mesh, other)
-            ):
-                return root[joined]
+        """The mesh of this one's axes and then the other's; both must be slices of one grid."""
+        joined = self.mesh.joined_with(other)
+        if joined is not None:
+            return joined
         raise ShardingError(
             "fully_shard",
             f"parameter {fqn} lies on mesh {other.layout}, which cannot be joined with {self.mesh.layout}.",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from disttrain.lazy_names import answering
 from disttrain.mesh.device_mesh import DeviceMesh, init_device_mesh
 from disttrain.mesh.layout import MeshLayout
 
 __all__ = ["DeviceMesh", "MeshLayout", "init_device_mesh"]
+
+__getattr__ = answering(__name__)

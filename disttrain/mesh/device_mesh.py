@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,9 @@ from disttrain.process_group import ProcessGroup, World, current_world, init_pro
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Override = Mapping[str | int, str | tuple[str, object]]
+"""By an axis's name or index: the transports of its groups, such as "gloo", with their options or without."""
 
 
 class DeviceMesh(GraphConstant):
@@ -197,6 +200,84 @@ class DeviceMesh(GraphConstant):
         root._flattened[name] = axes
         return root[name]
 
+    def _unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Override | None = None,
+    ) -> DeviceMesh:
+        """This mesh with one axis cut into several, named `mesh_dim_names`; `backend_override` as in init_device_mesh.
+
+        Slices of meshes that were made so of one another can be joined, as fully_shard does with tensor parallelism's.
+        Raises: MeshError for sizes that don't multiply to the axis's.
+        """
+        axis = self.layout.axis(dim)
+        layout = self.layout.unfolded(axis, tuple(mesh_sizes), tuple(mesh_dim_names))
+        made = DeviceMesh._of(self.world, self.device_type, layout, None)
+        if self._groups:
+            cut = len(mesh_sizes)
+            made._groups = (*self._groups[:axis], *made._groups[axis : axis + cut], *self._groups[axis + 1 :])
+        return made._with_backends(backend_override)
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """The mesh of the axes of all, through this rank. Raises MeshError where they are no axes of one grid."""
+        whole = device_mesh_list[0]
+        for mesh in device_mesh_list[1:]:
+            joined = whole.joined_with(mesh)
+            if joined is None:
+                raise MeshError(
+                    "mesh._concatenate",
+                    f"{whole.layout} and {mesh.layout} are no axes of one mesh.",
+                    "Give slices of one mesh, or of meshes that _unflatten made of one, with names of their own.",
+                    rank=whole.world.rank,
+                )
+            whole = joined
+        return whole
+
+    def joined_with(self, other: DeviceMesh) -> DeviceMesh | None:
+        """The mesh of this one's axes and then the other's; None unless both are slices of one grid of ranks.
+
+        Equal meshes may have come of different ones, and a tensor is on whichever was first: so either's root will do,
+        and roots that go over the same ranks in one order.
+        """
+        names, other_names = self.mesh_dim_names or (), other.mesh_dim_names or ()
+        joined = (*names, *other_names)
+        if not names or not other_names or set(names) & set(other_names):
+            return None
+        for root in (self.root, other.root):
+            if set(joined) <= set(root.mesh_dim_names or ()) and (root[names], root[other_names]) == (self, other):
+                return root[joined]
+        same_place = (self.world, self.device_type) == (other.world, other.device_type)
+        if not same_place or self.root.layout.ranks != other.root.layout.ranks:
+            return None
+        layout = self.layout.joined(other.layout, self.world.rank, self.root.layout.ranks)
+        if layout is None:
+            return None
+        made = DeviceMesh._of(self.world, self.device_type, layout, None)
+        made._groups = (*self._groups, *other._groups)
+        return made
+
+    @property
+    def _layout(self) -> MeshLayout:
+        return self.layout
+
+    def _sym_get_coordinate(self, index: int) -> int:
+        return self.get_local_rank(index)
+
+    def _with_backends(self, override: Override | None) -> DeviceMesh:
+        """This mesh, which nobody has yet, with groups of their own along the axes that `override` names."""
+        for name_or_axis, wanted in (override or {}).items():
+            axis = self.layout.axis(name_or_axis)
+            backend, options = (wanted, None) if isinstance(wanted, str) else wanted
+            if not self._groups:
+                continue
+            group = self.world.new_group(self._groups[axis].ranks, backend=backend, options=options)
+            assert isinstance(group, ProcessGroup)  # its ranks are those through this one
+            self._groups = (*self._groups[:axis], group, *self._groups[axis + 1 :])
+        return self
+
     def _axes_of(self, name: str) -> tuple[int, ...]:
         return self._flattened.get(name) or (self.layout.axis(name),)
 
@@ -269,6 +350,8 @@ hold_in_graphs(
     [
         "__eq__",
         "__getitem__",
+        "_layout",
+        "_sym_get_coordinate",
         "device_type",
         "get_coordinate",
         "get_local_rank",
@@ -282,10 +365,16 @@ hold_in_graphs(
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Override | None = None,
 ) -> DeviceMesh:
     """All ranks of the job as a grid of `mesh_shape`, in row-major order; joins the job first where that was not done.
 
+    `backend_override` gives axes, by name or index, groups of their own over other transports: "gloo", "nccl", "fake",
+    which sends nothing, or such a name and its options.
     Raises: MeshError when the shape does not multiply to the number of ranks.
     """
     world = _world()
@@ -298,7 +387,8 @@ def init_device_mesh(
             rank=world.rank,
         )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    return DeviceMesh._of(world, device_type, MeshLayout(tuple(range(world.world_size)), shape, names), None)
+    mesh = DeviceMesh._of(world, device_type, MeshLayout(tuple(range(world.world_size)), shape, names), None)
+    return mesh._with_backends(backend_override)
 
 
 def _world() -> World:

@@ -67,6 +67,55 @@ class MeshLayout:
             tuple(self.ranks[origin + offset] for offset in offsets), tuple(self.shape[axis] for axis in axes), names
         )
 
+    def unfolded(self, axis: int, sizes: Sequence[int], names: Sequence[str]) -> MeshLayout:
+        """One axis cut into several, the last of which goes over neighbours. Raises MeshError where they don't fit."""
+        if math.prod(sizes) != self.shape[axis]:
+            raise MeshError(
+                "mesh",
+                f"sizes {tuple(sizes)} don't multiply to axis {axis} of {self}.",
+                f"Cut {self.shape[axis]} ranks.",
+            )
+        if self.axis_names is None and len(self.shape) > 1:
+            raise MeshError("mesh", f"the other axes of {self} have no names.", "Name all with mesh_dim_names.")
+        kept = self.axis_names or ("",)
+        return MeshLayout(
+            self.ranks,
+            (*self.shape[:axis], *sizes, *self.shape[axis + 1 :]),
+            (*kept[:axis], *names, *kept[axis + 1 :]),
+        )
+
+    def joined(self, other: MeshLayout, rank: int, order: Sequence[int]) -> MeshLayout | None:
+        """The mesh through `rank` of this one's axes and then `other`'s; None where there is no such grid.
+
+        `order` are the job's ranks in the order in which both count in equal steps, as slices and cuts of one grid do.
+        """
+        position = {one: index for index, one in enumerate(order)}
+        own, others = self._steps(position, rank), other._steps(position, rank)
+        if own is None or others is None or self.axis_names is None or other.axis_names is None:
+            return None
+        ranks = [position[self.ranks[0]] + position[other.ranks[0]] - position[rank]]
+        for step, size in zip((*own, *others), (*self.shape, *other.shape), strict=True):
+            ranks = [first + step * index for first in ranks for index in range(size)]
+        names = (*self.axis_names, *other.axis_names)
+        is_grid = len(set(ranks)) == len(ranks) and 0 <= min(ranks) <= max(ranks) < len(order)
+        if not is_grid or len(set(names)) != len(names):
+            return None
+        return MeshLayout(tuple(order[one] for one in ranks), (*self.shape, *other.shape), names)
+
+    def _steps(self, position: dict[int, int], rank: int) -> tuple[int, ...] | None:
+        """How far apart neighbours along each axis are in `position`; None where that changes, or without `rank`."""
+        if rank not in self._index or not set(self.ranks) <= position.keys():
+            return None
+        places = [position[one] for one in self.ranks]
+        steps = tuple(
+            places[stride] - places[0] if size > 1 else 0
+            for stride, size in zip(self._strides, self.shape, strict=True)
+        )
+        expected = [places[0]]
+        for step, size in zip(steps, self.shape, strict=True):
+            expected = [first + step * index for first in expected for index in range(size)]
+        return steps if places == expected else None
+
     def axis(self, name_or_index: str | int) -> int:
         """The index of an axis, by its name or (maybe negative) index. Raises MeshError when there is none."""
         num_axes = len(self.shape)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from disttrain.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
     from disttrain.pipelining.microbatch import merge_chunks as merge_chunks
     from disttrain.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from disttrain.pipelining.named_schedules import PipelineScheduleMulti as PipelineScheduleMulti
+    from disttrain.pipelining.named_schedules import PipelineScheduleSingle as PipelineScheduleSingle
     from disttrain.pipelining.named_schedules import Schedule1F1B as Schedule1F1B
     from disttrain.pipelining.named_schedules import ScheduleDualPipeV as ScheduleDualPipeV
     from disttrain.pipelining.named_schedules import ScheduleForwardOnly as ScheduleForwardOnly
@@ -81,6 +83,8 @@ _MODULE_OF = {
     "Peak": "liveness",
     "Pipe": "pipe",
     "PipelineSchedule": "runtime",
+    "PipelineScheduleMulti": "named_schedules",
+    "PipelineScheduleSingle": "named_schedules",
     "PipelineStage": "stage",
     "Placement": "placement",
     "Schedule": "schedule",
@@ -129,4 +133,7 @@ _MODULE_OF = {
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+_OF_TORCH = {"_PipelineSchedule": "named_schedules", "_PipelineScheduleRuntime": "named_schedules"}
+"""torch's private names that trainers import."""
+
+__getattr__, __dir__ = lazily(__name__, {**_MODULE_OF, **_OF_TORCH})

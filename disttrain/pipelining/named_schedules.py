@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.catalogue import find_recipe, make_schedule
+from disttrain.pipelining.csv_form import from_csv
 from disttrain.pipelining.refusing import refusing
 from disttrain.pipelining.runtime import PipelineSchedule
 from disttrain.pipelining.stage import PipelineStage
@@ -48,7 +50,7 @@ class NamedSchedule(PipelineSchedule):
         )
 
 
-class OneStageSchedule(NamedSchedule):
+class PipelineScheduleSingle(NamedSchedule):
     """The same with one stage per rank, which torch calls `stage`."""
 
     def __init__(
@@ -66,80 +68,87 @@ class OneStageSchedule(NamedSchedule):
         super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
-class ScheduleGPipe(OneStageSchedule):
+class PipelineScheduleMulti(NamedSchedule):
+    """A schedule with several stages per rank, or any number; the first argument is a list of them."""
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
     """All forwards, then all backwards (arXiv 1811.06965)."""
 
     recipe = "GPipe"
 
 
-class Schedule1F1B(OneStageSchedule):
+class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward, in turns (PipeDream-Flush, arXiv 2006.09503)."""
 
     recipe = "1F1B"
 
 
-class ScheduleInterleaved1F1B(NamedSchedule):
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """1F1B with several stages per rank (arXiv 2104.04473)."""
 
     recipe = "Interleaved1F1B"
 
 
-class ScheduleLoopedBFS(NamedSchedule):
+class ScheduleLoopedBFS(PipelineScheduleMulti):
     """Several stages per rank, all microbatches through each before the next (arXiv 2211.05953)."""
 
     recipe = "LoopedBFS"
 
 
-class ScheduleZBH1(OneStageSchedule):
+class ScheduleZBH1(PipelineScheduleSingle):
     """1F1B that fills its bubble with gradients of weights, at no more memory (arXiv 2401.10241)."""
 
     recipe = "ZB-H1"
 
 
-class ScheduleZBH2(OneStageSchedule):
+class ScheduleZBH2(PipelineScheduleSingle):
     """The same without a bubble, at twice the memory (arXiv 2401.10241)."""
 
     recipe = "ZB-H2"
 
 
-class ScheduleInterleavedZeroBubble(NamedSchedule):
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
     """Interleaved 1F1B whose gradients of weights wait (arXiv 2401.10241)."""
 
     recipe = "InterleavedZeroBubble"
 
 
-class ScheduleZBVZeroBubble(NamedSchedule):
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     """No bubble at 1F1B's memory: two stages per rank, placed there and back (arXiv 2401.10241)."""
 
     recipe = "ZBVZeroBubble"
 
 
-class ScheduleVHalf(NamedSchedule):
+class ScheduleVHalf(PipelineScheduleMulti):
     """Half of 1F1B's memory (arXiv 2405.15362)."""
 
     recipe = "V-Half"
 
 
-class ScheduleVMin(NamedSchedule):
+class ScheduleVMin(PipelineScheduleMulti):
     """A third of 1F1B's memory (arXiv 2405.15362)."""
 
     recipe = "V-Min"
 
 
-class ScheduleDualPipeV(NamedSchedule):
+class ScheduleDualPipeV(PipelineScheduleMulti):
     """Forwards and backwards side by side (DeepSeek-V3, arXiv 2412.19437, cut to a V)."""
 
     recipe = "DualPipeV"
 
 
-class ScheduleForwardOnly(NamedSchedule):
+class ScheduleForwardOnly(PipelineScheduleMulti):
     """For inference: `step` and `eval` are the same."""
 
     recipe = "ForwardOnly"
 
 
 _CLASSES: dict[str, type[NamedSchedule]] = {
-    cls.recipe: cls for kind in (NamedSchedule, OneStageSchedule) for cls in kind.__subclasses__() if cls.recipe
+    cls.recipe: cls
+    for kind in (PipelineScheduleMulti, PipelineScheduleSingle)
+    for cls in kind.__subclasses__()
+    if cls.recipe
 }
 
 
@@ -149,3 +158,29 @@ def get_schedule_class(schedule_name: str) -> type[NamedSchedule]:
     Raises: ScheduleError with the names there are.
     """
     return _CLASSES[find_recipe(schedule_name).name]
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """torch's class for a schedule that comes from a CSV file, which `_load_csv` reads."""
+
+    def __init__(self, stages: PipelineStage | Sequence[PipelineStage], n_microbatches: int, *args: Any, **kwargs: Any):
+        self._given = (stages, n_microbatches, args, kwargs)
+
+    def _load_csv(self, filename: str, format: str = "compute_only") -> None:
+        """Take the schedule in a file of computations, or, with "compute_comms", of messages as well: those are made
+        anew. Raises ScheduleError for a file of another number of microbatches, or that is no schedule."""
+        stages, num_microbatches, args, kwargs = self._given
+        if format not in ("compute_only", "compute_comms"):
+            raise ScheduleError("_load_csv", f"format={format!r} is unknown.", "It is compute_only or compute_comms.")
+        schedule = from_csv(Path(filename).read_text(encoding="utf-8"), filename).compute_only()
+        if schedule.num_microbatches != num_microbatches:
+            raise ScheduleError(
+                "_load_csv",
+                f"{filename} has {schedule.num_microbatches} microbatches, n_microbatches is {num_microbatches}.",
+                "Give the number that the file was made for.",
+            )
+        PipelineSchedule.__init__(self, stages, schedule, *args, **kwargs)
+
+
+_PipelineSchedule = PipelineSchedule
+"""torch's name for it."""

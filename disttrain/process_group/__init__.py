@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from disttrain.process_group._c10d import ReduceOp, premul_sum
+from disttrain.process_group._c10d import BuiltinCommHookType, DebugLevel, GradBucket, ReduceOp, premul_sum
+from disttrain.process_group.availability import (
+    get_debug_level,
+    get_default_backend_for_device,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
+    is_ucc_available,
+    is_xccl_available,
+)
 from disttrain.process_group.backends import Backend, CompletedWork, Membership, register_backend
 from disttrain.process_group.backends.fabric import Fabric
 from disttrain.process_group.coalescing import coalescing_manager
@@ -22,9 +33,11 @@ from disttrain.process_group.current import (
     destroy_process_group,
     entered_world,
     get_backend,
+    get_backend_config,
     get_global_rank,
     get_group_rank,
     get_node_local_rank,
+    get_pg_count,
     get_process_group_ranks,
     get_rank,
     get_world_size,
@@ -43,7 +56,12 @@ from disttrain.process_group.list_collectives import (
     reduce_scatter,
     scatter,
 )
-from disttrain.process_group.many import all_gather_into_tensor_coalesced, reduce_scatter_tensor_coalesced
+from disttrain.process_group.many import (
+    all_gather_coalesced,
+    all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
 from disttrain.process_group.monitored import monitored_barrier
 from disttrain.process_group.objects import (
     all_gather_object,
@@ -64,11 +82,17 @@ from disttrain.process_group.subgroups import (
 from disttrain.process_group.work import Work
 from disttrain.process_group.world import NON_GROUP_MEMBER, World
 
+reduce_op = ReduceOp
+"""Its name before torch 1.0."""
+
 __all__ = [
     "Backend",
+    "BuiltinCommHookType",
     "Call",
     "CompletedWork",
+    "DebugLevel",
     "Fabric",
+    "GradBucket",
     "Membership",
     "NON_GROUP_MEMBER",
     "Observer",
@@ -79,11 +103,13 @@ __all__ = [
     "World",
     "abort_process_group",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -99,16 +125,27 @@ __all__ = [
     "gather",
     "gather_object",
     "get_backend",
+    "get_backend_config",
+    "get_debug_level",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "init_process_group",
     "irecv",
     "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "monitored_barrier",
     "new_group",
@@ -118,6 +155,7 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_op",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

@@ -35,6 +35,9 @@ ReduceScatterOptions = c10d.ReduceScatterOptions
 ScatterOptions = c10d.ScatterOptions
 
 TorchTCPStore = c10d.TCPStore
+DebugLevel: Any = c10d.DebugLevel
+BuiltinCommHookType: Any = c10d.BuiltinCommHookType
+GradBucket = c10d.GradBucket
 
 Transport = Any
 """A `c10d::Backend`: torch's stubs don't describe the methods that all of them share."""

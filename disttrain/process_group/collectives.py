@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from disttrain.durations import Duration, seconds
 from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.checks import check_contiguous, check_pair, peer_rank
 from disttrain.process_group.current import resolve_group
@@ -151,18 +152,29 @@ reduce_scatter_single = reduce_scatter_tensor
 
 
 def barrier(
-    group: ProcessGroup | None = None, async_op: bool = False, device_ids: Sequence[int] | None = None
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Duration | None = None,
 ) -> Work | None:
     """Return once every rank of the group is here.
 
     With NCCL it runs on `device_ids[0]` (default: the rank's own GPU) and waits for the kernels queued there before it.
+    `timeout` holds for this one, in place of the group's; with async_op give it to the handle's `wait`.
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("barrier", group)
     try:
-        device = torch.device("cuda", device_ids[0]) if device_ids else group.barrier_device
+        limit_s = None if timeout is None else seconds("barrier", timeout)
+        on_gpu = bool(device_ids) and group.barrier_device.type == "cuda"
+        device = torch.device("cuda", device_ids[0]) if device_ids and on_gpu else group.barrier_device
         run = group.backend("barrier", device.type).barrier
     except Exception as error:
         group.refuse("barrier", error)
         raise
-    return issue(group, "barrier", run, (device,), (), (), async_op)
+    if limit_s is None or async_op:
+        return issue(group, "barrier", run, (device,), (), (), async_op)
+    work = issue(group, "barrier", run, (device,), (), (), True)
+    assert work is not None  # it is asynchronous
+    work.wait(limit_s)
+    return None

@@ -57,6 +57,7 @@ def init_process_group(
     group_name: str = "",
     pg_options: object | None = None,
     device_id: torch.device | int | None = None,
+    _ranks: Sequence[int] | None = None,
     *,
     register_with_torch: bool | None = None,
 ) -> None:
@@ -71,6 +72,7 @@ def init_process_group(
              store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. For
                           another world, wrap it in a PrefixStore or give another `group_name`.
              device_id    the GPU that this rank computes on; default: the one of its local rank.
+             _ranks       torch's, for jobs whose ranks are parts of another's: taken where it names none, or all.
              register_with_torch  initialise torch.distributed too, over the same transports, so that what is written
                           for it (DDP, DistributedSampler, ...) finds its default group. Left out: where torch can
                           share them, and has no job of its own. True: else it is an error; connects GPUs and CPUs.
@@ -86,6 +88,10 @@ def init_process_group(
             rank=current_world("init_process_group").rank,
         )
     timeout_s = TIMEOUT_S.read() if timeout is None else seconds("init_process_group", timeout)
+    if _ranks and list(_ranks) != list(range(len(_ranks))):
+        raise GroupError(
+            "init_process_group", f"_ranks={list(_ranks)} is a part of a job.", "Make a group of them by new_group."
+        )
     prefix = group_name or "job"
     if backend is not None and not any(kind.has_peers for kind in choose_backends(backend).values()):
         place = rendezvous.place_alone(rank, world_size)
@@ -228,8 +234,35 @@ def get_world_size(group: ProcessGroup | NonGroupMember | None = None) -> int:
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
-    """The group's transports, such as "cpu:gloo,cuda:nccl"."""
-    return resolve_group("get_backend", group).backend_name
+    """The group's transports: "gloo" or "nccl" where it has one for all its devices, else as "cpu:gloo,cuda:nccl"."""
+    name = resolve_group("get_backend", group).backend_name
+    kinds = {part.rpartition(":")[2] for part in name.split(",")}
+    return kinds.pop() if len(kinds) == 1 else name
+
+
+def get_backend_config(group: ProcessGroup | None = None) -> str:
+    """The group's transports by device type, such as "cpu:gloo,cuda:nccl"."""
+    return resolve_group("get_backend_config", group).backend_name
+
+
+def get_pg_count() -> int:
+    """How many groups this rank has, the default group among them."""
+    return len(current_world("get_pg_count").groups)
+
+
+def _set_pg_timeout(timeout: Duration, group: ProcessGroup | None = None) -> None:
+    """torch's name for `ProcessGroup.set_timeout`."""
+    resolve_group("_set_pg_timeout", group).set_timeout(seconds("_set_pg_timeout", timeout))
+
+
+def _rank_not_in_group(group: ProcessGroup | NonGroupMember | None) -> bool:
+    """torch's question: is it NON_GROUP_MEMBER?"""
+    return isinstance(group, NonGroupMember)
+
+
+def _get_default_group() -> ProcessGroup:
+    """torch's name for `group.WORLD` where there is one. Raises GroupError before init_process_group."""
+    return current_world("_get_default_group").default_group
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
@@ -283,9 +316,11 @@ __all__ = [
     "enter_process_world",
     "entered_world",
     "get_backend",
+    "get_backend_config",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_pg_count",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",

@@ -146,6 +146,12 @@ class ProcessGroup:
         self.timeout_s, self._options = timeout_s, options
         return True
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on each of its collectives waits for so long at most, on this rank."""
+        self.timeout_s = timeout_s
+        for backend in self._made.values():
+            backend.set_timeout(timeout_s)
+
     def serves(self, device_type: str) -> bool:
         return device_type in self._backend_classes
 

@@ -1,6 +1,6 @@
 """Collectives of several tensors at once: one call, one record, and one launch where the transport can.
 
-Their names are those of torch's functional collectives.
+Their names are torch's, those of its functional collectives among them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import torch
 from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction
 from disttrain.process_group.checks import check_pair
+from disttrain.process_group.coalescing import Coalesced, coalescing_manager
+from disttrain.process_group.collectives import all_reduce
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.list_collectives import all_gather
 from disttrain.process_group.work import Work
 
 
@@ -64,6 +67,62 @@ def reduce_scatter_tensor_coalesced(
         raise
     arguments = (outputs, inputs, op, async_op)
     return issue(group, name, backend.reduce_scatter_tensors, arguments, inputs, outputs, async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Reduction = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Coalesced | None:
+    """all_reduce of each tensor, in place, together.
+
+    Args:    tensors  on one device; of any dtypes and shapes, alike on all ranks.
+    Returns: what has a `wait` when async_op, else None.
+    Raises:  as all_reduce; ShapeError without a tensor.
+    Collective: every rank of the group, in the same order.
+    """
+    with _together("all_reduce_coalesced", tensors, group, async_ops=async_op) as together:
+        for tensor in tensors:
+            all_reduce(tensor, op, group, async_op=True)
+    return together if async_op else None
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[torch.Tensor]],
+    input_tensor_list: Sequence[torch.Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Coalesced | None:
+    """all_gather of each input into the list at its place, together.
+
+    Args:    output_tensor_lists  for each input a tensor of each rank, in group order.
+    Returns, raises: as all_reduce_coalesced, and as all_gather; ShapeError also for lists of different lengths.
+    Collective: every rank of the group, in the same order.
+    """
+    name = "all_gather_coalesced"
+    if len(output_tensor_lists) != len(input_tensor_list):
+        error = ShapeError(
+            name,
+            f"there are {len(output_tensor_lists)} lists of outputs and {len(input_tensor_list)} inputs.",
+            "Give a list for each input.",
+        )
+        resolve_group(name, group).refuse(name, error)
+        raise error
+    with _together(name, input_tensor_list, group, async_ops=async_op) as together:
+        for outputs, input_ in zip(output_tensor_lists, input_tensor_list, strict=True):
+            all_gather(list(outputs), input_, group, async_op=True)
+    return together if async_op else None
+
+
+def _together(
+    operation: str, tensors: Sequence[torch.Tensor], group: ProcessGroup | None, *, async_ops: bool
+) -> Coalesced:
+    if not tensors:
+        error = ShapeError(operation, "there is no tensor.", "Give at least one.")
+        resolve_group(operation, group).refuse(operation, error)
+        raise error
+    return coalescing_manager(group, tensors[0].device, async_ops=async_ops)
 
 
 def _check(

@@ -158,6 +158,10 @@ class Work:
             peer_rank = self._started.source_rank()  # type: ignore[attr-defined]  # what receives from anyone has it
         return peer_rank
 
+    def _source_rank(self) -> int:
+        """torch's name for `source_group_rank`."""
+        return self.source_group_rank()
+
     def follow(self, whole: TransportWork) -> None:
         """The transport has made this operation a part of `whole`: wait for that first."""
         self._started = JoinedWork([whole, self._started])

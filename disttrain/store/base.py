@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol, Self
 
 from disttrain.durations import Duration
@@ -23,6 +24,11 @@ class Store(Protocol):
     @property
     def timeout_s(self) -> float:
         """Seconds that `get`, `wait` and `barrier` wait unless told otherwise."""
+        ...
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_s`, as torch has it."""
         ...
 
     def set_timeout(self, timeout: Duration) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Final, Self
 
-from disttrain.durations import Duration, seconds
+from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.store.answers import checked_capacity, checked_pairs, error_of, to_bytes, to_keys
 from disttrain.store.base import Value
 from disttrain.store.wire import Answer, Op
@@ -51,6 +52,11 @@ class StoreMethods(ABC):
     def timeout_s(self) -> float:
         """Seconds that an operation waits unless told otherwise."""
         return self._timeout_s
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_s`, as torch has it."""
+        return timedelta(seconds=self.timeout_s)
 
     def set_timeout(self, timeout: Duration) -> None:
         """Change `timeout_s`."""
@@ -142,4 +148,4 @@ class StoreMethods(ABC):
 
 
 def _bounded_s(operation: str, timeout: Duration) -> float:
-    return min(seconds(operation, timeout), LONGEST_S)
+    return min(seconds_or_none_at_all(operation, timeout), LONGEST_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Self
 
 from disttrain.durations import Duration
@@ -27,6 +28,11 @@ class PrefixStore:
     def timeout_s(self) -> float:
         """Seconds that an operation waits unless told otherwise."""
         return self.underlying_store.timeout_s
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_s`, as torch has it."""
+        return timedelta(seconds=self.timeout_s)
 
     def set_timeout(self, timeout: Duration) -> None:
         """Change `timeout_s`, for the whole store."""

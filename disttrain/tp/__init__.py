@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain.lazy_names import answering
 from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
@@ -29,3 +30,5 @@ __all__ = [
     "plan_for",
     "vocab_parallel_cross_entropy",
 ]
+
+__getattr__ = answering(__name__)

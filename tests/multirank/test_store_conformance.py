@@ -248,6 +248,8 @@ def test_wrong_arguments(store: Store) -> None:
     with pytest.raises(StoreError, match="a key is a str"):
         store.wait([5])  # type: ignore[list-item]
     with pytest.raises(SettingError, match="it must be positive"):
+        store.wait(["a"], -1)
+    with pytest.raises(StoreTimeoutError, match="did not come"):
         store.wait(["a"], 0)
     assert store.num_keys() == 0
 

@@ -59,7 +59,7 @@ def test_a_registered_backend_serves() -> None:
         gathered = torch.zeros(2)
         disttrain.all_gather_into_tensor(gathered, torch.ones(1))
         assert gathered.tolist() == [1.0, 1.0]
-        assert disttrain.get_backend() == "cpu:loopback"
+        assert (disttrain.get_backend(), disttrain.get_backend_config()) == ("loopback", "cpu:loopback")
 
 
 def test_an_entry_point_is_loaded_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

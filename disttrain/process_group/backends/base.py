@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -79,6 +79,11 @@ class Backend(ABC):
     What is abstract here every backend must have. The rest it may leave out; calling it is then an error that says so.
     """
 
+    GLOO: ClassVar = "gloo"
+    NCCL: ClassVar = "nccl"
+    default_device_backend_map: ClassVar[Mapping[str, str]] = {"cpu": "gloo", "cuda": "nccl"}
+    """What serves a device type unless somebody says otherwise. These three are torch's names."""
+
     devices: ClassVar[tuple[str, ...]]
     """Device types that this kind of transport can serve."""
 
@@ -123,6 +128,11 @@ class Backend(ABC):
 
         For those whose handles nobody has it may wait, for `wait_s` seconds at most.
         """
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Wait for so long at most, in operations from now on. What has no peers waits for nobody."""
+        if self.has_peers:
+            raise self._lacks("set_timeout")
 
     def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
         """Reduce in place at the destination; the other ranks' tensors are left as they are."""

@@ -180,6 +180,9 @@ class C10dBackend(Backend):
         started: AnySourceWork = self._transport.recv_anysource([self._movable(tensor)], tag)
         return started
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self._transport._set_default_timeout(timedelta(seconds=timeout_s))
+
     def shutdown(self, wait_s: float) -> None:
         if not self._is_adopted:
             self._transport.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -172,6 +173,9 @@ class ThreadsBackend(Backend):
         key: Hashable = (membership.name, self._num_collectives)
         meeting = self._fabric.join(key, title, membership.size, membership.rank, payload, combine)
         return MeetingWork(self._fabric, meeting, membership.global_rank, membership.timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._membership = replace(self._membership, timeout_s=timeout_s)
 
     def _pass_message(self, envelope: Envelope, dst_rank: int, tag: int) -> MeetingWork:
         membership = self._membership

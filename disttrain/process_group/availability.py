@@ -1,0 +1,66 @@
+"""What this machine has, and who has started this process: what scripts ask before they choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from disttrain.errors import BackendError
+from disttrain.process_group._c10d import DebugLevel
+from disttrain.process_group.backends import BACKENDS, Backend
+from disttrain.settings import DEBUG, TORCHELASTIC_RUN_ID
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether a transport of that name is known and can be used on this machine."""
+    kind = BACKENDS.get(backend.lower())
+    return kind is not None and kind.is_available()
+
+
+def is_gloo_available() -> bool:
+    """Whether torch has Gloo."""
+    return is_backend_available("gloo")
+
+
+def is_nccl_available() -> bool:
+    """Whether torch has NCCL and there is a GPU."""
+    return is_backend_available("nccl")
+
+
+def is_mpi_available() -> bool:
+    """False, as of the other transports of torch's that are not driven here."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """False; see `is_mpi_available`."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """False; see `is_mpi_available`."""
+    return is_backend_available("xccl")
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether disttrain-launch, or torchrun, has started this process."""
+    return TORCHELASTIC_RUN_ID.read() is not None
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The transport that serves a device unless somebody says otherwise: "gloo" for "cpu", "nccl" for "cuda:1".
+
+    Raises BackendError for a device that none serves.
+    """
+    kind = torch.device(device).type
+    name = Backend.default_device_backend_map.get(kind)
+    if name is None:
+        problem = f"no transport serves {kind!r}."
+        raise BackendError("get_default_backend_for_device", problem, "There are some for cpu and cuda.")
+    return name
+
+
+def get_debug_level() -> Any:
+    """What DISTTRAIN_DEBUG says to the next world: OFF, INFO or DETAIL."""
+    return DebugLevel.__members__[DEBUG.read().upper()]
