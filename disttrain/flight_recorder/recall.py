@@ -19,7 +19,13 @@ _IN_AND_OUT: Final = {"all_gather_into_tensor", "reduce_scatter_tensor"}
 """Those whose outputs have, too."""
 _OUTPUTS: Final = {"all_gather", "scatter"}
 """Those of which the outputs have, and not always the inputs."""
-_PARTS: Final = {"reduce_scatter", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"}
+_PARTS: Final = {
+    "reduce_scatter",
+    "all_gather_coalesced",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce_coalesced",
+    "reduce_scatter_tensor_coalesced",
+}
 """Those with several inputs, alike on all ranks one by one."""
 
 

@@ -26,6 +26,7 @@ Reduction = ReduceOp | ReduceOp.RedOpType
 """An operation as `ReduceOp.SUM` gives it, or an object of ReduceOp that wraps it."""
 AllToAllOptions = c10d.AllToAllOptions
 AllgatherOptions = c10d.AllgatherOptions
+AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions
 AllreduceOptions = c10d.AllreduceOptions
 BarrierOptions = c10d.BarrierOptions
 BroadcastOptions = c10d.BroadcastOptions

@@ -23,14 +23,15 @@ def all_reduce(
 ) -> Work | None:
     """Reduce `tensor` over the group, in place, so that all ranks hold the result.
 
-    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks.
+    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks. On Gloo also a sparse one (COO), to be
+                     summed, of which each rank has its own elements.
     Returns: Work when async_op, else None once the current stream is ordered after it.
     Raises:  ShapeError for a tensor that is not contiguous, BackendError when no backend serves its device.
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_reduce", group)
     try:
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() and not group.backend_of("all_reduce", tensor).reduces_sparse(tensor, op):
             check_contiguous("all_reduce", group, "tensor", tensor)
         backend = group.backend_of("all_reduce", tensor)
     except Exception as error:

@@ -146,12 +146,14 @@ def enter_process_world(world: World, *, register_with_torch: bool | None = Fals
         raise
 
 
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
+def destroy_process_group(group: ProcessGroup | NonGroupMember | None = None) -> None:
     """Let go of `group`, or of the whole world when it is None or the default group.
 
     Collectives over Gloo whose handles nobody has kept get five seconds to end; then a warning says how many did not.
     """
     world = current_world("destroy_process_group")
+    if isinstance(group, NonGroupMember):
+        return  # there is nothing of it here
     if group is not None and group is not world.default_group:
         world.destroy_group(group)
         return
@@ -203,14 +205,31 @@ def resolve_group(operation: str, group: ProcessGroup | NonGroupMember | None) -
     if group is None:
         world = _default.thread.world or _default.process_world
         return (current_world(operation) if world is None else world).default_group
+    if type(group) is ProcessGroup:
+        return group
     if isinstance(group, NonGroupMember):
         raise GroupError(
             operation,
-            "this rank is not a member of the group.",
+            "this rank is not a member of the group. (Invalid process group specified)",
             "Call it on members only: new_group returns NON_GROUP_MEMBER to the others.",
             rank=current_world(operation).rank,
         )
-    return group
+    return _known_to_torch(operation, group)
+
+
+def _known_to_torch(operation: str, group: object) -> ProcessGroup:
+    """What torch has as `group`, of those that are registered with it; else an error that says whose it is."""
+    world = current_world(operation)
+    for ours in world.groups:
+        if ours.torch_group is group:
+            return ours
+    kind = type(group)
+    raise GroupError(
+        operation,
+        f"the group is a {kind.__module__}.{kind.__qualname__}, and none of this job's.",
+        "Make it by disttrain.new_group, or of torch's by disttrain.from_torch.",
+        rank=world.rank,
+    )
 
 
 def is_available() -> bool:

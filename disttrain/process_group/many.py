@@ -11,13 +11,10 @@ import torch
 
 from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction
-from disttrain.process_group.checks import check_pair
-from disttrain.process_group.coalescing import Coalesced, coalescing_manager
-from disttrain.process_group.collectives import all_reduce
+from disttrain.process_group.checks import check_contiguous, check_list, check_pair
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.list_collectives import all_gather
 from disttrain.process_group.work import Work
 
 
@@ -74,18 +71,22 @@ def all_reduce_coalesced(
     op: Reduction = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-) -> Coalesced | None:
+) -> Work | None:
     """all_reduce of each tensor, in place, together.
 
     Args:    tensors  on one device; of any dtypes and shapes, alike on all ranks.
-    Returns: what has a `wait` when async_op, else None.
-    Raises:  as all_reduce; ShapeError without a tensor.
+    Returns, raises: as all_reduce; ShapeError also without a tensor.
     Collective: every rank of the group, in the same order.
     """
-    with _together("all_reduce_coalesced", tensors, group, async_ops=async_op) as together:
-        for tensor in tensors:
-            all_reduce(tensor, op, group, async_op=True)
-    return together if async_op else None
+    name = "all_reduce_coalesced"
+    group = resolve_group(name, group)
+    try:
+        _check_several(name, group, tensors)
+        backend = group.backend_of(name, tensors[0])
+    except Exception as error:
+        group.refuse(name, error)
+        raise
+    return issue(group, name, backend.all_reduce_tensors, (tensors, op, async_op), tensors, tensors, async_op)
 
 
 def all_gather_coalesced(
@@ -93,36 +94,44 @@ def all_gather_coalesced(
     input_tensor_list: Sequence[torch.Tensor],
     group: ProcessGroup | None = None,
     async_op: bool = False,
-) -> Coalesced | None:
-    """all_gather of each input into the list at its place, together.
+) -> Work | None:
+    """Gather every rank's tensors, each rank's into the list at its place.
 
-    Args:    output_tensor_lists  for each input a tensor of each rank, in group order.
-    Returns, raises: as all_reduce_coalesced, and as all_gather; ShapeError also for lists of different lengths.
+    Args:    output_tensor_lists  for each rank, in group order, tensors like its own.
+             input_tensor_list    this rank's: of any dtypes and shapes, on one device; as many on all ranks, alike.
+    Returns, raises: as all_gather; ShapeError also for lists of other lengths, or empty ones.
     Collective: every rank of the group, in the same order.
     """
     name = "all_gather_coalesced"
-    if len(output_tensor_lists) != len(input_tensor_list):
-        error = ShapeError(
-            name,
-            f"there are {len(output_tensor_lists)} lists of outputs and {len(input_tensor_list)} inputs.",
-            "Give a list for each input.",
-        )
-        resolve_group(name, group).refuse(name, error)
-        raise error
-    with _together(name, input_tensor_list, group, async_ops=async_op) as together:
-        for outputs, input_ in zip(output_tensor_lists, input_tensor_list, strict=True):
-            all_gather(list(outputs), input_, group, async_op=True)
-    return together if async_op else None
+    group = resolve_group(name, group)
+    outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]
+    try:
+        _check_several(name, group, input_tensor_list)
+        lengths = [len(tensors) for tensors in output_tensor_lists]
+        if lengths != [len(input_tensor_list)] * group.group_size:
+            raise ShapeError(
+                name,
+                f"the lists of outputs have {lengths} tensors, for {group.group_size} ranks with "
+                f"{len(input_tensor_list)} each.",
+                "Give a list for each rank, with a tensor for each input.",
+                rank=group.world.rank,
+            )
+        for place, input_ in enumerate(input_tensor_list):
+            parts = [tensors[place] for tensors in output_tensor_lists]
+            check_list(name, group, "output_tensor_lists", parts, input_, like_place=group.group_rank)
+        backend = group.backend_of(name, input_tensor_list[0])
+    except Exception as error:
+        group.refuse(name, error)
+        raise
+    arguments = (output_tensor_lists, input_tensor_list, async_op)
+    return issue(group, name, backend.all_gather_lists, arguments, input_tensor_list, outputs, async_op)
 
 
-def _together(
-    operation: str, tensors: Sequence[torch.Tensor], group: ProcessGroup | None, *, async_ops: bool
-) -> Coalesced:
+def _check_several(operation: str, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
     if not tensors:
-        error = ShapeError(operation, "there is no tensor.", "Give at least one.")
-        resolve_group(operation, group).refuse(operation, error)
-        raise error
-    return coalescing_manager(group, tensors[0].device, async_ops=async_ops)
+        raise ShapeError(operation, "there is no tensor.", "Give at least one.", rank=group.world.rank)
+    for tensor in tensors:
+        check_contiguous(operation, group, "a tensor", tensor)
 
 
 def _check(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from disttrain.durations import Duration, seconds
+from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group.backends import CompletedWork
 from disttrain.process_group.current import resolve_group
@@ -19,16 +19,16 @@ def monitored_barrier(
     """Return once every rank of the group is here; otherwise every rank that came raises and names those that did not.
 
     Needs the store alone, no transport, so it also says who is gone when a transport hangs. All absent ranks are named
-    in any case; `wait_all_ranks` is taken for torch's sake.
+    in any case; with `wait_all_ranks` in torch's words as well. A timeout of nothing is one of a millisecond.
     Raises: CollectiveTimeoutError after `timeout` (default: the group's).
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("monitored_barrier", group)
-    timeout_s = group.timeout_s if timeout is None else seconds("monitored_barrier", timeout)
-    issue(group, "monitored_barrier", _sign_and_wait, (group, timeout_s), (), (), False)
+    timeout_s = group.timeout_s if timeout is None else seconds_or_none_at_all("monitored_barrier", timeout)
+    issue(group, "monitored_barrier", _sign_and_wait, (group, timeout_s, wait_all_ranks), (), (), False)
 
 
-def _sign_and_wait(group: ProcessGroup, timeout_s: float) -> CompletedWork:
+def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> CompletedWork:
     store = PrefixStore(f"{group.group_name}/monitored/{group.sequence}", group.world.store)
     store.set(f"rank/{group.world.rank}", b"")
     if store.add("num_ranks", 1) == group.group_size:
@@ -43,7 +43,8 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float) -> CompletedWork:
     if absent:
         raise CollectiveTimeoutError(
             "monitored_barrier",
-            f"ranks {', '.join(map(str, absent))} did not come within {timeout_s:g} s.",
+            f"ranks {', '.join(map(str, absent))} did not come within {timeout_s:g} s. "
+            f"({_in_torchs_words(group, absent if names_all else absent[:1], timeout_s)})",
             "Look for a rank that died, hangs, or takes another branch.",
             rank=group.world.rank,
             where=f"group {group.group_name}, ranks {group.ranks_text()}, sequence {group.sequence}",
@@ -54,3 +55,16 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float) -> CompletedWork:
         for key in ("num_ranks", "num_gone", "absent"):
             store.delete_key(key)
     return CompletedWork()
+
+
+def _in_torchs_words(group: ProcessGroup, absent: list[int], timeout_s: float) -> str:
+    """What scripts look for in torch's errors: there the first rank waits, and the others for its answer."""
+    rank, first = group.world.rank, group.ranks[0]
+    if rank != first:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+            f"rank {first}"
+        )
+    who = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    after = f"{timeout_s * 1000:g} ms"
+    return f"Rank {rank} timed out in monitoredBarrier after {after}: {who} failed to pass monitoredBarrier in {after}"

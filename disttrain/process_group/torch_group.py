@@ -15,6 +15,7 @@ import torch
 
 from disttrain.errors import BackendError, DisttrainError
 from disttrain.process_group._c10d import TorchProcessGroup, register_transport
+from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.coalescing import Coalesced, coalescing_manager
 from disttrain.process_group.collectives import (
     all_gather_into_tensor,
@@ -228,8 +229,9 @@ class TorchGroup(TorchProcessGroup):  # type: ignore[misc]  # torch's stubs say 
 
     def _handle(self, works: Sequence[Work | None], outputs: Tensors = ()) -> TorchWork:
         if len(self._told) < len(self._group.device_types):
-            for device_type in self._group.device_types:
-                if device_type not in self._told and self._group.is_connected(device_type):
+            for device_type, kind in self._group.backend_classes.items():
+                has_transport = issubclass(kind, C10dBackend) and self._group.is_connected(device_type)
+                if has_transport and device_type not in self._told:
                     self._tell(device_type)
         return TorchWork(works, outputs)
 

@@ -92,17 +92,16 @@ def _coalesced() -> None:
     first, second = torch.full((2,), float(rank)), torch.full((), rank, dtype=torch.int64)
     assert disttrain.all_reduce_coalesced([first, second], op=disttrain.reduce_op.SUM) is None
     assert (first.tolist(), int(second)) == ([3.0, 3.0], 3)
-    lists = [[torch.empty(1) for _ in range(size)], [torch.empty(2) for _ in range(size)]]
+    lists = [[torch.empty(1), torch.empty(2)] for _ in range(size)]
     handle = disttrain.all_gather_coalesced(lists, [torch.ones(1) * rank, torch.ones(2) * -rank], async_op=True)
     assert handle is not None
     handle.wait()
-    assert [one.tolist() for one in lists[0]] == [[0.0], [1.0], [2.0]]
-    assert [one.tolist() for one in lists[1]] == [[0.0, 0.0], [-1.0, -1.0], [-2.0, -2.0]]
+    assert [[one.tolist(), two.tolist()] for one, two in lists] == [[[r], [-r, -r]] for r in (0.0, 1.0, 2.0)]
     for call in (
         lambda: disttrain.all_reduce_coalesced([]),
         lambda: disttrain.all_gather_coalesced([], [torch.ones(1)]),
     ):
-        with pytest.raises(ValueError, match=r"there is no tensor|0 lists of outputs and 1 inputs"):
+        with pytest.raises(ValueError, match=r"there is no tensor|for 3 ranks with 1 each"):
             call()
 
 
@@ -211,5 +210,54 @@ def test_waiting_in_threads_is_bounded_anew() -> None:
         assert group is not None
         group.backend("barrier", "cpu")
         group.set_timeout(0.01)
-        with pytest.raises(CollectiveTimeoutError, match="0.01 s"):
+        with pytest.raises(CollectiveTimeoutError, match=r"0\.01 s"):
             disttrain.all_reduce(torch.ones(1))
+
+
+def test_groups_have_torchs_methods() -> None:
+    def multiplied() -> None:
+        group = disttrain.group.WORLD
+        assert group is not None
+        tensor = torch.ones(2)
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [2.0, 2.0]
+        group.barrier().wait()
+        with pytest.raises(AttributeError, match="has no attribute 'no_such_method'"):
+            group.no_such_method()
+        with pytest.raises(disttrain.DistError, match=r"the group is a builtins\.str, and none of this job's"):
+            disttrain.barrier(group="world")  # type: ignore[arg-type]
+        disttrain.destroy_process_group(disttrain.process_group.NON_GROUP_MEMBER)
+
+    run_threads(2, multiplied)
+
+
+def test_a_transport_is_named_by_its_class() -> None:
+    assert disttrain.Backend("GLOO") == "gloo"
+    for name in (None, 3, ["gloo"]):
+        with pytest.raises(ValueError, match="is no name of a transport"):
+            disttrain.Backend(name)
+
+
+def _absent() -> None:
+    rank = disttrain.get_rank()
+    if rank == 2:
+        return
+    says = (
+        r"Rank 0 timed out in monitoredBarrier after 20 ms: Rank 2 failed to pass monitoredBarrier in 20 ms"
+        if rank == 0
+        else r"Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+    )
+    with pytest.raises(RuntimeError, match=says):
+        disttrain.monitored_barrier(timeout=0.02, wait_all_ranks=True)
+
+
+def test_a_monitored_barrier_has_torchs_words() -> None:
+    run_threads(3, _absent)
+
+
+def test_what_complex_numbers_cannot_has_torchs_words() -> None:
+    def refused() -> None:
+        with pytest.raises(ValueError, match="all_reduce does not support"):
+            disttrain.all_reduce(torch.ones(1, dtype=torch.complex64), disttrain.ReduceOp.MAX)
+
+    run_threads(2, refused)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from disttrain.errors import BackendError
+from disttrain.errors import BackendError, SettingError
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.store import Store
@@ -96,11 +96,23 @@ class Backend(ABC):
     reports_absent: ClassVar[bool] = True
     """True when the ranks that did not come are to be asked for after a timeout; False: its own errors name them."""
 
+    def __new__(cls, *args: Any) -> Any:
+        """`Backend("GLOO")` is "gloo", as torch has it; raises SettingError for what is no name."""
+        if cls is not Backend or (args and isinstance(args[0], Membership)):
+            return super().__new__(cls)
+        if len(args) != 1 or not isinstance(args[0], str):
+            raise SettingError("Backend", f"{args} is no name of a transport.", "Give a str, such as 'gloo'.")
+        return args[0].lower()
+
     @abstractmethod
     def __init__(self, membership: Membership) -> None: ...
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork: ...
+
+    def reduces_sparse(self, tensor: torch.Tensor, op: Reduction) -> bool:
+        """True when `all_reduce` takes this tensor, which is no dense one."""
+        return False
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src_rank: int, async_op: bool) -> TransportWork: ...
@@ -175,6 +187,17 @@ class Backend(ABC):
     ) -> TransportWork:
         """Splits are numbers of rows of dim 0, one per rank."""
         raise self._lacks("all_to_all_single")
+
+    def all_reduce_tensors(self, tensors: Sequence[torch.Tensor], op: Reduction, async_op: bool) -> TransportWork:
+        """As all_reduce of each, in one message where the transport can."""
+        return JoinedWork([self.all_reduce(tensor, op, True) for tensor in tensors])
+
+    def all_gather_lists(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        """As all_gather of each input; of outputs there is a list for each rank. In one message where it can be."""
+        by_input = zip(inputs, zip(*output_lists, strict=True), strict=True)
+        return JoinedWork([self.all_gather(outputs, input_, True) for input_, outputs in by_input])
 
     def all_gather_into_tensors(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool

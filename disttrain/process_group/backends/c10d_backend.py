@@ -19,6 +19,7 @@ from disttrain.process_group.backends.c10d_work import Finish, FinishingWork
 from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
 from disttrain.process_group.work import TransportWork
 
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _ENUMERATORS = frozenset(map(id, _c10d.ReduceOp.RedOpType.__members__.values()))
 
 Prepared = tuple[Any, Recipe | None]
@@ -46,7 +47,7 @@ class C10dBackend(Backend):
     @classmethod
     def adopting(cls, transport: Transport, membership: Membership) -> Self:
         """A backend on a transport that somebody else made, and shuts down."""
-        made = cls.__new__(cls)
+        made: Self = cls.__new__(cls)
         C10dBackend.__init__(made, membership)
         made._transport = transport
         made._is_adopted = True
@@ -97,6 +98,10 @@ class C10dBackend(Backend):
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         options = self._options(_c10d.AllgatherOptions, async_op)
+        shape = input.shape
+        if [output.shape for output in outputs].count(shape) == len(outputs):
+            moved = [self._movable(output) for output in outputs]
+            return self._begun(self._transport.allgather([moved], [self._movable(input)], options))
         return self._begun(self._transport.allgather([self._all_flat(outputs)], [self._flat(input)], options))
 
     def gather(
@@ -201,7 +206,11 @@ class C10dBackend(Backend):
         return CompletedWork() if started is None else started
 
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype in self.natives.dtypes else tensor.view(-1).view(torch.uint8)
+        if tensor.dtype in self.natives.dtypes:
+            return tensor
+        if tensor.dtype in _COMPLEX and tensor.dtype.to_real() in self.natives.dtypes:
+            return torch.view_as_real(tensor)
+        return tensor.view(-1).view(torch.uint8)
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """All that is to be moved, as one dim."""

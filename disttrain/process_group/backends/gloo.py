@@ -64,6 +64,31 @@ class GlooBackend(C10dBackend):
         outputs[self._rank].view(-1).copy_(input.view(-1))
         return JoinedWork([self.broadcast(output, rank, async_op) for rank, output in enumerate(outputs)])
 
+    def reduces_sparse(self, tensor: torch.Tensor, op: Reduction) -> bool:
+        return tensor.is_sparse and tensor.dtype in self.natives.dtypes and op == _c10d.ReduceOp.SUM
+
+    def all_reduce_tensors(self, tensors: Sequence[torch.Tensor], op: Reduction, async_op: bool) -> TransportWork:
+        recipes = [self._recipe("all_reduce", tensor.dtype, op) for tensor in tensors]
+        pairs = zip(tensors, recipes, strict=True)
+        seen = [tensor if recipe is None else recipe.seen(tensor) for tensor, recipe in pairs]
+        if len({tensor.dtype for tensor in seen}) > 1 or not all(r is None or r.only_views(op) for r in recipes):
+            return super().all_reduce_tensors(tensors, op, async_op)
+        options = _c10d.AllreduceCoalescedOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        options.asyncOp = async_op
+        return self._begun(self._transport.allreduce_coalesced(seen, options))
+
+    def all_gather_lists(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool
+    ) -> TransportWork:
+        shapes = [tensor.shape for tensor in inputs]
+        alike = all([tensor.shape for tensor in outputs] == shapes for outputs in output_lists)
+        if not alike or len({tensor.dtype for tensor in inputs}) > 1:
+            return super().all_gather_lists(output_lists, inputs, async_op)
+        options = self._gathering[async_op]
+        moved = [[self._movable(tensor) for tensor in tensors] for tensors in (*output_lists, inputs)]
+        return self._begun(self._transport.allgather_coalesced(moved[:-1], moved[-1], options))
+
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:

@@ -51,6 +51,10 @@ class Recipe:
     factor: Any = None
     divides: bool = False
 
+    def only_views(self, op: Reduction) -> bool:
+        """True where the transport reduces the same memory by the same `op`, with nothing to do before or after."""
+        return self.op == op and not self.is_converted and not self.divides and self.factor is None
+
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as the transport gets it: a view of it, or a copy where values are converted."""
         if tensor.dtype == self.dtype:
@@ -88,7 +92,10 @@ def check_reducible(operation: str, dtype: torch.dtype, op: Reduction, rank: int
     if refused:
         name = "complex numbers" if dtype.is_complex else _short(dtype)
         raise ShapeError(
-            operation, f"{kind.name} of {name} has no meaning.", "Choose another operation or dtype.", rank=rank
+            operation,
+            f"{kind.name} of {name} has no meaning; {operation} does not support it.",
+            "Choose another operation or dtype.",
+            rank=rank,
         )
 
 
