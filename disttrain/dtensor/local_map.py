@@ -47,7 +47,6 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
 
-    @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:
         flat, tree = tree_flatten(args)
         _check_count("in_placements", in_placements, len(flat))
@@ -64,7 +63,8 @@ def local_map(
         result = func(*tree_unflatten(flat, tree), **kwargs)
         return _wrapped(result, mesh, out_placements) if found and mesh is not None else result
 
-    return run
+    # A graph has no use for the name, and `super().__call__` no attributes that Dynamo could copy.
+    return run if torch.compiler.is_compiling() else functools.update_wrapper(run, func)
 
 
 def _part(place: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistributes: bool) -> torch.Tensor:

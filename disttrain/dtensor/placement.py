@@ -121,13 +121,14 @@ Placements = tuple[Placement, ...]
 
 
 def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
-    """`placements` as a tuple of one per mesh axis, with negative dims counted from the end. None: all Replicate.
+    """`placements` as a tuple of one per mesh axis, with negative dims counted from the end. None: all Replicate. One
+    by itself is that of the only axis.
 
     Raises ValueError with the rule that is broken.
     """
     if placements is None:
         return (Replicate(),) * num_axes
-    given = tuple(placements)
+    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
     if len(given) != num_axes:
         raise ValueError(f"{len(given)} placements {given} are given for a mesh of {num_axes} axes; give one per axis")
     return tuple(_checked(placement, num_dims) for placement in given)

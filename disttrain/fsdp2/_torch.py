@@ -122,3 +122,14 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Others when torch's operators have written to any of the tensors, or to a view of it."""
     with without_overrides():
         return tuple(map(_VERSION, tensors))
+
+
+def compile_forward_alone(module: nn.Module) -> None:
+    """Of a module that nn.Module.compile has compiled with its hooks, compile the forward in the same way instead."""
+    compiled: Any = module._compiled_call_impl
+    if compiled is None:
+        return
+    # What torch.compile was asked for is known to the context that made the function, and to nobody else.
+    held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
+    module.forward = held["self"].cell_contents(module.forward)
+    module._compiled_call_impl = None

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.dtensor import Placement, Shard
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import own_parameters
+from disttrain.fsdp2._torch import compile_forward_alone, own_parameters
 from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
@@ -33,7 +33,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -55,12 +55,15 @@ def fully_shard(
                                     many neighbouring ranks in between, so that the second gather is among these.
                                     Default: True, but False for the root, whose backward comes at once.
              shard_placement_fn     says for a parameter which of its dims is cut: Shard(dim); None, the default: dim 0.
+                                    Where it is to lie on another mesh, as experts do, an object with `placement` and
+                                    `mesh_info.mesh`, such as torch's ShardPlacementResult: those of a mesh are a group.
              mp_policy              dtypes for computing and reducing.
              offload_policy         where shards, gradients and so the optimizer's state are kept between uses.
              ignored_params         parameters to leave as they are.
              transfer_policy        the form of gathers and reductions; values do not depend on it.
     Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
-    sharded is each rank's part of them.
+    sharded is each rank's part of them. Of a module that is compiled already, as by `module.compile()`, the forward is
+    compiled alone: gathering and freeing stay outside.
     Returns: the module or list, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
              number that does not divide the ranks, a parameter that is a scalar, lies on a mesh of its own, or is
@@ -78,31 +81,36 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
-    sharding = Sharding(mesh)
     managed = list(_managed(together, ignored_params or set()))
-    dims, with_hooks = {}, set()
+    dims, shardings, with_hooks = {}, {}, set()
+    of_mesh = {mesh: Sharding(mesh)}
     for fqn, parameter, owners in managed:
         check_can_shard(fqn, parameter, device, mesh.get_rank())
-        dims[fqn] = _cut_dim(fqn, parameter, shard_placement_fn, mesh.get_rank())
-        sharding.spec_of(fqn, parameter, dims[fqn])
+        placement, own_mesh = _placement_of(parameter, shard_placement_fn, mesh)
+        if own_mesh not in of_mesh:
+            _check_mesh(own_mesh, reshard_after_forward)
+            of_mesh[own_mesh] = Sharding(own_mesh)
+        dims[fqn], shardings[fqn] = _cut_dim(fqn, parameter, placement, mesh.get_rank()), of_mesh[own_mesh]
+        shardings[fqn].spec_of(fqn, parameter, dims[fqn])
         if has_gather_hooks(fqn, parameter, owners, dims[fqn], mesh.get_rank()):
             with_hooks.add(fqn)
     # What is kept on the host is cut there, and need not fit onto the device as a whole.
     shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     _move_to(together, device, {parameter: shard_device for _, parameter, _ in managed})
-    kinds: dict[tuple[torch.dtype, bool], list[ShardedParam]] = {}
+    kinds: dict[tuple[torch.dtype, bool, Sharding], list[ShardedParam]] = {}
     for fqn, parameter, owners in managed:
-        param = ShardedParam(owners, fqn, parameter, sharding, dims[fqn])
-        kinds.setdefault((parameter.dtype, fqn in with_hooks), []).append(param)
+        param = ShardedParam(owners, fqn, parameter, shardings[fqn], dims[fqn])
+        kinds.setdefault((parameter.dtype, fqn in with_hooks, shardings[fqn]), []).append(param)
     groups = [
         (ExtensionGroup if have_hooks else ParamGroup)(params, sharding, policy, offload, device)
-        for (_, have_hooks), params in kinds.items()
+        for (_, have_hooks, sharding), params in kinds.items()
     ]
     taken = {(owner.module, owner.name) for _, _, owners in managed for owner in owners}
     left_alone = {(child, name) for child in unmanaged_modules(together) for name, _ in own_parameters(child)} - taken
     transfers = transfer_policy if transfer_policy is not None else TransferPolicy()
     state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone, transfers)
     for one in modules:
+        compile_forward_alone(one)
         set_state(one, state)
         one.__class__ = _sharded_class(cast(Any, type(one)))
     return module
@@ -161,7 +169,11 @@ def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | in
         raise ShardingError(
             "fully_shard", f"a {name} has no forward of its own.", "Shard each of its modules instead.", rank=rank
         )
-    own = mesh.world.device.type
+    _check_mesh(mesh, reshard_after_forward)
+
+
+def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
+    rank, own = mesh.get_rank(), mesh.world.device.type
     if mesh.device_type not in ("cpu", own):
         raise ShardingError(
             "fully_shard",
@@ -186,13 +198,16 @@ def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | in
         )
 
 
-def _cut_dim(
-    fqn: str,
-    parameter: nn.Parameter,
-    shard_placement_fn: Callable[[nn.Parameter], Placement | None] | None,
-    rank: int,
-) -> int:
-    placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+def _placement_of(
+    parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
+) -> tuple[Any, DeviceMesh]:
+    """How it is cut, and over which mesh."""
+    given: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    own_mesh = getattr(getattr(given, "mesh_info", None), "mesh", None)
+    return (given.placement, own_mesh) if isinstance(own_mesh, DeviceMesh) else (given, mesh)
+
+
+def _cut_dim(fqn: str, parameter: nn.Parameter, placement: Placement | None, rank: int) -> int:
     if placement is None:
         return 0
     if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:

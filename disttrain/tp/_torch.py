@@ -27,6 +27,11 @@ def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
     return [module._parameters.get(name) for name in names]
 
 
+def absent_children(module: nn.Module) -> list[str]:
+    """Names of children that are registered, and None."""
+    return [name for name, child in module._modules.items() if child is None]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether this module itself is compiled, with its hooks or without."""
     return module._compiled_call_impl is not None or "forward" in vars(module)

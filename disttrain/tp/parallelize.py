@@ -10,6 +10,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
+from disttrain.tp._torch import absent_children
 from disttrain.tp.axis import Axis
 from disttrain.tp.params import check_none_is_left
 from disttrain.tp.plan_checks import check_plan
@@ -28,7 +29,8 @@ def parallelize_module(
 
     Args:    device_mesh       a mesh of one axis, such as mesh["tp"].
              parallelize_plan  a style, or styles by module name, in which each part between dots may have wildcards:
-                               "layers.*.attention.wq"; "" is `module` itself.
+                               "layers.*.attention.wq"; "" is `module` itself. What means a child that is None, as
+                               a pipeline's stage has for what lies elsewhere, is passed over.
              src_data_rank     the rank along the axis whose parameters count; None: all have the same, nothing is sent.
     Returns: `module`.
     Raises:  ShardingError when a key matches nothing, a style does not fit its module, or parameters are cut already;
@@ -67,6 +69,8 @@ def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis)
     for pattern, style in styles.items():
         # A module that is there under two names is meant once.
         matching = list({modules[name]: name for name in names if _matches(name, pattern)}.values())
+        if not matching and _is_left_out(modules, pattern):
+            continue
         if not matching:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
             remedy = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {_some(names)}."
@@ -78,6 +82,13 @@ def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis)
             )
         found += [(name, style) for name in matching]
     return found
+
+
+def _is_left_out(modules: Mapping[str, nn.Module], pattern: str) -> bool:
+    """Whether the pattern means a module that is None, or a part of one, as in a stage of a pipeline that lacks it."""
+    absent = [f"{name}.{child}".lstrip(".") for name, module in modules.items() for child in absent_children(module)]
+    parts = pattern.split(".")
+    return any(_matches(name, ".".join(parts[: name.count(".") + 1])) for name in absent)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -18,6 +18,7 @@ from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, R
 from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
 from disttrain.tp.modules import FinishOutput, hook
 from disttrain.tp.params import REPLICATED, Cut, lay_out
+from disttrain.tp.style_hooks import StyleHooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -44,8 +45,10 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
-class ColwiseParallel(ParallelStyle):
+class ColwiseParallel(StyleHooks, ParallelStyle):
     """Each rank computes some of a layer's outputs. For linear layers, embeddings and convolutions."""
+
+    desired_input_layouts: Placement = Replicate()
 
     def __init__(
         self,
@@ -115,8 +118,10 @@ class ColwiseParallel(ParallelStyle):
         return module
 
 
-class RowwiseParallel(ParallelStyle):
+class RowwiseParallel(StyleHooks, ParallelStyle):
     """Each rank computes with some of a layer's inputs. For linear layers, embeddings and convolutions."""
+
+    desired_input_layouts: Placement = Shard(-1)
 
     def __init__(
         self,

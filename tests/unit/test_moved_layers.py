@@ -1,0 +1,144 @@
+"""Forms in which programs written for torch compile blocks and cut stages."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import disttrain
+from disttrain import fsdp2, tp
+from disttrain.dtensor import DTensor, Shard, distribute_module, distribute_tensor, local_map
+from disttrain.errors import ShardingError
+from disttrain.process_group import World
+from disttrain.testing import run_threads
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"3": nn.Linear(4, 4)})
+        self.register_module("norm", None)
+        self.register_module("embedding", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["3"](x)
+
+
+def _alone() -> World:
+    return World(disttrain.HashStore(), 0, 1, backend="fake", timeout_s=1.0)
+
+
+def test_keys_of_what_a_stage_lacks_are_passed_over() -> None:
+    with disttrain.process_group.entered_world(_alone()):
+        mesh = disttrain.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        plan = {name: tp.ColwiseParallel() for name in ("embedding", "layers.*", "norm.inner")}
+        stage = tp.parallelize_module(Stage(), mesh, plan)
+        assert isinstance(stage.layers["3"].weight, disttrain.dtensor.DTensor)
+        with pytest.raises(ShardingError, match="the key 'nrom' of the plan matches no module"):
+            tp.parallelize_module(Stage(), mesh, {"nrom": tp.ColwiseParallel()})
+
+
+def test_a_block_is_compiled_before_it_is_sharded() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    with disttrain.process_group.entered_world(_alone()):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+        x = torch.randn(2, 4)
+        expected = block(x)
+        block.compile(backend=backend, fullgraph=True)
+        fsdp2.fully_shard(block, mesh=disttrain.init_device_mesh("cpu", (1,)))
+        output = block(x)
+        output.sum().backward()
+        assert torch.allclose(output, expected)
+        assert block[0].weight.grad is not None
+        assert len(graphs) == 1
+
+
+class Halved(tp.ColwiseParallel):
+    """As torch's styles are derived from: its own input step, the rest inherited."""
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):  # type: ignore[no-untyped-def]
+        tensor = DTensor.from_local(inputs[0] / 2, device_mesh, input_layouts, run_check=False)
+        return tensor.redistribute(placements=desired_input_layouts, async_op=True)
+
+    def _apply(self, module: nn.Module, device_mesh: disttrain.DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            self._partition_linear_fn,
+            functools.partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts),
+            functools.partial(self._prepare_output_fn, self.output_layouts, self.use_local_output),
+        )
+
+
+def _with_a_style_of_its_own() -> None:
+    rank, mesh = disttrain.get_rank(), disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6)), torch.randn(3, 4)
+    expected = model(x / 2)
+    tp.parallelize_module(model, mesh, {"0": Halved()})
+    torch.testing.assert_close(model(x), expected.chunk(2, dim=-1)[rank])
+
+
+def test_steps_of_a_style_are_put_in_place_of_torchs() -> None:
+    run_threads(2, _with_a_style_of_its_own)
+
+
+def _experts_on_their_own_mesh() -> list[torch.Tensor]:
+    rank = disttrain.get_rank()
+    whole = disttrain.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    expert = model[1].weight
+
+    def placement(parameter: nn.Parameter) -> object:
+        if parameter is not expert:
+            return None
+        return SimpleNamespace(placement=Shard(1), mesh_info=SimpleNamespace(mesh=mesh["edp"]))
+
+    fsdp2.fully_shard(model, mesh=whole, shard_placement_fn=placement)
+    assert model[0].weight.placements == (Shard(0),)
+    assert model[1].weight.placements == (Shard(1),)
+    assert (model[0].weight.to_local().shape, model[1].weight.to_local().shape) == ((1, 4), (4, 2))
+    x = torch.arange(4.0).repeat(2, 1) + rank
+    model(x).square().mean().backward()
+    gradients = [weight.grad.full_tensor() for weight in (model[0].weight, model[1].weight)]
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for group, weight, found in zip((whole, mesh["edp"]), alone.parameters(), gradients, strict=True):
+        others = group.get_group().ranks
+        sum(alone(x - rank + other).square().mean() for other in others).div(len(others)).backward(inputs=[weight])
+        torch.testing.assert_close(weight.grad, found)
+    return gradients
+
+
+def test_parameters_of_a_group_lie_on_meshes_of_their_own() -> None:
+    run_threads(4, _experts_on_their_own_mesh)
+
+
+def test_a_graph_makes_local_maps() -> None:
+    class Inner(nn.Module):
+        def __call__(self, q: DTensor) -> torch.Tensor:
+            placements = (q.placements,)
+            return local_map(super().__call__, placements, placements, device_mesh=q.device_mesh)(q)
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return q.sin()
+
+    with disttrain.process_group.entered_world(_alone()):
+        x = distribute_tensor(torch.randn(4, 4), disttrain.init_device_mesh("cpu", (1,)), [Shard(0)])
+        block = nn.Sequential(Inner())
+        expected = block(x).to_local()
+        block.compile(backend="eager", fullgraph=True)
+        torch.testing.assert_close(block(x).to_local(), expected)
