@@ -27,6 +27,9 @@ class _Shards:
         self._is_shown_later = [(group, group.shown.lent) for group in self._groups if group.shown.is_whole]
         for group, _lent in self._is_shown_later:
             group.hide()
+        # Before the first gather parameters may lie elsewhere: who keeps the dict must see what is trained.
+        for group in self._groups:
+            group.lay_out()
 
     def after(self, *_: object) -> None:
         for group, lent in self._is_shown_later:

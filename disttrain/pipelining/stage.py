@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class PipelineStage:
         input_grads: Any = None,
         group: ProcessGroup | None = None,
         dw_builder: object = None,
-        get_mesh: Callable[[tuple[str, ...]], DeviceMesh] | None = None,
+        get_mesh: Callable[..., DeviceMesh] | None = None,
         *,
         inputs: Sequence[Value] | None = None,
         tied: Mapping[str, str] | None = None,
@@ -105,7 +106,9 @@ class PipelineStage:
         Raises: ScheduleError when no parameter has one, and nobody has said which it is.
         """
         if self._get_mesh is not None:
-            return self._get_mesh(axis_names)
+            # torch's callbacks take a layout as well, or None, by which a mesh may be told apart.
+            takes_layout = len(inspect.signature(self._get_mesh).parameters) > 1
+            return self._get_mesh(axis_names, None) if takes_layout else self._get_mesh(axis_names)
         tensors: list[torch.Tensor] = list(self.submod.parameters())
         meshes = dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor))
         # One of just these axes before one that has more.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain import fsdp2, tp
+from disttrain import checkpoint, fsdp2, pipelining, tp
 from disttrain.dtensor import DTensor, Shard, distribute_module, distribute_tensor, local_map
 from disttrain.errors import ShardingError
 from disttrain.process_group import World
@@ -142,3 +142,40 @@ def test_a_graph_makes_local_maps() -> None:
         expected = block(x).to_local()
         block.compile(backend="eager", fullgraph=True)
         torch.testing.assert_close(block(x).to_local(), expected)
+
+
+def _kept_dict() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    kept = checkpoint.get_model_state_dict(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(kept[name].to_local(), parameter.to_local())
+
+
+def test_a_state_dict_taken_before_training_shows_what_is_trained() -> None:
+    run_threads(2, _kept_dict)
+
+
+def test_a_stage_asks_torchs_callbacks_for_meshes() -> None:
+    with disttrain.process_group.entered_world(_alone()):
+        mesh = disttrain.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        asked = []
+
+        def get_mesh(names: tuple[str, ...], layout: object) -> disttrain.DeviceMesh:
+            asked.append((names, layout))
+            return mesh
+
+        for callback in (get_mesh, lambda names: mesh):
+            stage = pipelining.PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"), get_mesh=callback)
+            assert stage.find_mesh(("tp",)) is mesh
+        assert asked == [(("tp",), None)]

@@ -85,7 +85,7 @@ class GlooBackend(C10dBackend):
         alike = all([tensor.shape for tensor in outputs] == shapes for outputs in output_lists)
         if not alike or len({tensor.dtype for tensor in inputs}) > 1:
             return super().all_gather_lists(output_lists, inputs, async_op)
-        options = self._gathering[async_op]
+        options = self._options(_c10d.AllgatherOptions, async_op)
         moved = [[self._movable(tensor) for tensor in tensors] for tensors in (*output_lists, inputs)]
         return self._begun(self._transport.allgather_coalesced(moved[:-1], moved[-1], options))
 
