@@ -46,7 +46,7 @@ class PrepareModuleInput(ParallelStyle):
               input_kwarg_layouts, desired_input_kwarg_layouts  the same by name.
               use_local_output       give this rank's parts, not DTensors.
               shared_by              names of the ColwiseParallel layers that take the gathered input as it is; default:
-                                     all that are the module's own children, `()` for none.
+                                     those of the module's own children that turn out to, `()` for none.
         """
         self.input_layouts = input_layouts
         self.desired_input_layouts = desired_input_layouts

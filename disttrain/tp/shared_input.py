@@ -53,6 +53,8 @@ class Sharing:
             return None
         if self._layers is None:
             self.find_layers(module)
+        if self._layers and self.names is None:
+            self._keep([layer for layer in self._layers if _takes(layer, x)])
         layers = self._layers
         if not layers:
             return None
@@ -82,12 +84,15 @@ class Sharing:
     def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         """A forward hook, called in any case: the module has returned, or was left by an exception.
 
-        Warns once where a layer was multiplied by an input that it was never given. What activation checkpointing
-        computes again, it may leave early; there is no output then.
+        A layer that was multiplied by an input that it was never given takes another one: from now on it is left alone,
+        with a warning where it has been named. What activation checkpointing computes again, it may leave early; there
+        is no output then.
         """
-        unasked = len(self._results)
+        places, unasked = set(self._results), len(self._results)
         self._whole, self._results = None, {}
-        if unasked and output is not None and not self._has_warned:
+        if unasked and output is not None and self.names is None and not torch.compiler.is_compiling():
+            self._keep([layer for place, layer in enumerate(self._layers or ()) if place not in places])
+        elif unasked and output is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{type(module).__name__}: {unasked} of the ColwiseParallel layers in it were multiplied by its "
@@ -132,6 +137,17 @@ class Sharing:
             layer._tp_shared = (self, place)
         self._layers = layers or None
 
+    def _keep(self, layers: list[ColumnLinear]) -> None:
+        """Leave all others alone: they take other inputs than the module's."""
+        if len(layers) == len(self._layers or ()):
+            return
+        for layer in self._layers or ():
+            layer._tp_shared = None
+        for place, layer in enumerate(layers):
+            layer._tp_shared = (self, place)
+        self._layers = layers
+        self._plans.clear()
+
     def _plan(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
     ) -> Columns | None:
@@ -153,6 +169,12 @@ class Sharing:
 
 def _saved_under() -> object:
     return None if torch.compiler.is_compiling() else saved_tensors_hooks()
+
+
+def _takes(layer: ColumnLinear, x: torch.Tensor) -> bool:
+    """Whether `x` has as many features as the layer multiplies."""
+    in_features: int = layer.weight.shape[layer._tp.matrix.in_dim]
+    return in_features == x.shape[-1]
 
 
 def _parameters_of(layers: Sequence[ColumnLinear]) -> list[torch.Tensor | None] | None:

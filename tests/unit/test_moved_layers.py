@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import disttrain
 from disttrain import checkpoint, fsdp2, pipelining, tp
-from disttrain.dtensor import DTensor, Shard, distribute_module, distribute_tensor, local_map
+from disttrain.dtensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, local_map
 from disttrain.errors import ShardingError
 from disttrain.process_group import World
 from disttrain.testing import run_threads
@@ -81,25 +82,23 @@ class Halved(tp.ColwiseParallel):
         )
 
 
-def _with_a_style_of_its_own() -> None:
+def _with_a_style_of_its_own(original: nn.Module, x: torch.Tensor) -> None:
     rank, mesh = disttrain.get_rank(), disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 6)), torch.randn(3, 4)
+    model = copy.deepcopy(original)
     expected = model(x / 2)
     tp.parallelize_module(model, mesh, {"0": Halved()})
     torch.testing.assert_close(model(x), expected.chunk(2, dim=-1)[rank])
 
 
 def test_steps_of_a_style_are_put_in_place_of_torchs() -> None:
-    run_threads(2, _with_a_style_of_its_own)
+    run_threads(2, _with_a_style_of_its_own, nn.Sequential(nn.Linear(4, 6)), torch.randn(3, 4))
 
 
-def _experts_on_their_own_mesh() -> list[torch.Tensor]:
+def _experts_on_their_own_mesh(alone: nn.Module) -> None:
     rank = disttrain.get_rank()
     whole = disttrain.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model, alone = copy.deepcopy(alone), copy.deepcopy(alone)
     expert = model[1].weight
 
     def placement(parameter: nn.Parameter) -> object:
@@ -114,17 +113,15 @@ def _experts_on_their_own_mesh() -> list[torch.Tensor]:
     x = torch.arange(4.0).repeat(2, 1) + rank
     model(x).square().mean().backward()
     gradients = [weight.grad.full_tensor() for weight in (model[0].weight, model[1].weight)]
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     for group, weight, found in zip((whole, mesh["edp"]), alone.parameters(), gradients, strict=True):
         others = group.get_group().ranks
         sum(alone(x - rank + other).square().mean() for other in others).div(len(others)).backward(inputs=[weight])
         torch.testing.assert_close(weight.grad, found)
-    return gradients
 
 
 def test_parameters_of_a_group_lie_on_meshes_of_their_own() -> None:
-    run_threads(4, _experts_on_their_own_mesh)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    run_threads(4, _experts_on_their_own_mesh, nn.Sequential(*layers))
 
 
 def test_a_graph_makes_local_maps() -> None:
@@ -179,3 +176,41 @@ def test_a_stage_asks_torchs_callbacks_for_meshes() -> None:
             stage = pipelining.PipelineStage(nn.Linear(1, 1), 0, 1, torch.device("cpu"), get_mesh=callback)
             assert stage.find_mesh(("tp",)) is mesh
         assert asked == [(("tp",), None)]
+
+
+class Latent(nn.Module):
+    """A layer of the module's input, and one of another input, of as many features or fewer."""
+
+    def __init__(self, latent: int) -> None:
+        super().__init__()
+        self.latent = latent
+        self.query = nn.Linear(4, 4, bias=False)
+        self.key = nn.Linear(latent, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.query(x) * 2 + self.key(x.tanh()[..., : self.latent])
+
+
+def _with_other_inputs(original: nn.Module, x: torch.Tensor) -> None:
+    rank, mesh = disttrain.get_rank(), disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, alone = copy.deepcopy(original), copy.deepcopy(original)
+    plan = {
+        "": tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "query": tp.ColwiseParallel(use_local_output=False),
+        "key": tp.ColwiseParallel(use_local_output=False),
+    }
+    tp.parallelize_module(model, mesh, plan)
+    for _ in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        output, expected = model(x.chunk(2, dim=1)[rank]), alone(x)
+        torch.testing.assert_close(output.full_tensor(), expected)
+        output.square().sum().backward()
+        expected.square().sum().backward()
+        for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+
+
+@pytest.mark.parametrize("latent", [2, 4])
+def test_layers_that_take_another_input_are_left_alone(latent: int) -> None:
+    run_threads(2, _with_other_inputs, Latent(latent), torch.randn(1, 4, 4))

@@ -200,7 +200,6 @@ def test_without_gradients(sequence: bool, mode: Callable[[], Any]) -> None:
 
 
 # A full backward hook makes an input of its own, of which nothing is known.
-@pytest.mark.filterwarnings("ignore:.*were multiplied by its gathered input")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_hooks_of_cut_layers_are_called(sequence: bool) -> None:
     names = ["attention_norm", "attention.query", "attention.out", "mlp.gate", "mlp.up", "mlp.down", "mlp_norm"]
