@@ -23,8 +23,8 @@ def all_reduce(
 ) -> Work | None:
     """Reduce `tensor` over the group, in place, so that all ranks hold the result.
 
-    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks. On Gloo also a sparse one, to be summed, of
-                     which each rank has its own elements.
+    Args:    tensor  any shape, contiguous; same shape and dtype on all ranks. On Gloo also a sparse one, of which each
+                     rank has its own elements, to be summed.
     Returns: Work when async_op, else None once the current stream is ordered after it.
     Raises:  ShapeError for a tensor that is not contiguous, BackendError when no backend serves its device.
     Collective: every rank of the group, in the same order.
