@@ -84,6 +84,8 @@ class ProcessGroup:
         """How pipelines over this group send messages, once there is one (`pipelining/mail.py`)."""
         self.transfer_cost: Any = None
         """What a gather over it takes, once it has been measured (`fsdp2/transfers/measuring.py`)."""
+        self.costs_of_mesh: dict[Any, Any] = {}
+        """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peer_memory.py`)."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from disttrain.fsdp2.transfers.forms import TransferCost
-from disttrain.process_group import ProcessGroup, all_gather_into_tensor, broadcast
+from disttrain.process_group import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, broadcast
 from disttrain.process_group.hosts import leaves_host
 
 if TYPE_CHECKING:
@@ -19,16 +19,37 @@ _SMALL_BYTES, _LARGE_BYTES, _MOST_BYTES = 64, 4 * 2**20, 64 * 2**20
 _NUM_SMALL, _NUM_LARGE = 4, 2
 _FEW_LATENCIES = 4
 """What takes longer says how much a second carries; what is shorter says that nothing reliable."""
+Costs = tuple[TransferCost | None, TransferCost | None]
+"""Over the ranks that share parameters, and over those that hold copies."""
 
 
-def costs_of(sharding: Sharding, device: torch.device) -> tuple[TransferCost | None, TransferCost | None]:
-    """Over the ranks that share parameters, and over those that hold copies; None where these are on one host.
+def costs_of(sharding: Sharding, device: torch.device) -> Costs:
+    """Over the ranks that share parameters, and over those that hold copies; None where these are on one host. Alike
+    on all ranks of the mesh.
 
-    Collective the first time for ranks that are not.
+    Collective the first time, but for ranks of one host that hold no copies.
     """
     shard_cost = cost_over(sharding.shard_group, device) if sharding.num_shards > 1 else None
     group = sharding.replicate_group
-    return shard_cost, None if group is None else cost_over(group, device)
+    if group is None:
+        return shard_cost, None
+    found: dict[tuple[int, ...], Costs] = group.costs_of_mesh
+    shards = tuple(sharding.shard_group.ranks)
+    if shards not in found:
+        found[shards] = _agreed(sharding, (shard_cost, cost_over(group, device)), device)
+    return found[shards]
+
+
+def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
+    """The worst of each. Groups along one axis measure each for itself, and those along the other would then wait for
+    ranks that plan otherwise: copies are averaged as they are gathered, set by set."""
+    known = [(0.0, 0.0) if cost is None else (cost.latency_s, 1 / cost.bytes_per_s) for cost in costs]
+    with torch.inference_mode(False), torch.no_grad():
+        told = torch.tensor(known, dtype=torch.float64).to(device)
+        for group in (sharding.replicate_group, sharding.shard_group):
+            all_reduce(told, ReduceOp.MAX, group=group)
+    shard, replica = (TransferCost(one[0], 1 / one[1]) if one[1] else None for one in told.tolist())
+    return shard, replica
 
 
 def cost_over(group: ProcessGroup, device: torch.device) -> TransferCost | None:
