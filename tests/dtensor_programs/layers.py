@@ -183,7 +183,8 @@ def setting(draw: Draw) -> None:
     """A gradient in the middle of a program, or a tensor that gets one."""
     x = draw.floating()
     if draw.random.random() < 0.5:
-        draw.do(".requires_grad_", draw.do(".detach", x)[0] if draw.random.random() < 0.5 else x)
+        for own in draw.do(".detach", x) if draw.random.random() < 0.5 else [x]:
+            draw.do(".requires_grad_", own)
     else:
         draw.do("backward", x)
 
