@@ -36,12 +36,13 @@ def in_pairs(parallelism: str) -> bool:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    heads = options.heads or max(options.dim // 128, 4)
+    heads = options.heads or max(options.dim // (128 if options.dim >= 2048 else 64), 4)
+    shared = max(number for number in range(1, max(heads // 4, 4) + 1) if heads % number == 0)
     return Sizes(
         dim=options.dim,
         layers=options.layers,
         heads=heads,
-        kv_heads=options.kv_heads or max(heads // 4, 4),
+        kv_heads=options.kv_heads or shared,
         ffn=options.ffn or -(-options.dim * 11 // 4 // 64) * 64,
         vocab=options.vocab,
         seq=options.seq,
