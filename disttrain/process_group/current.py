@@ -200,12 +200,13 @@ class _Groups:
 group: Final = _Groups()
 
 
-def resolve_group(operation: str, group: ProcessGroup | NonGroupMember | None) -> ProcessGroup:
-    """The group that a collective is for: the default group for None."""
+def resolve_group(operation: str, group: object) -> ProcessGroup:
+    """The group that a collective is for: the default group for None, ours for one of torch's that has it."""
     if group is None:
         world = _default.thread.world or _default.process_world
         return (current_world(operation) if world is None else world).default_group
-    if type(group) is ProcessGroup:
+    # Dynamo, for which a group may be a constant, guards what `type` gives of it, and not what isinstance does.
+    if isinstance(group, ProcessGroup):
         return group
     if isinstance(group, NonGroupMember):
         raise GroupError(

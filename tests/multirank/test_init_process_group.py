@@ -51,7 +51,7 @@ def test_from_the_environment() -> None:
     try:
         disttrain.init_process_group()
         assert (disttrain.get_rank(), disttrain.get_world_size(), sum_of_ranks()) == (rank, 2, 1.0)
-        assert disttrain.get_backend().startswith("cpu:gloo")
+        assert disttrain.get_backend_config().startswith("cpu:gloo")
         disttrain.barrier()
     finally:
         for name in variables:

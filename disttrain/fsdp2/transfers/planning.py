@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from disttrain.fsdp2.transfers.forms import TransferCost, plan_form, plan_together
@@ -61,13 +62,20 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, early: Contain
         for size in plan_together([_whole_bytes(state) for state in run], asked, cost):
             members = tuple(run[place : place + size])
             place += size
-            groups = tuple(group for state in members for group in state.groups)
-            if len(groups) > 1:
-                gathers = shard_cost is not None or size > 1 < (asked or 0)
+            gathers = shard_cost is not None or size > 1 < (asked or 0)
+            for groups in _by_ranks(members):
                 plan.sets.append(SetPlan(members, groups, gathers))
                 if gathers:
                     plan.in_place.update({group: (False,) * len(group.params) for group in groups})
     return plan
+
+
+def _by_ranks(states: Sequence[ShardState]) -> Iterator[tuple[ParamGroup, ...]]:
+    """The groups of these modules that go over the wire as one, those of one module on several meshes apart."""
+    found: dict[Sharding, list[ParamGroup]] = {}
+    for group in chain.from_iterable(state.groups for state in states):
+        found.setdefault(group.sharding, []).append(group)
+    return (tuple(groups) for groups in found.values() if len(groups) > 1)
 
 
 def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: TransferPlan) -> None:
@@ -104,6 +112,8 @@ def _may_join(state: ShardState, cost_of: CostOf) -> bool:
     is_kept = not isinstance(state.reshard_after_forward, bool | None) or not state.reshard_after_backward
     if is_prefetched or is_kept or not state.unshards_in_backward:
         # Somebody has said when it is gathered or freed.
+        return False
+    if len({group.sharding for group in state.groups}) > 1:
         return False
     if state.transfers.together is not None:
         return state.transfers.together > 1
