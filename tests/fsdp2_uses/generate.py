@@ -26,6 +26,7 @@ MESHES = (
     (1, 4),
 )
 
+TRANSFERS = ("", "", "in place", "apart", "pairs", "all as one")
 RESHARDS = (None, None, True, False)
 
 
@@ -43,6 +44,8 @@ class _Models:
     def __init__(self, random: Random, num_shards: int, policies: tuple[str, ...]) -> None:
         self._random = random
         self._policies = policies
+        # One for all parts: what differs does not go together.
+        self._transfers = random.choice(TRANSFERS)
         self._reshards = (*RESHARDS, *(number for number in range(1, num_shards + 1) if num_shards % number == 0))
 
     def tree(self, num_parts: int) -> Node:
@@ -75,6 +78,7 @@ class _Models:
             random.random() < 0.2,
             together,
             random.random() < 0.1,
+            self._transfers,
         )
 
 

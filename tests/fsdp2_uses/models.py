@@ -30,13 +30,14 @@ class _Short:
 @dataclass(frozen=True, repr=False)
 class Shard(_Short):
     """How `fully_shard` is called on a part; `together`: on the list of its parts; `on_host`: with a policy that keeps
-    shards there."""
+    shards there; `transfers`: the form in which values travel."""
 
     reshard: bool | int | None = None
     policy: str = ""
     cuts_last: bool = False
     together: bool = False
     on_host: bool = False
+    transfers: str = ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,7 +14,13 @@ import disttrain
 from disttrain.dtensor import DTensor, Placement, Replicate
 from disttrain.dtensor import Shard as Cut
 from disttrain.errors import ShardingError
-from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from disttrain.fsdp2 import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    TransferPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from disttrain.testing import run_threads
 from tests.fsdp2_uses.models import Node, Owner, Part, initialised, owners, parts_of, taken_together
 from tests.fsdp2_uses.programs import Program
@@ -28,6 +34,13 @@ POLICIES = {
     "reduce": MixedPrecisionPolicy(reduce_dtype=torch.float32),
     "both": MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64),
     "no cast": MixedPrecisionPolicy(torch.float32, cast_forward_inputs=False),
+}
+TRANSFERS = {
+    "": None,
+    "in place": TransferPolicy("in_place"),
+    "apart": TransferPolicy(reduces_apart=True),
+    "pairs": TransferPolicy("flat", together=2),
+    "all as one": TransferPolicy(together=99, reduces_apart=True),
 }
 
 
@@ -64,6 +77,7 @@ def shard(model: Part, mesh: disttrain.DeviceMesh) -> Part:
             shard_placement_fn=last_dim if how.cuts_last else None,
             ignored_params=ignored,
             offload_policy=CPUOffloadPolicy(pin_memory=False) if how.on_host else None,
+            transfer_policy=TRANSFERS[how.transfers],
         )
     register_fsdp_forward_method(model, "extra")
     return model
