@@ -1,0 +1,86 @@
+"""What a dotted name of torch's is here. Our packages' names are read from their source: some would load torch."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from disttrain.lazy_names import absent_names
+from disttrain.move.findings import Reason
+from disttrain.move.modules import LEFT, MODULES, PAGES, STAYS
+
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Of a dotted name: the first `num_parts` of its parts are torch's module, for which stands `ours`.
+
+    `name` is what follows; None: the module itself is meant. `left`: why it does not move. Where both `ours` and
+    `left` are None it stays torch's, and works.
+    """
+
+    num_parts: int
+    ours: str | None = None
+    name: str | None = None
+    left: Reason | None = None
+
+    @property
+    def moves(self) -> bool:
+        return self.ours is not None and self.left is None
+
+
+def meaning(dotted: str) -> Meaning:
+    """Of a name that begins with `torch.distributed`."""
+    parts = dotted.split(".")
+    for num_parts in range(len(parts), 1, -1):
+        module = ".".join(parts[:num_parts])
+        if num_parts == len(parts) and not is_module(module):
+            continue
+        if module in STAYS:
+            return Meaning(num_parts)
+        if module in LEFT:
+            return Meaning(num_parts, left=LEFT[module])
+        if module in MODULES:
+            ours, rest = MODULES[module], parts[num_parts:]
+            if not rest:
+                return Meaning(num_parts, ours)
+            return Meaning(num_parts, ours, rest[0], None if rest[0] in names_of(ours) else _absent(ours, rest[0]))
+    raise AssertionError(dotted)
+
+
+def is_module(dotted: str) -> bool:
+    """Whether it is a module of torch.distributed's that we know; what a function of its name hides is none."""
+    package, _, name = dotted.rpartition(".")
+    ours = MODULES.get(package)
+    is_name = ours is not None and (name in names_of(ours) or (ours, name) in absent_names())
+    return not is_name and (dotted in MODULES or dotted in LEFT or dotted in STAYS)
+
+
+@cache
+def names_of(package: str) -> frozenset[str]:
+    """What one of our packages has: its `__all__`, or all that it imports where that is computed."""
+    tree = ast.parse(_ROOT.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8"))
+    imported: set[str] = set()
+    listed: set[str] | None = None
+    of_torch: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("disttrain"):
+            for alias in node.names:
+                imported |= names_of(node.module or "") if alias.name == "*" else {alias.asname or alias.name}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if node.targets[0].id == "__all__" and isinstance(node.value, ast.List):
+                listed = set(ast.literal_eval(node.value))
+            elif node.targets[0].id == "_OF_TORCH":
+                of_torch = set(ast.literal_eval(node.value))
+    return frozenset((imported if listed is None else listed) | of_torch)
+
+
+def _absent(ours: str, name: str) -> Reason:
+    why = absent_names().get((ours, name))
+    public = name.lstrip("_")
+    if why is None and name != public:
+        why = f"{ours} has {public}" if public in names_of(ours) else "A private name of torch's"
+    return Reason(why or f"{ours} has no such name", PAGES[ours])

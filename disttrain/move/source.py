@@ -1,0 +1,155 @@
+"""A file's move, from its text to its new text and to what is left: nothing is read, imported or run."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from dataclasses import dataclass
+
+from disttrain.move.edits import Edit, Text, applied
+from disttrain.move.findings import Finding, Reason
+from disttrain.move.imports import Kept, found, needed_torch, plan_import
+from disttrain.move.names import meaning
+from disttrain.move.uses import Imported, Use, Uses, is_within
+
+_STRING = Reason("A name in a string is not changed", "docs/moving_over.md#what-is-left-to-you")
+_TORCHS = Reason("It stays torch's: ask torch.distributed itself", "docs/moving_over.md#what-is-left-to-you")
+_UNREAD = "docs/moving_over.md#what-is-left-to-you"
+_IN_STRINGS = re.compile(r"torch\.distributed(?:\.\w+)+|\Atorch\.distributed\Z")
+_LINE_LETTERS = 120
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The new text, and what is left to a person, from above."""
+
+    text: str
+    findings: tuple[Finding, ...]
+
+
+def move_source(text: str) -> Moved:
+    """Move a file of Python. What is not an import of torch.distributed, or a use of one, stays letter by letter."""
+    if "torch" not in text or "distributed" not in text:
+        return Moved(text, ())
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        return Moved(text, (Finding(line, "the file", f"It is no Python: {error}", _UNREAD),))
+    return _Mover(text, tree).moved()
+
+
+class _Mover:
+    def __init__(self, text: str, tree: ast.Module) -> None:
+        self.text = Text(text)
+        self.tree = tree
+        self.uses = Uses(tree)
+        self.edits: list[Edit] = []
+        self.findings: list[Finding] = []
+        self.of_disttrain: list[Use] = []  # uses that now begin with `disttrain`
+        self.at_top: set[str] = set()  # statements that stand there now
+        self.bound: list[Imported] = []  # statements that bind that name
+
+    def moved(self) -> Moved:
+        keeps = False
+        for use in self.uses.uses:
+            if is_within(use.dotted):
+                keeps |= self._move_use(use)
+        other = any(not is_within(use.dotted) and use.root == "torch" for use in self.uses.uses)
+        kept = Kept(keeps, other and needed_torch(one.node for one in self.uses.imports))
+        for one in self.uses.imports:
+            self._move_import(one, kept)
+        self._import_disttrain()
+        for node, value in self.uses.strings:
+            self._tell_string(node, value)
+        return Moved(applied(self.text.text, self.edits), tuple(sorted(set(self.findings))))
+
+    def _move_use(self, use: Use) -> bool:
+        """Returns whether it stays a use of `torch`."""
+        means, root = meaning(use.dotted), meaning(use.bound) if is_within(use.bound) else None
+        if root is not None and not root.moves:
+            return False  # its import is told of, or all stays torch's
+        prefix = use.prefix(means.num_parts)
+        if means.left is not None:
+            written = use.nodes[min(use.nodes.index(prefix) + (means.name is not None), len(use.nodes) - 1)]
+            self.findings.append(found(written.lineno, ast.unparse(written), means.left))
+        elif means.ours is None and root is not None:
+            self.findings.append(found(prefix.lineno, ast.unparse(prefix), _TORCHS))
+        if not means.moves:
+            return root is None
+        assert means.ours is not None
+        base = None if root is None else root.ours
+        if base is not None and f"{means.ours}.".startswith(f"{base}."):
+            new = use.root + means.ours.removeprefix(base)
+        else:
+            new = means.ours
+            self.of_disttrain.append(use)
+        if new != self.text.of(prefix):
+            self.edits.append(Edit(*self.text.span(prefix), new))
+        return False
+
+    def _move_import(self, one: Imported, kept: Kept) -> None:
+        plan = plan_import(one.node, kept)
+        self.findings += plan.findings
+        if plan.module is not None:
+            start, _ = self.text.span(one.node)
+            named = re.match(r"from\s+(?:\\\s+)?([\w.]+)", self.text.of(one.node))
+            assert named is not None
+            self.edits.append(Edit(start + named.start(1), start + named.end(1), plan.module))
+        elif plan.statements and one.node in self.tree.body and self.at_top.issuperset(plan.statements):
+            self.edits.append(Edit(*self.text.whole_line(one.node), ""))
+        elif plan.statements:
+            self.at_top |= set(plan.statements) if one.node in self.tree.body else set()
+            self.edits.append(Edit(*self.text.span(one.node), self._written(one.node, plan.statements)))
+        if "import disttrain" in plan.statements or ast.unparse(one.node) == "import disttrain":
+            self.bound.append(one)
+
+    def _written(self, node: ast.stmt, statements: tuple[str, ...]) -> str:
+        """One to a line, where the old one had its line alone; comments within it come behind the last."""
+        indent = self.text.before(node)
+        end = self.text.span(node)[1]
+        if indent.strip() or self.text.text[end:].lstrip(" \t").startswith(";"):
+            return "; ".join(statements)
+        line_end = self.text.line_end()
+        lines = [_wrapped(one, indent, line_end) for one in statements]
+        comments = _comments(self.text.of(node))
+        return f"{line_end}{indent}".join(lines) + ("  " + "  ".join(comments) if comments else "")
+
+    def _import_disttrain(self) -> None:
+        """At the top, where uses need it that lie in no function that has it."""
+        where = {id(one.functions[-1]) if one.functions else None for one in self.bound}
+        top = any(one.node in self.tree.body for one in self.bound)
+        if top or all(any(id(function) in where for function in use.functions) for use in self.of_disttrain):
+            return
+        statements = [node for node in self.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        usual = [node for node in statements if getattr(node, "module", None) != "__future__"]
+        if usual:
+            start, text = self.text.span(usual[0])[0], f"import disttrain{self.text.line_end()}"
+        else:
+            after: ast.stmt | None = statements[-1] if statements else None
+            if after is None and ast.get_docstring(self.tree) is not None:
+                after = self.tree.body[0]
+            start = 0 if after is None else self.text.span(after)[1]
+            text = f"{'' if after is None else self.text.line_end()}import disttrain"
+            text += self.text.line_end() if after is None else ""
+        self.edits.append(Edit(start, start, text))
+
+    def _tell_string(self, node: ast.Constant, value: str) -> None:
+        for match in _IN_STRINGS.finditer(value):
+            line = node.lineno + value[: match.start()].count("\n")
+            self.findings.append(found(min(line, node.end_lineno or line), f'"{match[0]}"', _STRING))
+
+
+def _wrapped(statement: str, indent: str, line_end: str) -> str:
+    head, found_import, names = statement.partition(" import ")
+    if len(indent) + len(statement) <= _LINE_LETTERS or not found_import:
+        return statement
+    rows = "".join(f"{indent}    {name},{line_end}" for name in names.split(", "))
+    return f"{head} import ({line_end}{rows}{indent})"
+
+
+def _comments(statement: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(statement).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]

@@ -1,0 +1,70 @@
+"""The files of a source tree, and each one's move."""
+
+from __future__ import annotations
+
+import io
+import os
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from disttrain.move.commands import told_commands
+from disttrain.move.findings import Finding
+from disttrain.move.source import move_source
+
+_COMMANDS = {".bash", ".ipynb", ".sbatch", ".sh", ".slurm", ".yaml", ".yml", ".zsh"}
+_NAMED = {"Dockerfile", "Makefile"}
+_UNREAD = "docs/moving_over.md#what-is-left-to-you"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one file: its text before and after, in `encoding`, and what is left."""
+
+    path: Path
+    before: str
+    after: str
+    encoding: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_changed(self) -> bool:
+        return self.before != self.after
+
+    def write(self) -> None:
+        self.path.write_bytes(self.after.encode(self.encoding))
+
+
+def changes(path: Path) -> Iterator[Change]:
+    """Of a file, or of all below a folder, in order; hidden folders and environments are passed over."""
+    for one in [path] if path.is_file() else _files(path):
+        is_python = one.suffix in (".py", ".pyi")
+        if is_python or one.suffix in _COMMANDS or one.name in _NAMED:
+            yield _change(one, is_python)
+
+
+def _change(path: Path, is_python: bool) -> Change:
+    content = path.read_bytes()
+    try:
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if is_python else "utf-8"
+        text = content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        unread = Finding(1, "the file", f"It cannot be read: {error}", _UNREAD)
+        return Change(path, "", "", "utf-8", (unread,) if b"torch" in content else ())
+    if not is_python:
+        return Change(path, text, text, encoding, told_commands(text))
+    moved = move_source(text)
+    return Change(path, text, moved.text, encoding, moved.findings)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for name, folders, files in os.walk(folder):
+        here = Path(name)
+        folders[:] = sorted(one for one in folders if _is_source(here / one))
+        yield from (here / one for one in sorted(files) if not (here / one).is_symlink())
+
+
+def _is_source(folder: Path) -> bool:
+    is_hidden = folder.name.startswith(".") or folder.name in ("__pycache__", "node_modules")
+    return not is_hidden and not (folder / "pyvenv.cfg").exists()

@@ -1,0 +1,156 @@
+"""Where a file imports torch's modules, and where it asks them for names. Names that functions bind anew are theirs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from disttrain.move.names import is_module
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Statement = ast.Import | ast.ImportFrom
+ROOT = "torch.distributed"
+
+
+@dataclass(frozen=True)
+class Use:
+    """`a.b.c`, whose `a` is bound to a module: `nodes` are `a`, `a.b` and `a.b.c`; `dotted` its full name."""
+
+    nodes: tuple[ast.expr, ...]
+    root: str
+    bound: str
+    dotted: str
+    functions: tuple[Function, ...]
+
+    def prefix(self, num_parts: int) -> ast.expr:
+        """The node of the first `num_parts` parts of `dotted`."""
+        return self.nodes[num_parts - len(self.bound.split("."))]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A statement, and the functions that it lies in, from without."""
+
+    node: Statement
+    functions: tuple[Function, ...]
+
+
+class Uses(ast.NodeVisitor):
+    """All of a file."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.bindings = {name: dotted for node in _imports(tree) for name, dotted in bound_modules(node)}
+        self.uses: list[Use] = []
+        self.imports: list[Imported] = []
+        self.strings: list[tuple[ast.Constant, str]] = []
+        self._functions: tuple[Function, ...] = ()
+        self._shadowed: frozenset[str] = frozenset()
+        self.visit(tree)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.imports.append(Imported(node, self._functions))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.imports.append(Imported(node, self._functions))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._enter(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._enter(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._enter(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._use([node])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        nodes: list[ast.expr] = [node]
+        while isinstance(nodes[-1], ast.Attribute):
+            nodes.append(nodes[-1].value)
+        if isinstance(nodes[-1], ast.Name):
+            self._use(nodes[::-1])
+        else:
+            self.visit(nodes[-1])
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and ROOT in node.value:
+            self.strings.append((node, node.value))
+
+    def _use(self, nodes: list[ast.expr]) -> None:
+        root = nodes[0]
+        assert isinstance(root, ast.Name)
+        bound = self.bindings.get(root.id)
+        if bound is not None and root.id not in self._shadowed:
+            names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+            self.uses.append(Use(tuple(nodes), root.id, bound, ".".join([bound, *names]), self._functions))
+
+    def _enter(self, node: Function) -> None:
+        # Decorators, defaults and annotations are the outer scope's.
+        arguments = node.args
+        outer = [*arguments.defaults, *(one for one in arguments.kw_defaults if one is not None)]
+        outer += [one.annotation for one in _arguments(arguments) if one.annotation is not None]
+        body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
+        if not isinstance(node, ast.Lambda):
+            outer += [*node.decorator_list, *([node.returns] if node.returns is not None else [])]
+        for one in outer:
+            self.visit(one)
+        before = self._functions, self._shadowed
+        own, imported = _own_names(node)
+        self._functions, self._shadowed = (*self._functions, node), (self._shadowed - imported) | (own - imported)
+        for each in body:
+            self.visit(each)
+        self._functions, self._shadowed = before
+
+
+def bound_modules(node: Statement) -> Iterator[tuple[str, str]]:
+    """Names that a statement binds to `torch` or a module of torch.distributed's, and which."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.asname is None and alias.name.partition(".")[0] == "torch":
+                yield "torch", "torch"
+            elif alias.asname is not None and (alias.name == "torch" or is_within(alias.name)):
+                yield alias.asname, alias.name
+    elif node.level == 0 and node.module is not None:
+        for alias in node.names:
+            dotted = f"{node.module}.{alias.name}"
+            if is_within(dotted) and is_module(dotted):
+                yield alias.asname or alias.name, dotted
+
+
+def is_within(dotted: str) -> bool:
+    """Whether it is torch.distributed, or of it."""
+    return f"{dotted}.".startswith(f"{ROOT}.")
+
+
+def _imports(tree: ast.Module) -> Iterator[Statement]:
+    return (node for node in ast.walk(tree) if isinstance(node, Statement))
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [*named, *(one for one in (arguments.vararg, arguments.kwarg) if one is not None)]
+
+
+def _own_names(function: Function) -> tuple[frozenset[str], frozenset[str]]:
+    """What a function binds itself, by whatever means, and what of it by imports; functions within it are apart."""
+    own = {one.arg for one in _arguments(function.args)}
+    imported: set[str] = set()
+    to_see: list[ast.AST] = [function.body] if isinstance(function, ast.Lambda) else list(function.body)
+    while to_see:
+        node = to_see.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, Statement):
+            imported |= {name for name, _ in bound_modules(node)}
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            imported |= set(node.names)
+        if not isinstance(node, Function | ast.ClassDef):
+            to_see += ast.iter_child_nodes(node)
+    return frozenset(own), frozenset(imported)
