@@ -124,23 +124,22 @@ class _Mover:
         top = any(one.node in self.tree.body for one in self.bound)
         if top or all(any(id(function) in where for function in use.functions) for use in self.of_disttrain):
             return
-        statements = [node for node in self.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        usual = [node for node in statements if getattr(node, "module", None) != "__future__"]
-        if usual:
-            start, text = self.text.span(usual[0])[0], f"import disttrain{self.text.line_end()}"
-        else:
-            after: ast.stmt | None = statements[-1] if statements else None
-            if after is None and ast.get_docstring(self.tree) is not None:
-                after = self.tree.body[0]
-            start = 0 if after is None else self.text.span(after)[1]
-            text = f"{'' if after is None else self.text.line_end()}import disttrain"
-            text += self.text.line_end() if after is None else ""
-        self.edits.append(Edit(start, start, text))
+        start = self.text.place(_first_line(self.tree), 0)
+        self.edits.append(Edit(start, start, f"import disttrain{self.text.line_end()}"))
 
     def _tell_string(self, node: ast.Constant, value: str) -> None:
         for match in _IN_STRINGS.finditer(value):
             line = node.lineno + value[: match.start()].count("\n")
             self.findings.append(found(min(line, node.end_lineno or line), f'"{match[0]}"', _STRING))
+
+
+def _first_line(tree: ast.Module) -> int:
+    """Of the first statement behind the docstring and what is imported from the future."""
+    for place, node in enumerate(tree.body):
+        is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and getattr(node, "module", None) != "__future__":
+            return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+    raise AssertionError
 
 
 def _wrapped(statement: str, indent: str, line_end: str) -> str:

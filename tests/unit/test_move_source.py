@@ -120,6 +120,14 @@ def test_an_import_of_the_whole_name_keeps_torch_where_it_is_used() -> None:
     assert _moved(before) == after
 
 
+def test_an_import_comes_before_the_first_use() -> None:
+    before = (
+        "# A script.\ntry:\n    import torch\n    torch.distributed.barrier()\nfinally:\n    import os\nimport re\n"
+    )
+    after = before.replace("torch.distributed", "disttrain").replace("try:", "import disttrain\ntry:")
+    assert _moved(before) == after
+
+
 def test_an_import_that_is_there_already_goes() -> None:
     before = "import torch.distributed\nimport torch.distributed.tensor\n\ntorch.distributed.barrier()\n"
     assert _moved(before) == "import disttrain\n\ndisttrain.barrier()\n"
