@@ -51,6 +51,23 @@ def meaning(dotted: str) -> Meaning:
     raise AssertionError(dotted)
 
 
+def left_of_ours(dotted: str) -> tuple[int, Reason] | None:
+    """Of a name of ours that is not here: how many parts name it, and why; None: it is here, as far as we know."""
+    parts = dotted.split(".")
+    if parts[0] != "disttrain":
+        return None
+    if len(parts) > 1 and is_module(f"torch.distributed.{parts[1]}") and not _is_ours(parts[1]):
+        # A part by torch's name, which did not move.
+        theirs = meaning(".".join(["torch.distributed", *parts[1:]]))
+        num_parts = theirs.num_parts - 1 + (theirs.name is not None)
+        return None if theirs.left is None else (num_parts, theirs.left)
+    for num_parts in range(len(parts) - 1, 0, -1):
+        package, name = ".".join(parts[:num_parts]), parts[num_parts]
+        if package in PAGES:
+            return (num_parts + 1, _absent(package, name)) if (package, name) in absent_names() else None
+    return None
+
+
 def is_module(dotted: str) -> bool:
     """Whether it is a module of torch.distributed's that we know; what a function of its name hides is none."""
     package, _, name = dotted.rpartition(".")
@@ -76,6 +93,10 @@ def names_of(package: str) -> frozenset[str]:
             elif node.targets[0].id == "_OF_TORCH":
                 of_torch = set(ast.literal_eval(node.value))
     return frozenset((imported if listed is None else listed) | of_torch)
+
+
+def _is_ours(name: str) -> bool:
+    return any((_ROOT / "disttrain" / one).exists() for one in (name, f"{name}.py"))
 
 
 def _absent(ours: str, name: str) -> Reason:

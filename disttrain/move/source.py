@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from disttrain.move.edits import Edit, Text, applied
 from disttrain.move.findings import Finding, Reason
 from disttrain.move.imports import Kept, found, needed_torch, plan_import
-from disttrain.move.names import meaning
+from disttrain.move.names import left_of_ours, meaning
 from disttrain.move.uses import Imported, Use, Uses, is_within
 
 _STRING = Reason("A name in a string is not changed", "docs/moving_over.md#what-is-left-to-you")
 _TORCHS = Reason("It stays torch's: ask torch.distributed itself", "docs/moving_over.md#what-is-left-to-you")
 _UNREAD = "docs/moving_over.md#what-is-left-to-you"
 _IN_STRINGS = re.compile(r"torch\.distributed(?:\.\w+)+|\Atorch\.distributed\Z")
-_MENTIONS = re.compile(r"\.\s*distributed\b|\bfrom\s+torch\s+import\b")  # else it need not be parsed
+_MENTIONS = re.compile(r"\bdisttrain\b|\.\s*distributed\b|\bfrom\s+torch\s+import\b")  # else it need not be parsed
 _LINE_LETTERS = 120
 
 
@@ -32,7 +32,7 @@ class Moved:
 
 def move_source(text: str) -> Moved:
     """Move a file of Python. What is not an import of torch.distributed, or a use of one, stays letter by letter."""
-    if "torch" not in text or not _MENTIONS.search(text):
+    if not _MENTIONS.search(text):
         return Moved(text, ())
     try:
         tree = ast.parse(text)
@@ -58,6 +58,9 @@ class _Mover:
         for use in self.uses.uses:
             if is_within(use.dotted):
                 keeps |= self._move_use(use)
+            elif (left := left_of_ours(use.dotted)) is not None:  # moved before
+                named = use.prefix(left[0])
+                self.findings.append(found(named.lineno, ast.unparse(named), left[1]))
         other = any(not is_within(use.dotted) and use.root == "torch" for use in self.uses.uses)
         kept = Kept(keeps, other and needed_torch(one.node for one in self.uses.imports))
         for one in self.uses.imports:
@@ -138,7 +141,8 @@ def _first_line(tree: ast.Module) -> int:
     for place, node in enumerate(tree.body):
         is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not is_docstring and getattr(node, "module", None) != "__future__":
-            return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+            decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+            return min([node.lineno, *(one.lineno for one in decorators)])
     raise AssertionError
 
 

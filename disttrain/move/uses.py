@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from disttrain.move.modules import PAGES
 from disttrain.move.names import is_module
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -110,17 +111,18 @@ class Uses(ast.NodeVisitor):
 
 
 def bound_modules(node: Statement) -> Iterator[tuple[str, str]]:
-    """Names that a statement binds to `torch` or a module of torch.distributed's, and which."""
+    """Names that a statement binds to `torch`, to a module of torch.distributed's or to one of ours, and which."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            if alias.asname is None and alias.name.partition(".")[0] == "torch":
-                yield "torch", "torch"
-            elif alias.asname is not None and (alias.name == "torch" or is_within(alias.name)):
+            top = alias.name.partition(".")[0]
+            if alias.asname is None and top in ("torch", "disttrain"):
+                yield top, top
+            elif alias.asname is not None and (alias.name in ("torch", *PAGES) or is_within(alias.name)):
                 yield alias.asname, alias.name
     elif node.level == 0 and node.module is not None:
         for alias in node.names:
             dotted = f"{node.module}.{alias.name}"
-            if is_within(dotted) and is_module(dotted):
+            if dotted in PAGES or (is_within(dotted) and is_module(dotted)):
                 yield alias.asname or alias.name, dotted
 
 

@@ -133,6 +133,13 @@ def test_an_import_that_is_there_already_goes() -> None:
     assert _moved(before) == "import disttrain\n\ndisttrain.barrier()\n"
 
 
+def test_what_is_ours_already_leaves_nothing() -> None:
+    text = (
+        "import torch\nimport disttrain\n\ntorch.optim.SGD(torch.nn.Linear(1, 1))\ndisttrain.checkpoint.save({}, 'a')\n"
+    )
+    assert _moved(text) == text
+
+
 def test_prose_may_speak_of_torch() -> None:
     text = 'raise RuntimeError("torch.distributed is not initialised")\n'
     assert _moved(text) == text
@@ -235,6 +242,26 @@ def test_what_is_asked_of_a_name_that_is_ours_now() -> None:
         (4, "dist.shrink_group", absent_names()["disttrain", "shrink_group"]),
         (5, "dist.algorithms._checkpoint", "It stays torch's: ask torch.distributed itself"),
         (6, '"torch.distributed.all_reduce"', "A name in a string is not changed"),
+    ]
+
+
+def test_what_was_left_is_told_again() -> None:
+    before = """
+        import torch.distributed as dist
+        from torch.distributed import fsdp
+
+        dist.shrink_group([1]), dist.fsdp.ShardingStrategy.FULL_SHARD
+        fsdp.MixedPrecision()
+        dist.barrier()
+    """
+    first = move_source(textwrap.dedent(before))
+    second = move_source(first.text)
+    assert second.text == first.text
+    assert [one.why for one in first.findings] == [one.why for one in second.findings]
+    assert [(one.line, one.what) for one in second.findings] == [
+        (5, "dist.fsdp.ShardingStrategy"),
+        (5, "dist.shrink_group"),
+        (6, "fsdp.MixedPrecision"),
     ]
 
 
