@@ -12,6 +12,7 @@ from torch import nn
 
 import disttrain
 from disttrain import kernels
+from disttrain.dtensor import Shard
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, TransferCost, TransferPolicy, fully_shard
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, current_world
@@ -233,3 +234,33 @@ def test_what_is_set_later_is_planned_anew() -> None:
     models.loss_of(whole, models.batch(0)).backward()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), 3 * other.grad)
+
+
+class OnTwoMeshes(nn.Module):
+    """Two matrices of one dtype, which lie on different ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(8, 8, bias=False)
+        self.own = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(x).relu())
+
+
+@on_ranks(4)
+def test_what_lies_on_other_ranks_is_reduced_apart() -> None:
+    torch.manual_seed(0)
+    model = OnTwoMeshes()
+    whole = copy.deepcopy(model)
+    others = SimpleNamespace(mesh=disttrain.init_device_mesh("cpu", (2, 2)))
+
+    def place(parameter: nn.Parameter) -> Any:
+        return SimpleNamespace(placement=Shard(0), mesh_info=others) if parameter is model.own.weight else None
+
+    fully_shard(model, shard_placement_fn=place)
+    x = torch.randn(8, 8)
+    model(x.chunk(4)[disttrain.get_rank()]).square().mean().backward()
+    whole(x).square().mean().backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from disttrain.fsdp2.transfers.forms import TransferCost, plan_form, plan_together
@@ -62,20 +61,21 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, early: Contain
         for size in plan_together([_whole_bytes(state) for state in run], asked, cost):
             members = tuple(run[place : place + size])
             place += size
-            gathers = shard_cost is not None or size > 1 < (asked or 0)
-            for groups in _by_ranks(members):
-                plan.sets.append(SetPlan(members, groups, gathers))
-                if gathers:
-                    plan.in_place.update({group: (False,) * len(group.params) for group in groups})
+            for sharding, groups in _by_sharding(members).items():
+                if len(groups) > 1:
+                    gathers = cost_of(sharding)[0] is not None or size > 1 < (asked or 0)
+                    plan.sets.append(SetPlan(members, groups, gathers))
+                    if gathers:
+                        plan.in_place.update({group: (False,) * len(group.params) for group in groups})
     return plan
 
 
-def _by_ranks(states: Sequence[ShardState]) -> Iterator[tuple[ParamGroup, ...]]:
-    """The groups of these modules that go over the wire as one, those of one module on several meshes apart."""
-    found: dict[Sharding, list[ParamGroup]] = {}
-    for group in chain.from_iterable(state.groups for state in states):
-        found.setdefault(group.sharding, []).append(group)
-    return (tuple(groups) for groups in found.values() if len(groups) > 1)
+def _by_sharding(states: Sequence[ShardState]) -> dict[Sharding, tuple[ParamGroup, ...]]:
+    """The groups of these states; what lies on other ranks, as experts do, goes apart."""
+    found: dict[Sharding, tuple[ParamGroup, ...]] = {}
+    for group in (group for state in states for group in state.groups):
+        found[group.sharding] = (*found.get(group.sharding, ()), group)
+    return found
 
 
 def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: TransferPlan) -> None:
