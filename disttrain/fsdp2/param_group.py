@@ -192,14 +192,11 @@ class ParamGroup:
         return torch.zeros(self.plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
     def unshard(self, *, alone: bool = False) -> None:
-        """Start gathering; nothing when the parameters are gathered, or being gathered, already. Collective.
-
-        Unless it is to be `alone`, those that go with it are gathered, too.
-        """
+        """Start gathering, unless that is done or under way; those that go with it, too, unless `alone`. Collective."""
         if self.is_unsharded or self._gathering is not None:
             return
-        is_alone = alone or self.is_kept or self.together is None
-        groups = [self] if is_alone or self.together is None else self.together.to_gather(self)
+        together = None if alone or self.is_kept else self.together
+        groups = [self] if together is None else together.to_gather(self)
         gathering = start_gathering(groups, self.own_comm())
         for group in groups:
             group._gathering, group._kept = gathering, None
@@ -285,6 +282,8 @@ class ParamGroup:
         assert self._wholes is not None
         self._wholes.free()
         self.is_unsharded = False
+        if self.together is not None:
+            self.together.has_freed(self)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""

@@ -74,6 +74,11 @@ class RootContext:
         self._together = carry_out(self.plan)
         self.is_planned = True
 
+    def expect_all(self) -> None:
+        """From now on all modules are to come: what goes together is gathered together."""
+        for together in self._together:
+            together.begin()
+
     def use(self, comm: Comm) -> None:
         """Communicate on these streams."""
         if comm is not self.comm:
@@ -98,6 +103,7 @@ class RootContext:
         for state in self.states:
             state.forget_forward()
             free_old(state.groups, is_kept=state.is_kept_unsharded)
+        self.expect_all()
 
     def begin_backward(self) -> None:
         """The first gradient of a backward pass reaches the model."""
@@ -113,6 +119,7 @@ class RootContext:
             self._abandon_backward()
         for group in self.root.groups:
             group.begin_backward()
+        self.expect_all()
         for state in self.states:
             # What has stayed whole since the root's forward is in modules until the backward ends, as it was there:
             # what a checkpoint computes again may need it.

@@ -90,6 +90,10 @@ def unshard_all(states: Sequence[ShardState]) -> None:
     context = states[0].context
     if context is not None and not context.structure.holds():
         context.root.become_root()
+    current = states[0].context
+    if current is not None:
+        current.make_plan()
+        current.expect_all()
     comm = states[0].comm
     comm.ready, states[0].post_optim_event = states[0].post_optim_event, None
     for state in states:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain import kernels
 from disttrain.dtensor import Shard
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, TransferCost, TransferPolicy, fully_shard
+from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, current_world
 from disttrain.testing.pytest_plugin import on_ranks
@@ -264,3 +266,48 @@ def test_what_lies_on_other_ranks_is_reduced_apart() -> None:
     whole(x).square().mean().backward()
     for one, other in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+class Again(models.TinyModel):
+    """Its blocks run twice in a row, or are computed again before their backward."""
+
+    is_checkpointed = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.is_checkpointed else block(block(x))
+        return self.head(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_what_is_gathered_together_is_not_gathered_again_for_others(is_checkpointed: bool) -> None:
+    model = Again(num_blocks=12).init(0)
+    model.is_checkpointed = is_checkpointed
+    for block in model.blocks:
+        fully_shard(block, transfer_policy=TransferPolicy(together=3))
+    fully_shard(model)
+    groups = [group for block in model.blocks for group in state_of(block).groups]
+    found: list[int] = []
+
+    def count(*_: object) -> None:
+        found.append(sum(group.is_unsharded for group in groups))
+
+    for block in model.blocks:
+        block.up.register_forward_hook(count)
+        block.up.register_full_backward_hook(count)
+    for _ in range(2):
+        models.loss_of(model, models.own_rows(models.batch(0), disttrain.get_rank(), 2)).backward()
+    assert max(found) <= 3
+
+
+@on_ranks(2)
+def test_what_is_set_for_a_schedule_is_planned_anew() -> None:
+    model = models.TinyModel().init(0)
+    fully_shard(model)
+    model.set_is_scheduled(True)
+    model.set_separate_reduce_scatter_group()
+    model.unshard_all()
+    assert all(group.reduced_apart is not None for group in state_of(model).groups)
+    model.reshard_all()

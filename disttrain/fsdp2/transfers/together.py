@@ -22,13 +22,35 @@ class Together:
         """`gathers`: also gathers are as one, not reductions alone."""
         self._groups = groups
         self._gathers = gathers
+        self._used: list[ParamGroup] = []
+        """What has been freed, in this order, since all were gathered, or since a forward or backward began."""
         self._owed: dict[ParamGroup, Sequence[ShardedParam]] = {}
         """What those have to reduce whose backward has ended."""
         self._scale: float | None = None
 
+    def begin(self) -> None:
+        """A forward or a backward of the whole model begins: all are to come."""
+        self._used.clear()
+
     def to_gather(self, group: ParamGroup) -> list[ParamGroup]:
-        """What is to be gathered when `group` is needed."""
-        return [each for each in self._groups if each is group or (self._gathers and each.waits_for_gather)]
+        """What is to be gathered when `group` is needed: it, and those of the others that are still to come.
+
+        What has been used is not: a module that runs twice in a row, or is computed again for its backward, would leave
+        the others whole until the backward ends.
+        """
+        if not self._gathers:
+            return [group]
+        if set(self._used).issuperset(self._groups) and self._used[-1].module_path != group.module_path:
+            # Another round of all.
+            self._used.clear()
+        used = {each for each in self._used if each.module_path != group.module_path}
+        return [each for each in self._groups if each is group or (each.waits_for_gather and each not in used)]
+
+    def has_freed(self, group: ParamGroup) -> None:
+        """The gathered parameters of `group` have been used."""
+        if group in self._used:
+            self._used.remove(group)
+        self._used.append(group)
 
     def reduce(self, group: ParamGroup, params: Sequence[ShardedParam], scale: float | None = None) -> None:
         """The backward of `group` has ended, and these of its parameters are to be reduced, if any. Collective for the
