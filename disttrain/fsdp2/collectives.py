@@ -170,7 +170,7 @@ Hook = Callable[[torch.Tensor], None]
 class Reduction:
     """A reduction under way. `output` is this rank's flat buffer of averaged gradients.
 
-    `packed`, its input, was allocated on another stream: it is held until that stream is ordered after the reduction.
+    `packed`, its inputs, were allocated on another stream: they are held until that is ordered after the reduction.
     """
 
     output: torch.Tensor
@@ -267,7 +267,9 @@ def start_reduction(
         # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
         streams.follow(scattered)
         what.rest(output, unreduced, streams)
-        return Reduction(output, packed, None, streams.mark(), None)
+        # Both were allocated on the stream that computes, and are read here.
+        held = packed if unreduced is None else [*packed, unreduced]
+        return Reduction(output, held, None, streams.mark(), None)
 
 
 def _start_reduce_scatter(
