@@ -117,6 +117,9 @@ class RootContext:
             return
         if self._backward is not None:
             self._abandon_backward()
+        if any(not one.is_complete for one in self.comm.reducing):
+            # What these leave is owed by this backward, also of parameters that it does not reach.
+            self.comm.finish_reductions()
         for group in self.root.groups:
             group.begin_backward()
         self.expect_all()

@@ -311,3 +311,36 @@ def test_what_is_set_for_a_schedule_is_planned_anew() -> None:
     model.unshard_all()
     assert all(group.reduced_apart is not None for group in state_of(model).groups)
     model.reshard_all()
+
+
+class Chosen(nn.Module):
+    """Computes with some of its matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.chosen = (0, 1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((self.matrices[place](x) for place in self.chosen), torch.zeros(()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_what_a_backward_does_not_reach_keeps_what_earlier_ones_have_left_for_copies(are_apart: bool) -> None:
+    torch.manual_seed(0)
+    model = Chosen()
+    whole = copy.deepcopy(model)
+    mesh = disttrain.init_device_mesh("cpu", (2, 2))
+    for matrix in model.matrices if are_apart else ():
+        fully_shard(matrix, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(8, 4)
+    for is_last, chosen in ((False, (2,)), (True, (1, 0))):
+        model.chosen = whole.chosen = chosen
+        model.set_requires_all_reduce(is_last)
+        model.set_is_last_backward(is_last)
+        model(x.chunk(4)[disttrain.get_rank()]).square().mean().backward()
+        whole(x).square().mean().backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)

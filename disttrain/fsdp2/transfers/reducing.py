@@ -52,11 +52,12 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
 
     A schedule gives `scale`; then all trained parameters receive a gradient, and no reduction under way is waited for.
     """
-    parts = [_Part(group, params, all_receive=scale is not None) for group, params in owed]
-    first = parts[0].group
+    first = owed[0][0]
     comm = first.own_comm()
     if scale is None:
+        # First, since what these leave to be reduced over the replicas takes part.
         comm.finish_reductions()
+    parts = [_Part(group, params, all_receive=scale is not None) for group, params in owed]
     sharding, dtype = first.sharding, first.reduce_dtype
     num_ranks = sharding.num_shards * sharding.num_replicas
     factor = num_ranks if first.divide_factor is None and first.only_sums else first.divide_factor
