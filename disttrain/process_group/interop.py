@@ -12,6 +12,7 @@ from disttrain.process_group.backends import BACKENDS
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.current import current_world, enter_process_world, is_initialized
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.hosts import tell_host
 from disttrain.process_group.world import World
 from disttrain.settings import TIMEOUT_S
 from disttrain.store import PrefixStore
@@ -75,6 +76,7 @@ def _join() -> World:
             owned_store=store,
         )
         _adopt(world.default_group, pg)
+        tell_host(world)
     except BaseException:
         store.close()
         raise

@@ -6,6 +6,7 @@ import torch
 
 import disttrain
 from disttrain.fsdp2 import TransferCost, TransferPolicy
+from disttrain.process_group import current_world
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.multirank import models
 from tests.multirank.test_fsdp2_transfers import trained
@@ -15,6 +16,7 @@ from tests.multirank.test_fsdp2_transfers import trained
 def test_copies_on_several_hosts_are_averaged_by_one_plan() -> None:
     """The groups that hold copies have measured for themselves; their ranks share parameters with the other ones'."""
     mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    current_world().default_group.spans_hosts = True
     group = mesh.get_group(0)
     group.spans_hosts, group.transfer_cost = True, TransferCost((0.02, 1e-6)[mesh.get_local_rank(1)], 1e9)
     flat = trained(models.TinyModel(num_blocks=6).init(0), TransferPolicy("flat", together=1), mesh=mesh)

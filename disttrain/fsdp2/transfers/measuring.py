@@ -27,8 +27,10 @@ def costs_of(sharding: Sharding, device: torch.device) -> Costs:
     """Over the ranks that share parameters, and over those that hold copies; None where these are on one host. Alike
     on all ranks of the mesh.
 
-    Collective the first time, but for ranks of one host that hold no copies.
+    Collective the first time, but in a world of one host.
     """
+    if not leaves_host(sharding.mesh.world.default_group):
+        return None, None
     shard_cost = cost_over(sharding.shard_group, device) if sharding.num_shards > 1 else None
     group = sharding.replicate_group
     if group is None:
