@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import disttrain
@@ -15,6 +16,24 @@ from disttrain.process_group import Call
 from tests.multirank import models
 
 SCATTER = "reduce_scatter_tensor"
+
+
+class Halved(nn.Linear):
+    """Its weight is gathered in bfloat16, with a number of each rank's."""
+
+    def fsdp_gather_hooks(self, name: str) -> Halved | None:
+        return self if name == "weight" else None
+
+    def fsdp_pre_all_gather(self, shard: torch.Tensor, *_: object) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (shard.bfloat16(), shard.new_ones(1)), None
+
+    def fsdp_post_all_gather(
+        self, shard: torch.Tensor, outputs: tuple[torch.Tensor, ...], *_: object, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        return None if out is not None else (outputs[0].data, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.bfloat16(), self.weight).to(x.dtype)
 
 
 def sharded(model: nn.Module, **options: object) -> nn.Module:

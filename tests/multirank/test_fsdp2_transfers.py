@@ -19,7 +19,7 @@ from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, current_world
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import SCATTER, recorded
+from tests.fsdp2_cases import SCATTER, Halved, recorded
 from tests.multirank import models
 
 FORMS = {
@@ -58,24 +58,6 @@ class Odd(models.TinyModel):
         for place in (0, 1, 2, 4, 5, 0):
             x = self.blocks[place](x)
         return self.head(x)
-
-
-class Halved(nn.Linear):
-    """Its weight is gathered in bfloat16, with a number of each rank's."""
-
-    def fsdp_gather_hooks(self, name: str) -> Halved | None:
-        return self if name == "weight" else None
-
-    def fsdp_pre_all_gather(self, shard: torch.Tensor, *_: object) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (shard.bfloat16(), shard.new_ones(1)), None
-
-    def fsdp_post_all_gather(
-        self, shard: torch.Tensor, outputs: tuple[torch.Tensor, ...], *_: object, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        return None if out is not None else (outputs[0].data, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x.bfloat16(), self.weight).to(x.dtype)
 
 
 def with_halves() -> models.TinyModel:

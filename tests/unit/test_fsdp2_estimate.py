@@ -31,6 +31,7 @@ from disttrain.fsdp2 import (
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, World, entered_world
 from disttrain.store import HashStore
+from tests.fsdp2_cases import Halved
 
 # torch warns of Intel GPUs when oneDNN is switched off.
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")
@@ -264,24 +265,6 @@ def test_frozen_and_ignored_parameters_and_several_dtypes(world: World) -> None:
     said = estimate(model)
     assert said.gradients_bytes < said.parameters_bytes
     check(model, said, torch.optim.AdamW, world)
-
-
-class Halved(nn.Linear):
-    """Its weight is gathered in bfloat16, with a number of each rank's."""
-
-    def fsdp_gather_hooks(self, name: str) -> Halved | None:
-        return self if name == "weight" else None
-
-    def fsdp_pre_all_gather(self, shard: torch.Tensor, *_: object) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (shard.bfloat16(), shard.new_ones(1)), None
-
-    def fsdp_post_all_gather(
-        self, shard: torch.Tensor, outputs: tuple[torch.Tensor, ...], *_: object, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        return None if out is not None else (outputs[0].data, outputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.bfloat16(), self.weight).to(x.dtype)
 
 
 def test_parameters_that_say_what_is_gathered_of_them(world: World) -> None:
