@@ -107,7 +107,8 @@ def start_gather_in_place(
         work = None
         if pairs:
             work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
-        return Gather((shard, *inputs), output, work, streams.mark())
+        # What has been cast belongs to the all-gather stream, which may have it back; a transport still reads it.
+        return Gather((shard,) if streams.is_cuda else (shard, *inputs), output, work, streams.mark())
 
 
 def sent_numels(shards: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -168,30 +169,51 @@ Hook = Callable[[torch.Tensor], None]
 
 @dataclass
 class Reduction:
-    """A reduction under way. `output` is this rank's flat buffer of averaged gradients.
+    """A reduction under way: a reduce-scatter, and what follows it. `output` is this rank's flat buffer of averages.
 
-    `packed`, its inputs, were allocated on another stream: they are held until that is ordered after the reduction.
+    `packed`, its inputs, were allocated on another stream, and are held until that is ordered after the reduce-scatter;
+    `held` was, too, and is until it is ordered after all.
     """
 
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
-    work: Work | None
-    done: torch.Event | None
-    rest: Callable[[], None] | None
-    """What is still to be done to `output` once the host has waited, where there are no streams."""
+    work: Work | None = None
+    """What the host waits for, where there are no streams: the reduce-scatter, then the sum over the replicas."""
+    scattered: torch.Event | None = None
+    done: torch.Event | None = None
+    sum_replicas: Callable[[], Work | None] | None = None
+    """What is to be started once the host has waited for the reduce-scatter, and ..."""
+    rest: Callable[[], None] | None = None
+    """... what is to be done to `output` after that."""
+    held: torch.Tensor | None = None
+    has_sum: bool = False
+    """Whether a sum over the replicas follows the reduce-scatter."""
+
+    def wait_for_scatter(self, streams: CommStreams) -> None:
+        """Order the current stream (CPU: the host) after the reduce-scatter, and let its input go. The sum over the
+        replicas goes on beside what comes next."""
+        if not self.packed:
+            return
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.sum_replicas = self.sum_replicas() if self.sum_replicas is not None else None, None
+        streams.follow(self.scattered)
+        self.packed = ()
 
     def wait(self, streams: CommStreams) -> None:
-        """Order the current stream (CPU: the host) after it; the packed input may be reused then."""
+        """Order the current stream (CPU: the host) after all of it."""
+        self.wait_for_scatter(streams)
         work, rest, self.work, self.rest = self.work, self.rest, None, None
         if work is not None:
             work.wait()
         if rest is not None:
             rest()
         streams.follow(self.done)
+        self.held = None
 
     def drop(self, streams: CommStreams) -> None:
-        """The same for a reduction whose result nobody wants."""
-        self.rest = None
+        """The same for a reduction whose result nobody wants; what has not been started is not done."""
+        self.sum_replicas = self.rest = None
         self.wait(streams)
 
 
@@ -214,19 +236,26 @@ class ReductionPlan:
         """What the transport does to gradients."""
         return ReduceOp.AVG if self.averaging.before is None else ReduceOp.SUM
 
+    @property
+    def has_sum(self) -> bool:
+        """True where values are summed over the replicas."""
+        return self.reduces_over_replicas and self.sharding.replicate_group is not None
+
     def has_rest(self, unreduced: torch.Tensor | None) -> bool:
         """True where the reduce-scatter is not all."""
-        is_copied = self.reduces_over_replicas and self.sharding.replicate_group is not None
-        return unreduced is not None or is_copied or self.averaging.after is not None or self.hook is not None
+        return unreduced is not None or self.has_sum or self.averaging.after is not None or self.hook is not None
 
-    def rest(self, output: torch.Tensor, unreduced: torch.Tensor | None, streams: CommStreams) -> None:
-        """Everything after the reduce-scatter, on the current stream."""
+    def sum_replicas(self, output: torch.Tensor, unreduced: torch.Tensor | None, *, async_op: bool) -> Work | None:
+        """What follows the reduce-scatter, on the current stream; Work where `async_op`."""
         if unreduced is not None:
             output.add_(unreduced)
-        group = self.sharding.replicate_group
-        if self.reduces_over_replicas and group is not None:
-            all_reduce(output, self.op, group=group)
-        if self.averaging.after is not None and (self.reduces_over_replicas or group is None):
+        if not self.has_sum:
+            return None
+        return all_reduce(output, self.op, group=self.sharding.replicate_group, async_op=async_op)
+
+    def rest(self, output: torch.Tensor, streams: CommStreams) -> None:
+        """What follows that, on the current stream."""
+        if self.averaging.after is not None and (self.reduces_over_replicas or self.sharding.replicate_group is None):
             output.div_(self.averaging.after)
         if self.hook is not None:
             with streams.on(self.hook_stream, output):
@@ -247,7 +276,7 @@ def start_reduction(
     gradient has elements, nothing is done.
     """
     if plan.shard_numel == 0:
-        return Reduction(grads[0].new_empty(0, dtype=dtype), (), None, None, None)
+        return Reduction(grads[0].new_empty(0, dtype=dtype), ())
     packed, numels = _pack(grads, plan, dtype, what.num_in_place)
     if what.averaging.before not in (None, 1.0):
         for tensor in packed:
@@ -260,16 +289,24 @@ def start_reduction(
         work = _start_reduce_scatter(pairs, what, async_op=not streams.is_cuda)
         scattered = streams.mark()
     if not streams.is_cuda:
-        return Reduction(output, packed, work, None, lambda: what.rest(output, unreduced, streams))
+        return Reduction(
+            output,
+            packed,
+            work,
+            sum_replicas=lambda: what.sum_replicas(output, unreduced, async_op=True),
+            rest=lambda: what.rest(output, streams),
+            has_sum=what.has_sum,
+        )
     if not what.has_rest(unreduced):
-        return Reduction(output, packed, None, scattered, None)
+        return Reduction(output, packed, scattered=scattered)
     with streams.replicating():
         # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
         streams.follow(scattered)
-        what.rest(output, unreduced, streams)
-        # Both were allocated on the stream that computes, and are read here.
-        held = packed if unreduced is None else [*packed, unreduced]
-        return Reduction(output, held, None, streams.mark(), None)
+        what.sum_replicas(output, unreduced, async_op=False)
+        what.rest(output, streams)
+        # What is left of earlier passes was allocated on the stream that computes, and is read here.
+        done = streams.mark()
+        return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=what.has_sum)
 
 
 def _start_reduce_scatter(

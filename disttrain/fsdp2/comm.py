@@ -60,10 +60,17 @@ class Comm:
             self.uploaded.synchronize()
             self.uploaded = None
 
-    def finish_reductions(self) -> None:
-        """Hand the gradients of the reductions under way to their parameters."""
+    def finish_reductions(self, *, but_last_sum: bool = False) -> None:
+        """Hand the gradients of the reductions under way to their parameters.
+
+        `but_last_sum`: the last one's sum over the replicas may go on beside the next reduce-scatter.
+        """
+        last = self.reducing[-1] if but_last_sum and self.reducing else None
+        going_on = last.reduction if last is not None and last.is_complete and last.reduction.has_sum else None
+        if going_on is not None:
+            going_on.wait_for_scatter(self.streams)
         # A hook of the user's may fail: what comes after it stays here, to be waited for.
-        while self.reducing:
+        while self.reducing and self.reducing[0].reduction is not going_on:
             one = self.reducing.pop(0)
             with Named(one.group):
                 one.group.take_reduced(one)

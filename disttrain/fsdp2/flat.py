@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from disttrain.dtensor.shard_sizes import piece_size
 
@@ -49,6 +49,12 @@ class FlatPlan:
 
 def plan_flat(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatPlan:
     """Places for parameters of these shapes, their cut dims in front, cut for `num_shards` ranks."""
+    return _plan_flat(tuple(shapes), num_shards)
+
+
+@lru_cache(maxsize=1024)
+def _plan_flat(shapes: tuple[tuple[int, ...], ...], num_shards: int) -> FlatPlan:
+    # Of what is reduced apart or together it is asked in each step.
     slots: list[FlatSlot] = []
     offset = 0
     for shape in shapes:

@@ -202,7 +202,7 @@ def test_a_step_takes_what_was_said(
     options: dict[str, object], is_tied: bool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Matrices are large, and what has one dim is not.
-    monkeypatch.setattr(forms, "COPY_BYTES_PER_S", 4096 / forms.LIKELY_COST.latency_s)
+    monkeypatch.setattr(forms, "COPY_BYTES_PER_S", 4096 / forms.HOST_COLLECTIVE_S)
     model = Model(is_tied=is_tied)
     before = estimate(model, blocks=model.blocks, **options)
     with torch.device("meta"):

@@ -13,8 +13,10 @@ SLOW = TransferCost(2e-3, 3e9)
 FAST = TransferCost(20e-6, 1e11)
 
 
-def test_within_a_host_all_are_in_place() -> None:
+def test_within_a_host_large_ones_are_in_place_and_small_ones_one_message() -> None:
     assert plan_form([4096, 64 * MIB], None, None) == (True, True)
+    assert plan_form([4096, 8 * MIB], None, None) == (False, False)
+    assert plan_form([4096], None, None) == (True,)
 
 
 def test_between_hosts_all_but_the_largest_are_as_one_message() -> None:

@@ -37,6 +37,15 @@ class _Gathering:
     """The wholes have their memory already."""
 
 
+@dataclass(eq=False)
+class _Reduction:
+    """A reduction under way: of what, its input while that is held, and whether a sum over replicas follows it."""
+
+    parts: list[tuple[GroupSizes, Sequence[ParamSizes]]]
+    packed_bytes: int
+    has_sum: bool
+
+
 class _GroupState:
     """Where the rehearsal is with one group: what is whole, what is on its way, which gradients are there."""
 
@@ -68,7 +77,7 @@ class Rehearsal:
         self._reduces = True
         self._sets = {group: each for each in sets for group in each.groups}
         self._owed: dict[SetSizes, dict[GroupSizes, Sequence[ParamSizes]]] = {each: {} for each in sets}
-        self._reducing: list[tuple[GroupSizes, Sequence[ParamSizes]]] = []
+        self._reducing: list[_Reduction] = []
         self._learn(root)
 
     def run(self, num_microbatches: int, *, reduces_each: bool) -> None:
@@ -283,7 +292,7 @@ class Rehearsal:
             return
         for group, trained in parts:
             self._keep_gradients(group, [each for each in trained if each in self._states[group].with_kept_gradient])
-        self._finish_reductions()
+        self._finish_reductions(but_last_sum=True)
         every = [param for _, trained in parts for param in trained]
         packed_bytes, reduced_bytes = (
             sum(each.packed_bytes for each in every),
@@ -302,13 +311,21 @@ class Rehearsal:
             self._drop(WHOLE_GRADIENTS, sum(each.kept_bytes for each in state.with_kept_gradient & {*trained}))
             state.with_whole_gradient.difference_update(trained)
             state.with_kept_gradient.difference_update(trained)
-        self._reducing = parts
+        self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1))
 
-    def _finish_reductions(self) -> None:
-        parts, self._reducing = self._reducing, []
-        for group, trained in reversed(parts):
-            self._finish_reduction(group, trained)
-        self._drop(PACKED, sum(param.packed_bytes for _, trained in parts for param in trained))
+    def _finish_reductions(self, *, but_last_sum: bool = False) -> None:
+        goes_on = but_last_sum and bool(self._reducing) and self._reducing[-1].has_sum
+        if goes_on:
+            self._let_go_of_input(self._reducing[-1])
+        while len(self._reducing) > goes_on:
+            first = self._reducing.pop(0)
+            for group, trained in reversed(first.parts):
+                self._finish_reduction(group, trained)
+            self._let_go_of_input(first)
+
+    def _let_go_of_input(self, reduction: _Reduction) -> None:
+        self._drop(PACKED, reduction.packed_bytes)
+        reduction.packed_bytes = 0
 
     def _finish_reduction(self, group: GroupSizes, trained: Sequence[ParamSizes]) -> None:
         reduced_bytes = sum(param.reduced_bytes for param in trained)

@@ -1,9 +1,10 @@
 """In which form the parameters of a group are gathered and reduced, and how many modules' are together. Pure.
 
 A collective that brings each parameter right into its place saves a copy of what it brings, and its memory; but it is a
-collective of its own, which pays a latency of its own. Within a host latencies are small, between hosts they are not,
-and grow with the ranks of a ring. So a group that leaves its host is gathered as one message, but for what is so large
-that the copy costs more than the latency; and small modules that run one after the other are gathered as one.
+collective of its own. Within a host that costs some time of the processor and the GPU, so a group's parameters are
+gathered in place where they are large, and as one message else. Between hosts each collective pays a latency that grows
+with the ranks of a ring: a group is gathered as one message, but for what is so large that the copy costs more than the
+latency; and small modules that run one after the other are gathered as one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 COPY_BYTES_PER_S = 1e12
 """How fast a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a second."""
+HOST_COLLECTIVE_S = 20e-6
+"""What one more collective of a launch takes within a host, of processor and GPU (two H100: one message is faster where
+matrices have 2048 columns, in place where they have 4096)."""
 TOGETHER_BYTES = 256 * 2**20
 """What modules that are gathered together have at most, since two such sets are there at a time."""
 
@@ -35,18 +39,16 @@ def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost |
 
     `cost` is None where the group stays within a host, or nothing is known about its network.
     """
+    num_params = len(whole_bytes)
     if form == "flat":
-        return (False,) * len(whole_bytes)
-    if form == "in_place" or (form is None and cost is None):
-        return (True,) * len(whole_bytes)
-    latency_s = LIKELY_COST.latency_s if cost is None else cost.latency_s
-    large = tuple(num_bytes / COPY_BYTES_PER_S > latency_s for num_bytes in whole_bytes)
-    # One that is alone is in its place without a collective more.
-    return (True,) if len(large) == 1 else large
-
-
-LIKELY_COST = TransferCost(30e-6, 2e10)
-"""Of a network that nobody has measured: a few hops of InfiniBand or RoCE at 200 Gbit/s."""
+        return (False,) * num_params
+    if form == "in_place" or (num_params == 1 and form is None):
+        # One that is alone is in its place without a collective more.
+        return (True,) * num_params
+    if cost is None and form is None:
+        return (sum(whole_bytes) / COPY_BYTES_PER_S > num_params * HOST_COLLECTIVE_S,) * num_params
+    latency_s = HOST_COLLECTIVE_S if cost is None else cost.latency_s
+    return tuple(num_bytes / COPY_BYTES_PER_S > latency_s for num_bytes in whole_bytes)
 
 
 def plan_together(whole_bytes: Sequence[int], asked: int | None, cost: TransferCost | None) -> list[int]:

@@ -56,7 +56,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     comm = first.own_comm()
     if scale is None:
         # First, since what these leave to be reduced over the replicas takes part.
-        comm.finish_reductions()
+        comm.finish_reductions(but_last_sum=True)
     parts = [_Part(group, params, all_receive=scale is not None) for group, params in owed]
     sharding, dtype = first.sharding, first.reduce_dtype
     num_ranks = sharding.num_shards * sharding.num_replicas
