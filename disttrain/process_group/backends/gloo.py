@@ -17,8 +17,9 @@ from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
+from disttrain.process_group.backends.gloo_direct import DirectWork, combine, gathers_directly, reduces_directly
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
-from disttrain.process_group.backends.reduction import Natives
+from disttrain.process_group.backends.reduction import Natives, Recipe
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
 
@@ -53,12 +54,25 @@ class GlooBackend(C10dBackend):
         )
         self._meet(deadline_s)
 
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
+        if not self._has_others or not reduces_directly(tensor, self._size):
+            return super().all_reduce(tensor, op, async_op)
+        _, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
+        seen = tensor if recipe is None else recipe.seen(tensor)
+        sent = seen if recipe is None else recipe.multiplied(seen)
+        return self._reduced(in_a_row(sent.detach()).repeat(self._size), seen, tensor, op, recipe, async_op)
+
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
-        return super().all_gather_into_tensor(in_a_row(output), in_a_row(input), async_op)
+        whole, part = in_a_row(output), in_a_row(input)
+        if not self._has_others or not gathers_directly(part, self._size):
+            return super().all_gather_into_tensor(whole, part, async_op)
+        return self._exchange(self._flat(whole), self._flat(part).detach().repeat(self._size), async_op)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         if [output.numel() for output in outputs].count(input.numel()) == len(outputs):
+            if self._has_others and gathers_directly(input, self._size):
+                return self.all_to_all(outputs, [input] * self._size, async_op)
             return super().all_gather(outputs, input, async_op)
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
         outputs[self._rank].view(-1).copy_(input.view(-1))
@@ -92,24 +106,20 @@ class GlooBackend(C10dBackend):
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
-        # As torch's Gloo does it, too, whose handle does not say when it is done, and cannot be given up.
-        options, recipe = self._reduction("reduce_scatter_tensor", _c10d.AllreduceOptions, output.dtype, op, async_op)
-        whole = input.clone()
-        if recipe is not None:
-            whole = recipe.multiplied(recipe.seen(whole))
-        started = self._transport.allreduce([whole], options)
+        # torch's Gloo has an all-reduce instead, whose handle does not say when it is done, and cannot be given up.
+        _, recipe = self._reduction("reduce_scatter_tensor", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        sent = in_a_row(input if recipe is None else recipe.multiplied(recipe.seen(input)))
+        return self._reduced(sent, output if recipe is None else recipe.seen(output), output, op, recipe, async_op)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
+    ) -> TransportWork:
+        _, recipe = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        sent = [in_a_row(each if recipe is None else recipe.multiplied(recipe.seen(each))) for each in inputs]
         seen = output if recipe is None else recipe.seen(output)
-        # A view takes a microsecond, which most tensors, being flat, need not.
-        whole = whole if whole.dim() == 1 else whole.view(-1)
-        target = seen if seen.dim() == 1 else seen.view(-1)
-        start = self._rank * target.numel()
-        part = whole[start : start + target.numel()]
-
-        def finish() -> Sequence[torch.Tensor]:
-            target.copy_(part)
-            return (output,) if recipe is None else recipe.finish(seen, output, self._size)
-
-        return self._begun(started, finish)
+        received = seen.new_empty((self._size, seen.numel())).unbind()
+        finish = self._combining(received, seen, output, op, recipe)
+        return DirectWork(self.all_to_all(received, sent, async_op), finish)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -130,6 +140,44 @@ class GlooBackend(C10dBackend):
 
         started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
         return FinishingWork(started, finish)
+
+    def _reduced(
+        self,
+        sent: torch.Tensor,
+        seen: torch.Tensor,
+        result: torch.Tensor,
+        op: Reduction,
+        recipe: Recipe | None,
+        async_op: bool,
+    ) -> TransportWork:
+        """Send each rank its part of the flat `sent`, and reduce what comes into `result`, by `recipe` into `seen`."""
+        received = torch.empty_like(sent)
+        started = self._exchange(received, sent, async_op)
+        parts = received.view(self._size, -1).unbind()
+        return DirectWork(started, self._combining(parts, seen, result, op, recipe))
+
+    def _combining(
+        self,
+        parts: Sequence[torch.Tensor],
+        seen: torch.Tensor,
+        result: torch.Tensor,
+        op: Reduction,
+        recipe: Recipe | None,
+    ) -> Finish:
+        def finish() -> Sequence[torch.Tensor]:
+            combine(parts, op if recipe is None else recipe.op, in_a_row(seen))
+            return (result,) if recipe is None else recipe.finish(seen, result, self._size)
+
+        return finish
+
+    @property
+    def _has_others(self) -> bool:
+        return self._size > 1
+
+    def _exchange(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
+        """Send each rank its part of the flat `input`."""
+        options = self._options(_c10d.AllToAllOptions, async_op)
+        return self._begun(self._transport.alltoall_base(output, input, [], [], options))
 
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier()

@@ -5,6 +5,7 @@ The plan follows from dtype and operation alone. All ranks know both, so all of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,18 @@ import torch
 from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_factor, reduction_kind
 
+FOLDS: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PREMUL_SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+"""What makes one tensor of two ranks'. An average's sum is still to be divided, factors have been multiplied by."""
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})

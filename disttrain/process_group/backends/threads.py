@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,21 +11,10 @@ from disttrain.errors import BackendError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_factor, reduction_kind
 from disttrain.process_group.backends.base import AnySourceWork, Backend, Membership
 from disttrain.process_group.backends.fabric import Combine, Envelope, Fabric, MeetingWork, Payload, copy_flat
-from disttrain.process_group.backends.reduction import check_reducible
+from disttrain.process_group.backends.reduction import FOLDS, check_reducible
 from disttrain.process_group.work import TransportWork
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_FOLDS: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PREMUL_SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 class ThreadsBackend(Backend):
@@ -209,5 +198,5 @@ def _reduce(tensors: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
     kind = reduction_kind(op)
     total = tensors[0].clone()
     for tensor in tensors[1:]:
-        total = _FOLDS[kind](total, tensor)
+        total = FOLDS[kind](total, tensor)
     return total / len(tensors) if kind == ReduceOp.AVG else total
