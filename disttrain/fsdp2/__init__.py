@@ -1,28 +1,46 @@
-"""FSDP2: per-parameter sharding of modules, with torch.distributed.fsdp's names."""
+"""FSDP2: per-parameter sharding of modules, with torch.distributed.fsdp's names.
+
+Each name is fetched from its module when it is first used: the planner has the rules of `transfers/forms.py` without
+torch.
+"""
 
 from __future__ import annotations
 
-from disttrain.fsdp2.estimating.estimate import Estimate, Traffic, estimate
-from disttrain.fsdp2.fully_shard import fully_shard
-from disttrain.fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
-from disttrain.fsdp2.transfers.forms import TransferCost
-from disttrain.lazy_names import answering
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "Estimate",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "Traffic",
-    "TransferCost",
-    "TransferPolicy",
-    "UnshardHandle",
-    "estimate",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
+from disttrain.lazy_names import lazily
 
-__getattr__ = answering(__name__)
+if TYPE_CHECKING:
+    from disttrain.fsdp2.estimating.estimate import Estimate as Estimate
+    from disttrain.fsdp2.estimating.estimate import Traffic as Traffic
+    from disttrain.fsdp2.estimating.estimate import estimate as estimate
+    from disttrain.fsdp2.module import FSDPModule as FSDPModule
+    from disttrain.fsdp2.module import UnshardHandle as UnshardHandle
+    from disttrain.fsdp2.module import register_fsdp_forward_method as register_fsdp_forward_method
+    from disttrain.fsdp2.module import share_comm_ctx as share_comm_ctx
+    from disttrain.fsdp2.policies import CPUOffloadPolicy as CPUOffloadPolicy
+    from disttrain.fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from disttrain.fsdp2.policies import OffloadPolicy as OffloadPolicy
+    from disttrain.fsdp2.policies import TransferPolicy as TransferPolicy
+    from disttrain.fsdp2.shard_module import fully_shard as fully_shard
+    from disttrain.fsdp2.transfers.forms import TransferCost as TransferCost
+
+_MODULE_OF = {
+    "CPUOffloadPolicy": "policies",
+    "Estimate": "estimating.estimate",
+    "FSDPModule": "module",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
+    "Traffic": "estimating.estimate",
+    "TransferCost": "transfers.forms",
+    "TransferPolicy": "policies",
+    "UnshardHandle": "module",
+    "estimate": "estimating.estimate",
+    "fully_shard": "shard_module",
+    "register_fsdp_forward_method": "module",
+    "share_comm_ctx": "module",
+}
+
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
+
+__getattr__, __dir__ = lazily(__name__, _MODULE_OF)

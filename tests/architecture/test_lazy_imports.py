@@ -24,6 +24,7 @@ TORCH_FREE = {
     "disttrain.flight_recorder.trace": "disttrain/flight_recorder/trace.py",
     "disttrain.flight_recorder.view_page": "disttrain/flight_recorder/view_page.py",
     "disttrain.flight_recorder.watch": "disttrain/flight_recorder/watch.py",
+    "disttrain.fsdp2.transfers.forms": "disttrain/fsdp2/transfers/forms.py",
     "disttrain.move.cli": "disttrain/move/cli.py",
     "disttrain.pipelining": "disttrain/pipelining/__init__.py",
     "disttrain.pipelining.cli": "disttrain/pipelining/cli.py",
