@@ -20,12 +20,12 @@ Of two files with the same code on the same lines, the first is named.
 
 Walker = Callable[[FrameType], Callers]
 
-_EIGHT: Final = 8
+EIGHT: Final = 8
 
 
 def walker(num_frames: int) -> Walker:
     """What walks over the innermost `num_frames`, from a frame on, or over all that there are."""
-    return eight_callers if num_frames == _EIGHT else partial(callers, num_frames)
+    return eight_callers if num_frames == EIGHT else partial(callers, num_frames)
 
 
 def eight_callers(first: FrameType) -> Callers:
@@ -47,7 +47,7 @@ def eight_callers(first: FrameType) -> Callers:
              fifth.f_lasti, sixth.f_lasti, seventh.f_lasti, eighth.f_lasti),
         )
         # fmt: on
-    return callers(_EIGHT, first)
+    return callers(EIGHT, first)
 
 
 def callers(num_frames: int, first: FrameType) -> Callers:

@@ -29,11 +29,33 @@ MAX_SITES: Final = 8192
 _NUM_UNDER_WAY: Final = 64
 _MAX_ERROR_CHARS: Final = 500
 
-Site = tuple[list["CodeType | None"], int, int, Any]
-"""What the hot path needs of a call site: its callers' code; its number; the counter of its group or channel; what
-numbers messages. A named tuple takes longer to be taken apart."""
-NO_SITES: Final[list[Site]] = [([None], 0, 0, None)]
-"""No code is like this one."""
+
+class Site:
+    """What the hot path needs of a call site.
+
+    Attributes: `codes`, of its callers; `number`; `counter`, the word of its group's or channel's; `messages`, what
+    numbers messages; `following`, the site that was called after it last, which a loop calls after it again.
+    To be known at once, a site with eight callers has `code` and `offset`, those of the innermost, the `shape` that is
+    asked for, and `key`, the rest: what else is asked for, the other offsets and codes.
+    """
+
+    __slots__ = ("code", "codes", "counter", "following", "key", "messages", "number", "offset", "shape")
+
+    def __init__(self, codes: list[CodeType], number: int, counter: int, messages: itertools.count[int] | None) -> None:
+        self.codes = codes
+        self.number = number
+        self.counter = counter
+        self.messages = messages
+        self.code: CodeType | None = None
+        self.offset = -1
+        self.shape: Any = None
+        self.key: tuple[Any, ...] = ()
+        self.following: Site = self
+
+    def forget(self) -> None:
+        """Be known no more: the number means nothing from now on."""
+        self.code = None
+        self.following = self
 
 
 class Descriptions:
@@ -103,7 +125,7 @@ class Descriptions:
         """The call site of a key in `sites`, learnt where it is new. Its key begins with operation, group and peer."""
         codes, _ = callers
         for site in self.sites.get(key, ()):
-            if site[0] == codes:
+            if site.codes == codes:
                 return site
         operation, group_name, peer_rank = key[:3]
         with self._lock:
@@ -117,7 +139,7 @@ class Descriptions:
                 None if peer_rank is None else group.ranks[peer_rank],
                 self._stack(callers),
             )
-            site = [*codes], entry[1], counter, messages
+            site = Site([*codes], entry[1], counter, messages)
             # A new list: another thread may be going through the old one.
             self.sites[key] = [*self.sites.get(key, ()), site]
             self._num_sites += 1
@@ -167,6 +189,8 @@ class Descriptions:
             self._forget_groups({*(entry[2] for entry in sites), *(group.group_name for group in self.world.groups)})
         channels = (entry for _, entry in self._channels.values())
         self._ring.replace([*self._lasting, *self._groups.values(), *channels, *self._described.values()])
+        for site in itertools.chain.from_iterable(self.sites.values()):
+            site.forget()
         self.sites.clear()
         self._num_sites, self._stacks, self._labels = 0, {}, {}
         self._symbols = Symbols()

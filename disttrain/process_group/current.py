@@ -41,6 +41,8 @@ class _Default:
     def __init__(self) -> None:
         self.process_world: World | None = None
         self.thread = _ThreadWorld()
+        self.has_thread_worlds = False
+        """Whether a thread has ever had one: as long as none has, nobody looks, which takes as long as a small call."""
         self.num_inits: Counter[str] = Counter()
 
 
@@ -168,6 +170,7 @@ def destroy_process_group(group: ProcessGroup | NonGroupMember | None = None) ->
 def entered_world(world: World) -> Iterator[World]:
     """Make `world` this thread's own for the time of the block, then let go of it."""
     _default.thread.world = world
+    _default.has_thread_worlds = True
     try:
         yield world
     finally:
@@ -203,7 +206,7 @@ group: Final = _Groups()
 def resolve_group(operation: str, group: object) -> ProcessGroup:
     """The group that a collective is for: the default group for None, ours for one of torch's that has it."""
     if group is None:
-        world = _default.thread.world or _default.process_world
+        world = (_default.has_thread_worlds and _default.thread.world) or _default.process_world
         return (current_world(operation) if world is None else world).default_group
     # Dynamo, for which a group may be a constant, guards what `type` gives of it, and not what isinstance does.
     if isinstance(group, ProcessGroup):

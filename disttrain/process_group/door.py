@@ -76,22 +76,21 @@ def issue(
 def issue_message(
     group: ProcessGroup,
     operation: str,
-    run: Callable[..., TransportWork],
-    arguments: tuple[Any, ...],
-    peer_rank: int | None = None,
+    run: Callable[[torch.Tensor, Any, int], TransportWork],
+    tensor: torch.Tensor,
+    peer_rank: int | None,
+    tag: int = 0,
 ) -> Work:
-    """As `issue` for a message, "send" or "recv": the first of its `arguments` is its tensor, and it gives a handle.
+    """As `issue` for a message, "send" or "recv" of a tensor: it has no number, since only two ranks see it.
 
-    It has no number, since only two ranks see it. torch takes as long for a message as `issue` for what it asks of
-    collectives.
+    Returns: a handle. torch takes as long for a message as `issue` for what it asks of collectives.
     """
-    tensor = arguments[0]
     if type(tensor) is AsyncCollectiveTensor:
         tensor = tensor.wait()
-        arguments = (tensor, *arguments[1:])
+    tensors = (tensor,)
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
-    inputs, outputs = ((tensor,), ()) if operation == "send" else ((), (tensor,))
+    inputs, outputs = (tensors, ()) if operation == "send" else ((), tensors)
     place = (operation, group, 0, inputs, outputs, peer_rank)
     world = group.world
     call = record = None
@@ -102,7 +101,7 @@ def issue_message(
     if recorder is not None:
         record = recorder.begin(operation, group, 0, inputs, outputs, peer_rank)
     try:
-        work = Work(run(*arguments), place, call, recorder, record)
+        work = Work(run(tensor, peer_rank, tag), place, call, recorder, record)
     except Exception as error:
         raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
     if group.coalesced is not None:

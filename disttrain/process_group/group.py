@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 DROPPED_S: Final = 5.0
 """How long groups that are destroyed wait for collectives whose handles nobody has, all of a world's together."""
 
-_METHODS_OF_TORCH: Final = frozenset(
-    ("allreduce", "allgather", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier")
-) | frozenset(("recv", "reduce", "reduce_scatter", "scatter", "send", "_allgather_base", "_reduce_scatter_base"))
+_METHODS_OF_TORCH: Final = (
+    *("allreduce", "allgather", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier"),
+    *("recv", "reduce", "reduce_scatter", "scatter", "send", "_allgather_base", "_reduce_scatter_base"),
+)
+"""Such as `allreduce([tensor])`; they return handles."""
 
 
 class ProcessGroup:
@@ -151,15 +153,6 @@ class ProcessGroup:
             return False
         self.timeout_s, self._options = timeout_s, options
         return True
-
-    def __getattr__(self, name: str) -> Any:
-        """torch's methods of groups, such as `allreduce([tensor])`; they return handles."""
-        if name not in _METHODS_OF_TORCH:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # Here: what torch calls stands above groups.
-        from disttrain.process_group.torch_group import TorchGroup
-
-        return getattr(TorchGroup(self, None), name)
 
     def set_timeout(self, timeout_s: float) -> None:
         """From now on each of its collectives waits for so long at most, on this rank."""
@@ -392,3 +385,15 @@ class ProcessGroup:
             scope=self._scope,
             ask_others=partial(self._ask_others, device_type),
         )
+
+
+def _method_of_torch(group: ProcessGroup, name: str) -> Any:
+    # Here: what torch calls stands above groups.
+    from disttrain.process_group.torch_group import TorchGroup
+
+    return getattr(TorchGroup(group, None), name)
+
+
+# Not by `__getattr__`: a class that has it takes three times as long for each attribute, at each call.
+for _name in _METHODS_OF_TORCH:
+    setattr(ProcessGroup, _name, property(partial(_method_of_torch, name=_name)))

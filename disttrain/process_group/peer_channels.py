@@ -91,7 +91,7 @@ class PeerChannels:
     def send(self, tensor: torch.Tensor, peer: int) -> Work:
         """Begin to send a contiguous tensor to group rank `peer`. It must not change until the handle is completed."""
 
-        def run(tensor: torch.Tensor) -> _Copied:
+        def run(tensor: torch.Tensor, peer: int, _: int) -> _Copied:
             self._group.check()
             number = self._num_sent[peer] = self._num_sent.get(peer, 0) + 1
             copies = self._copies.get(peer) or self._copies.setdefault(peer, torch.cuda.Stream(self._device))
@@ -104,12 +104,12 @@ class PeerChannels:
                 _cuda.write_number(copies, self._address(_ARRIVED, own, peer), number)
             return _Copied(tensor, _recorded(copies))
 
-        return issue_message(self._group, "send", run, (tensor,), peer)
+        return issue_message(self._group, "send", run, tensor, peer)
 
     def receive(self, tensor: torch.Tensor, peer: int) -> Work:
         """The next tensor that group rank `peer` sends, into this contiguous one: not before somebody waits for it."""
 
-        def run(tensor: torch.Tensor) -> _Receipt:
+        def run(tensor: torch.Tensor, peer: int, _: int) -> _Receipt:
             self._group.check()
             number = self._num_received[peer] = self._num_received.get(peer, 0) + 1
             # Whoever is waited for later may take this one as well, on another stream.
@@ -119,7 +119,7 @@ class PeerChannels:
             self._waiting.setdefault(peer, deque()).append(receipt)
             return receipt
 
-        return issue_message(self._group, "recv", run, (tensor,), peer)
+        return issue_message(self._group, "recv", run, tensor, peer)
 
     def take(self, receipt: _Receipt) -> None:
         """Order the current stream after what it stands for, and after all that came before on the same way."""

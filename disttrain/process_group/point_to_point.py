@@ -30,8 +30,10 @@ def isend(
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
-    peer = _peer("send", group, tensor, dst, group_dst, "dst")
-    return issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, tag), peer)
+    peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
+    if peer is None or peer == group.group_rank or not tensor.is_contiguous():
+        peer = _checked_peer("send", group, tensor, dst, group_dst, "dst")
+    return issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag)
 
 
 def irecv(
@@ -47,17 +49,20 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
-    return issue_message(group, "recv", *_receiving(group, tensor, src, tag, group_src))
+    peer = group.group_ranks.get(src) if src is not None and group_src is None else None
+    if peer is None or peer == group.group_rank or not tensor.is_contiguous():
+        return issue_message(group, "recv", *_receiving(group, tensor, src, group_src), tag)
+    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, tensor, peer, tag)
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """isend of a contiguous tensor to group rank `peer`, another one, of a group of this rank's: nothing is checked."""
-    return issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, 0), peer)
+    return issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer)
 
 
 def start_receiving(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
     """irecv, likewise."""
-    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, (tensor, peer, 0), peer)
+    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, tensor, peer)
 
 
 def send(
@@ -70,8 +75,8 @@ def send(
     """isend, then wait for it."""
     # Not by isend itself: the recorder looks at who has called this.
     group = resolve_group("send", group)
-    peer = _peer("send", group, tensor, dst, group_dst, "dst")
-    issue_message(group, "send", group.backend_of("send", tensor).send, (tensor, peer, tag), peer).wait()
+    peer = _checked_peer("send", group, tensor, dst, group_dst, "dst")
+    issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag).wait()
 
 
 def recv(
@@ -83,7 +88,7 @@ def recv(
 ) -> int:
     """irecv, then wait for it. Returns: the sender's global rank."""
     group = resolve_group("recv", group)
-    work = issue_message(group, "recv", *_receiving(group, tensor, src, tag, group_src))
+    work = issue_message(group, "recv", *_receiving(group, tensor, src, group_src), tag)
     work.wait()
     return work.source_rank()
 
@@ -140,24 +145,25 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             if peer == group.group_rank or not tensor.is_contiguous():
                 _check_message("batch_isend_irecv", group, peer, tensor)
             if message.op is isend:
-                issue_message(group, "send", backend.send, (tensor, peer, message.tag), peer)
+                issue_message(group, "send", backend.send, tensor, peer, message.tag)
             else:
-                issue_message(group, "recv", backend.recv, (tensor, peer, message.tag), peer)
+                issue_message(group, "recv", backend.recv, tensor, peer, message.tag)
     return batch.works
 
 
 def _receiving(
-    group: ProcessGroup, tensor: torch.Tensor, rank: int | None, tag: int, group_rank: int | None
-) -> tuple[Callable[..., TransportWork], tuple[Any, ...], int | None]:
-    """What receives, its arguments, and the sender's rank in the group, if one is named: once all that is checked."""
+    group: ProcessGroup, tensor: torch.Tensor, rank: int | None, group_rank: int | None
+) -> tuple[Callable[[torch.Tensor, Any, int], TransportWork], torch.Tensor, int | None]:
+    """What receives, what into, and the sender's rank in the group, if one is named: once all that is checked."""
     if rank is None and group_rank is None:
         check_contiguous("recv", group, "tensor", tensor)
-        return group.backend_of("recv", tensor).recv_any, (tensor, tag), None
-    peer = _peer("recv", group, tensor, rank, group_rank, "src")
-    return group.backend_of("recv", tensor).recv, (tensor, peer, tag), peer
+        recv_any = group.backend_of("recv", tensor).recv_any
+        return lambda tensor, _, tag: recv_any(tensor, tag), tensor, None
+    peer = _checked_peer("recv", group, tensor, rank, group_rank, "src")
+    return group.backend_of("recv", tensor).recv, tensor, peer
 
 
-def _peer(
+def _checked_peer(
     operation: str,
     group: ProcessGroup,
     tensor: torch.Tensor,
@@ -166,11 +172,8 @@ def _peer(
     name: str,
 ) -> int:
     """The other end's rank in the group, once both it and the tensor are checked."""
-    peer = group.group_ranks.get(rank) if rank is not None and group_rank is None else None
-    if peer is None:
-        peer = peer_rank(operation, group, rank, group_rank, name)
-    if peer == group.group_rank or not tensor.is_contiguous():
-        _check_message(operation, group, peer, tensor)
+    peer = peer_rank(operation, group, rank, group_rank, name)
+    _check_message(operation, group, peer, tensor)
     return peer
 
 

@@ -6,7 +6,9 @@ import gzip
 import os
 import stat
 import struct
+import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +178,87 @@ def test_callers_of_one_line_are_told_apart() -> None:
         second()
         records = recorder.snapshot("asked for").records
     assert [record.site.stack[1].function.rpartition(".")[2] for record in records] == ["first", "second"]
+
+
+@pytest.mark.parametrize("depth", range(7))
+def test_callers_are_told_apart_in_a_loop(depth: int) -> None:
+    """However often one of them has called, and however far it is from the call; the same for other lines of one."""
+    recorder = FlightRecorder()
+
+    def below(num_frames: int) -> None:
+        if num_frames:
+            below(num_frames - 1)
+        else:
+            disttrain.barrier()
+
+    def first(is_other: bool) -> None:
+        below(depth - 1) if depth else disttrain.barrier()
+
+    def second(is_other: bool) -> None:
+        below(depth - 1) if depth else disttrain.barrier()
+
+    def third(is_other: bool) -> None:
+        if is_other:
+            below(depth - 1) if depth else disttrain.barrier()
+        else:
+            below(depth - 1) if depth else disttrain.barrier()
+
+    names = [*["first"] * 5, "second", "first", *["third"] * 3, "other", "third", *["first", "second", "other"] * 2]
+    functions = {"first": first, "second": second, "third": third, "other": third}
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        for name in names:
+            functions[name](name == "other")
+        records = recorder.snapshot("asked for").records
+    frames = [record.site.stack[depth] for record in records]
+    start = third.__code__.co_firstlineno
+    found = ["other" if frame.line == start + 2 else frame.function.rpartition(".")[2] for frame in frames]
+    assert found == names
+
+
+def test_a_loop_whose_calls_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come again as they came before, and are described anew."""
+    monkeypatch.setattr(descriptions_module, "MAX_SITES", 5)
+    monkeypatch.setattr(descriptions_module, "_NUM_UNDER_WAY", 3)
+    recorder = FlightRecorder(num_records=2)
+    part = torch.ones(4)
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        for step in range(6):
+            disttrain.broadcast(part, 0)
+            last = recorder.snapshot("asked for").records[-1]
+            assert (last.site.operation, last.site.tensors) == ("broadcast", "float32[4]")
+            disttrain.all_reduce(part)
+            disttrain.barrier()
+            disttrain.barrier()
+            for number in range(8 if step == 3 else 0):
+                recorder._new_label(f"never used {number}", "")
+        dump = recorder.snapshot("asked for")
+    assert [record.site.operation for record in dump.records] == ["barrier"] * 2
+    assert dump.problems == ()
+
+
+def test_threads_that_call_in_turns() -> None:
+    """Each record has the lines of its own thread, whatever the others have called before."""
+    recorder = FlightRecorder()
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+
+        def alone(length: int) -> None:
+            tensor = torch.ones(length)
+            for _ in range(200):
+                disttrain.all_reduce(tensor, group=world.default_group)
+
+        threads = [threading.Thread(target=alone, args=(length,)) for length in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dump = recorder.snapshot("asked for")
+    shapes = Counter(record.site.input_shapes for record in dump.records)
+    assert shapes == {((length,),): 200 for length in (1, 2, 3)}
+    assert {record.site.stack[0].function.rpartition(".")[2] for record in dump.records} == {"alone"}
+    assert len({record.site for record in dump.records}) == 3
 
 
 def test_groups_that_are_destroyed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
