@@ -30,9 +30,10 @@ def isend(
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
+    # What `_peer` does, but for a call's time.
     peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
     if peer is None or peer == group.group_rank or not tensor.is_contiguous():
-        peer = _checked_peer("send", group, tensor, dst, group_dst, "dst")
+        peer = _peer("send", group, tensor, dst, group_dst, "dst")
     return issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag)
 
 
@@ -49,6 +50,7 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
+    # As above.
     peer = group.group_ranks.get(src) if src is not None and group_src is None else None
     if peer is None or peer == group.group_rank or not tensor.is_contiguous():
         return issue_message(group, "recv", *_receiving(group, tensor, src, group_src), tag)
@@ -75,7 +77,7 @@ def send(
     """isend, then wait for it."""
     # Not by isend itself: the recorder looks at who has called this.
     group = resolve_group("send", group)
-    peer = _checked_peer("send", group, tensor, dst, group_dst, "dst")
+    peer = _peer("send", group, tensor, dst, group_dst, "dst")
     issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag).wait()
 
 
@@ -159,11 +161,11 @@ def _receiving(
         check_contiguous("recv", group, "tensor", tensor)
         recv_any = group.backend_of("recv", tensor).recv_any
         return lambda tensor, _, tag: recv_any(tensor, tag), tensor, None
-    peer = _checked_peer("recv", group, tensor, rank, group_rank, "src")
+    peer = _peer("recv", group, tensor, rank, group_rank, "src")
     return group.backend_of("recv", tensor).recv, tensor, peer
 
 
-def _checked_peer(
+def _peer(
     operation: str,
     group: ProcessGroup,
     tensor: torch.Tensor,
@@ -172,8 +174,11 @@ def _checked_peer(
     name: str,
 ) -> int:
     """The other end's rank in the group, once both it and the tensor are checked."""
-    peer = peer_rank(operation, group, rank, group_rank, name)
-    _check_message(operation, group, peer, tensor)
+    peer = group.group_ranks.get(rank) if rank is not None and group_rank is None else None
+    if peer is None:
+        peer = peer_rank(operation, group, rank, group_rank, name)
+    if peer == group.group_rank or not tensor.is_contiguous():
+        _check_message(operation, group, peer, tensor)
     return peer
 
 
