@@ -12,7 +12,7 @@ from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.fingerprint import compare_calls
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.observer import Call
-from disttrain.process_group.work import TransportWork, Work
+from disttrain.process_group.work import Place, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)
 """What a backend raises itself, before its transport has heard of the call."""
@@ -67,7 +67,13 @@ def issue(
     except Exception as error:
         place = (operation, group, sequence, inputs, outputs, peer_rank)
         raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
-    work = Work(started, (operation, group, sequence, inputs, outputs, peer_rank), call, recorder, record)
+    work = Work()
+    work._started = started
+    work._place = (operation, group, sequence, inputs, outputs, peer_rank)
+    work._call = call
+    work._recorder = recorder
+    work._record = record
+    work._error = None
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work if async_op else None
@@ -91,19 +97,25 @@ def issue_message(
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     inputs, outputs = (tensors, ()) if operation == "send" else ((), tensors)
-    place = (operation, group, 0, inputs, outputs, peer_rank)
     world = group.world
     call = record = None
+    place: Place = (operation, group, 0, inputs, outputs, peer_rank)
     if world.observers:
         call = Call(*place, world.observers, world.action, world.module)
         call.enqueued()
     recorder = world.recorder
     if recorder is not None:
         record = recorder.begin(operation, group, 0, inputs, outputs, peer_rank)
+    work = Work()
     try:
-        work = Work(run(tensor, peer_rank, tag), place, call, recorder, record)
+        work._started = run(tensor, peer_rank, tag)
     except Exception as error:
         raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
+    work._place = place
+    work._call = call
+    work._recorder = recorder
+    work._record = record
+    work._error = None
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work

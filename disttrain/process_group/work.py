@@ -65,21 +65,14 @@ class Work:
 
     __slots__ = ("_call", "_error", "_place", "_record", "_recorder", "_started")
 
-    def __init__(
-        self,
-        started: TransportWork,
-        place: Place,
-        call: Call | None = None,
-        recorder: Recorder | None = None,
-        record: Any = None,
-    ) -> None:
-        """`recorder` has made `record` of it; None when nobody records."""
-        self._started = started
-        self._place = place
-        self._call = call
-        self._recorder = recorder
-        self._record = record
-        self._error: DisttrainError | None = None
+    # The door sets these itself: to be called with arguments takes a class half as long again, at each message.
+    _started: TransportWork
+    _place: Place
+    _call: Call | None
+    _recorder: Recorder | None
+    """Has made `_record` of it; None when nobody records, or all is told."""
+    _record: Any
+    _error: DisttrainError | None
 
     def wait(self, timeout: Duration | None = None) -> bool:
         """Wait for the result; True once it is there.
