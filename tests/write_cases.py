@@ -174,7 +174,7 @@ def _part(whole: torch.Tensor, kind: Partial, position: int, num_ranks: int) -> 
             last = 1 - sum(2 - 3 * other for other in range(num_ranks - 1))
             share = 2 - 3 * position if position < num_ranks - 1 else last
             return whole * share * (num_ranks if kind.reduce_op == "avg" else 1)
-        case "product":
+        case "product" if num_ranks > 1:
             return whole * 4 if position == 0 else torch.full_like(whole, 0.25 if position == 1 else 1)
     own = torch.arange(whole.numel()).reshape(whole.shape) % num_ranks == position
     return torch.where(own, whole, whole + (1 + position) * (-1 if kind.reduce_op == "max" else 1))

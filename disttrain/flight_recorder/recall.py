@@ -38,7 +38,7 @@ def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str
     for record in reversed(dump.records):
         site = record.site
         if record.sequence == sequence and site.group_name == group_name and site.operation not in ("send", "recv"):
-            return {"fields": fields_of_site(site), "text": _text(site)}
+            return {"fields": fields_of_site(site), "text": _text(site, record.module)}
     return None
 
 
@@ -63,9 +63,10 @@ def main_place() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 
 
-def _text(site: CallSite) -> str:
-    """Such as `broadcast with root 0 of float32[4] at train.py:9 in step`."""
+def _text(site: CallSite, module: str) -> str:
+    """Such as `all_gather_into_tensor of float32[4] -> [8] for blocks.1 at train.py:9 in step`."""
     own = [frame for frame in site.stack if not frame.file.startswith((PACKAGE, *LIBRARIES))] or site.stack
     root = "" if site.peer_rank is None else f" with root {site.peer_rank}"
     tensors = f" of {site.tensors}" if site.tensors else ""
+    tensors += f" for {module}" if module else ""
     return f"{site.operation}{root}{tensors} at {own[0] if own else 'an unknown place'}"

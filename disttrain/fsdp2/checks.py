@@ -36,6 +36,13 @@ def refuse_device(param: ShardedParam, found: torch.device, wanted: torch.device
     )
 
 
+def refuse_parts_on_meta(params: Sequence[ShardedParam], wanted: torch.device, rank: int) -> None:
+    """Raise ShardingError where some of these shards have no values, and others have."""
+    on_meta = [param for param in params if param.sharded.is_meta]
+    if 0 < len(on_meta) < len(params):
+        refuse_device(on_meta[0], on_meta[0].sharded.device, wanted, rank)
+
+
 def refuse_transform(kind: str) -> NoReturn:
     """Raise ShardingError for a forward of a module of this kind."""
     raise ShardingError(

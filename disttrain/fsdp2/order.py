@@ -27,6 +27,11 @@ class ExecutionOrder(Generic[Member]):
         self._now = []
         self._on_path = bool(self._learnt)
 
+    @property
+    def is_over(self) -> bool:
+        """True when as many have run as in the last iteration; False while none is known."""
+        return 0 < len(self._learnt) <= len(self._now)
+
     def visit(self, member: Member, mates: Container[Member] = ()) -> Member | None:
         """`member` runs now. Returns who is expected to run after it, and after its `mates`."""
         position = len(self._now)

@@ -89,6 +89,11 @@ class ShardedParam:
             registered_parameter(owner.module, owner.name) is sharded and sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
         )
 
+    def is_as_laid_out(self) -> bool:
+        """True while the shard has the dtype and device that it was given by `lay_out`."""
+        local, view = local_part(self.sharded), self._shard_view
+        return view is None or (local.dtype, local.device) == (view.dtype, view.device)
+
     def is_in_place(self) -> bool:
         """True while the shard's memory is what it was given by `lay_out`."""
         return self.sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]

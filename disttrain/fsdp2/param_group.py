@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from disttrain.fsdp2._torch import base_of
-from disttrain.fsdp2.checks import common_dtype, refuse_device
+from disttrain.fsdp2.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.collectives import Hook
 from disttrain.fsdp2.comm import Comm, UnderWay
 from disttrain.fsdp2.early import EarlyParts, parts_by_child
@@ -167,6 +167,7 @@ class ParamGroup:
         if self._laid_out is not None and all(param.is_in_place() for param in self.params):
             return
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
+        refuse_parts_on_meta(self.params, self.device, self.sharding.mesh.get_rank())
         locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
         # Parameters outlive an inference; what is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():

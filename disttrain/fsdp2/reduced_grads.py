@@ -45,8 +45,10 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
             grad = sharded.grad
             if grad is None:
                 sharded.grad = DTensor.__new__(DTensor, local, param.spec)
-            else:
+            elif getattr(grad, "_spec", None) is param.spec:
                 grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+            else:
+                _add(param, grad, local)
     if is_hooked:
         for shard in reversed(shards):
             for hook in post_accumulate_hooks(shard):
@@ -66,6 +68,24 @@ def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: 
         # A step in a hook writes to shards, which gathers may still be reading.
         comm.finish_upload()
     return on_host
+
+
+def _add(param: ShardedParam, grad: torch.Tensor, local: torch.Tensor) -> None:
+    """Add to a gradient that a user has put there, which may lie in another way. Collective then."""
+    spec: Spec = param.spec
+    found: Spec | None = getattr(grad, "_spec", None)
+    if found is None or found.shape != spec.shape or found.mesh != spec.mesh:
+        lies = "a plain tensor" if found is None else f"a DTensor of shape {tuple(found.shape)}, {found.layout}"
+        raise ShardingError(
+            "backward",
+            f"the gradient of parameter {param.fqn}, which is to be added to, is {lies}.",
+            f"Set it to a DTensor of shape {tuple(spec.shape)} that lies as {spec.layout}, or to None.",
+            rank=spec.mesh.get_rank(),
+        )
+    if found.layout == spec.layout:
+        grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+    else:
+        grad.add_(DTensor(local, spec))
 
 
 def _hooked(param: ShardedParam, local: torch.Tensor, hooks: Iterable[Callable[..., Any]]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import when_backward_ends
 from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.lone_errors import tell_of
 from disttrain.fsdp2.order import ExecutionOrder
 from disttrain.fsdp2.stale_graphs import free_old
 from disttrain.fsdp2.structure import Structure
@@ -43,6 +44,7 @@ class _Failure:
         context = self._context()
         if context is not None:
             context.show_shards()
+            context.tell_of_failure()
 
 
 class RootContext:
@@ -156,6 +158,15 @@ class RootContext:
         """Neither a forward nor a backward is under way: modules have shards, but where a user has asked for wholes."""
         for state in self.states:
             state.show_shards()
+
+    def tell_of_failure(self) -> None:
+        """A backward pass has failed on this rank; others may wait for what would have come."""
+        error = ShardingError(
+            "backward",
+            "its backward pass has ended with an exception.",
+            "See what that rank has raised.",
+        )
+        tell_of("backward", error, [group for state in self.states for group in state.groups])
 
     def reset(self) -> None:
         """Forget an iteration that has ended with an exception, whichever way."""

@@ -4,7 +4,7 @@ Between the two parameters are freed, and gathered again. What has been written 
 load, would be multiplied with what the forward has kept, and give gradients of nothing. Autograd refuses that of a
 plain module, whose parameters it has saved and whose versions it compares; so do we, of the shards.
 
-What has stayed gathered since that forward is as it was, and no obstacle.
+What has stayed gathered since that forward is as it was, and no obstacle; but gradients have its dtype and device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import versions_of
-from disttrain.process_group.refusals import ANY
+from disttrain.fsdp2.lone_errors import tell_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,18 +45,24 @@ def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind:
     A rank that has written to its shard alone is alone with this error, and tells the others.
     """
     for group, versions in zip(groups, gathered, strict=True):
-        if group.gathered == versions:
+        is_converted = _is_converted(group)
+        if group.gathered == versions and not is_converted:
             continue
-        mesh = group.sharding.mesh
+        done = "converted" if is_converted else "written to"
         error = ShardingError(
             "backward",
-            f"parameters of {kind}, such as {group.params[0].fqn}, have been written to since the forward that this"
+            f"parameters of {kind}, such as {group.params[0].fqn}, have been {done} since the forward that this"
             " backward belongs to, which has computed with what they were.",
-            "Let optimizers step, and load, when all backwards of earlier forwards are over.",
-            rank=mesh.get_rank(),
+            "Let optimizers step, load and convert when all backwards of earlier forwards are over.",
+            rank=group.sharding.mesh.get_rank(),
         )
-        told = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
-        # Others may wait in any of them.
-        for each in [*told, *([group.reduced_apart] if group.reduced_apart else [])]:
-            each.refuse("backward", error, ANY)
+        tell_of("backward", error, [group])
         raise error
+
+
+def _is_converted(group: ParamGroup) -> bool:
+    """True where shards have become of another dtype or device since they were laid out."""
+    laid_out = group._laid_out
+    if laid_out is None or laid_out.holds():
+        return False
+    return not all(param.is_as_laid_out() for param in group.params)

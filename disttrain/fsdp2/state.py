@@ -20,6 +20,7 @@ from disttrain.fsdp2._torch import backward_is_running, is_transformed
 from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
+from disttrain.fsdp2.lone_errors import tell_of
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
@@ -249,6 +250,8 @@ class ShardState:
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         context = self.context
+        if (self._is_root or context is None) and outputs is None and self.scheduled is None:
+            self._tell_of_failure(context)
         if context is None:
             return outputs
         ends_iteration = self._is_root and not self._num_methods
@@ -290,6 +293,13 @@ class ShardState:
             (context if self._is_root else self).show_shards()
             refuse_begun(outputs, type(module).__name__)
         return outputs
+
+    def _tell_of_failure(self, context: RootContext | None) -> None:
+        """If this forward has failed, with other ranks waiting for what would have come, tell them."""
+        error = sys.exception()
+        goes_on = torch.is_grad_enabled() or context is None or not context.order.is_over
+        if isinstance(error, Exception) and goes_on:
+            tell_of("forward", error, [group for state in self.with_those_below() for group in state.groups])
 
     def _frees_after_forward(self) -> bool:
         # The root's backward comes right after its forward: freeing in between would only gather twice.

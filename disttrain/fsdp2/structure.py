@@ -60,8 +60,9 @@ def unmanaged_modules(module: nn.Module, seen: set[nn.Module] | None = None) -> 
 def check_parameters(state: ShardState) -> None:
     """Raise ShardingError where the modules of `state` have parameters that they had not when they were sharded, or
     have them no longer."""
+    # In the order of modules: all ranks name the same one.
     there = {
-        (child, name)
+        (child, name): None
         for module in state.modules
         for child in unmanaged_modules(module)
         for name, _ in own_parameters(child)
@@ -72,8 +73,8 @@ def check_parameters(state: ShardState) -> None:
                 _refuse(
                     state, f"parameter {param.fqn} is there no longer, or has been moved to another part of the model"
                 )
-            there.discard((owner.module, owner.name))
-    for child, name in there - state.left_alone:
+            there.pop((owner.module, owner.name), None)
+    for child, name in (added for added in there if added not in state.left_alone):
         paths = (path for module in state.modules for path, one in module.named_modules() if one is child)
         path = ".".join(part for part in (next(paths, ""), name) if part)
         _refuse(state, f"it has a new parameter {path}, which each rank would train by itself")

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import disttrain
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.fsdp2_cases import SCATTER, assert_same_gradients, backward_of_both, own_rows, pair, recorded, sharded
@@ -125,3 +127,56 @@ def test_a_world_of_one_rank_divides_by_nothing(shape: tuple[int, ...], dtype: t
         for _ in range(2):
             model(torch.full((1, 1), 3.0)).sum().backward()
         assert model.weight.grad.to_local().flatten().tolist() == [6.0] * 3
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gradients_are_added_to_what_lies_otherwise(dtype: torch.dtype) -> None:
+    for placement in (Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")):
+        _check_added_to(placement, dtype)
+
+
+def _check_added_to(placement: Placement, dtype: torch.dtype) -> None:
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    for parameter in plain.parameters():
+        nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(1))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    batch = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5)
+    for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        given = torch.arange(whole.numel(), dtype=dtype).view_as(whole)
+        dim = placement.cut_dim
+        laid = Replicate() if dim is not None and dim >= whole.ndim else placement
+        grad = distribute_tensor(given, parameter.device_mesh, [Replicate()]).redistribute(placements=[laid])
+        for each, value in ((parameter, grad), (whole, given)):
+            each.grad_dtype = None
+            each.grad = value
+    held = [parameter.grad for parameter in model.parameters()]
+    for each in (model, plain):
+        each(batch).square().sum().backward()
+    for parameter, whole, grad in zip(model.parameters(), plain.parameters(), held, strict=True):
+        assert parameter.grad is grad
+        torch.testing.assert_close(grad.full_tensor(), whole.grad)
+
+
+@on_ranks(2)
+def test_gradients_that_cannot_be_added_to() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    mesh = disttrain.init_device_mesh("cpu", (1, 2))
+    for spoil, problem in (
+        (lambda: setattr(model.weight, "grad", torch.zeros(4, 4)), "is a plain tensor"),
+        (lambda: setattr(model.weight, "grad", distribute_tensor(torch.zeros(4, 4), mesh)), "on 1x2"),
+        (
+            lambda: setattr(
+                model.weight.grad, "data", DTensor.from_local(torch.zeros(1, 4), model.weight.device_mesh, [Shard(0)])
+            ),
+            r"is a DTensor of shape \(2, 4\)",
+        ),
+    ):
+        spoil()
+        with pytest.raises(ShardingError, match=f"the gradient of parameter weight.*{problem}.*or to None"):
+            model(torch.ones(1, 4)).sum().backward()
+        model.weight.grad = None
+        model(torch.ones(1, 4)).sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[1.0] * 4] * 4

@@ -71,6 +71,11 @@ def test_running_on_the_meta_device() -> None:
             model.blocks[1].unshard()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     model.to_empty(device="cpu")
+    for part in (model.blocks[0].up, model.blocks[0].down):
+        part.to("meta")
+        with pytest.raises(ShardingError, match="is on meta"):
+            model.blocks[0].unshard()
+        part.to_empty(device="cpu")
     model.init(3)
     backward_of_both(model, reference, 0)
     assert_same_gradients(model, reference)

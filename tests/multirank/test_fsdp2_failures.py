@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +134,115 @@ def test_ranks_hear_of_one_that_has_written_between_forward_and_backward() -> No
     else:
         with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused backward.*written to since"):
             loss.backward()
+
+
+def _add_a_parameter(model: Any) -> None:
+    model.blocks[1].down.register_parameter("extra", nn.Parameter(torch.ones(3)))
+
+
+def _fail_in_forward(model: Any) -> None:
+    model.blocks[1].down.register_forward_hook(lambda *_: 1 / 0)
+
+
+def _fail_in_backward(model: Any) -> None:
+    model.blocks[1].down.register_full_backward_hook(lambda *_: 1 / 0)
+
+
+def _spoil_a_gradient(model: Any) -> None:
+    model.blocks[2].down.weight.grad = torch.zeros(model.blocks[2].down.weight.shape, dtype=torch.float64)
+
+
+ALONE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a new parameter": (_add_a_parameter, "rank 1 refused forward: .*a new parameter down.extra"),
+    "another dtype": (
+        lambda model: model.blocks[1].down.float(),
+        "rank 1 refused to gather: .*have become of different dtypes: .*down.weight",
+    ),
+    "a plain parameter": (
+        lambda model: setattr(model.blocks[1].down, "weight", nn.Parameter(torch.ones(7, 13))),
+        "rank 1 refused to gather: parameter down.weight has become a Parameter",
+    ),
+    "a frozen layer": (lambda model: model.blocks[1].requires_grad_(False), "rank 1 reduce_scatter_tensor .* for "),
+    "a layer left out": (
+        lambda model: model.blocks.__delitem__(1),
+        r"rank 0 .* for blocks.\d at .*rank 1 .* for |rank 1 .* for .*rank 0 .* for blocks.\d at",
+    ),
+    "an exception": (_fail_in_forward, "rank 1 refused forward: ZeroDivisionError"),
+    "an exception in backward": (_fail_in_backward, "rank 1 refused backward: its backward pass has ended with"),
+    "a gradient of another kind": (_spoil_a_gradient, "rank 1 refused backward: "),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(ALONE))
+def test_ranks_hear_of_what_one_of_them_does_alone(name: str) -> None:
+    change, told = ALONE[name]
+    model, reference = pair()
+    backward_of_both(model, reference, 0)
+    model.zero_grad()
+    is_alone = disttrain.get_rank() == 1
+    if is_alone:
+        change(model)
+    disttrain.barrier()
+    began_s = time.monotonic()
+
+    def train() -> None:
+        for step in range(4):
+            models.loss_of(model, own_rows(step)).backward()
+
+    if not is_alone:
+        with pytest.raises((CollectiveMismatchError, GroupError), match=f"(?s){told}"):
+            train()
+    else:
+        with pytest.raises((ShardingError, ZeroDivisionError, CollectiveMismatchError, GroupError)):
+            train()
+        # Who stays, as after an exception that was caught, is not missed because it has left.
+        disttrain.current_world().store.wait(["was told"], 30)
+        return
+    assert time.monotonic() - began_s < 8
+    disttrain.current_world().store.set("was told", b"")
+
+
+@on_ranks(2)
+def test_a_rank_may_fail_where_nobody_waits_for_it() -> None:
+    model, reference = pair()
+    backward_of_both(model, reference, 0)
+    model.zero_grad()
+    handle = model.register_forward_hook(lambda *_: 1 / 0)
+    if disttrain.get_rank() == 0:
+        handle.remove()
+    with torch.no_grad():
+        if disttrain.get_rank() == 0:
+            models.loss_of(model, own_rows(0))
+        else:
+            # At its end: all has been gathered.
+            with pytest.raises(ZeroDivisionError):
+                models.loss_of(model, own_rows(0))
+            handle.remove()
+            time.sleep(1)
+    backward_of_both(model, reference, 1)
+    reference.zero_grad()
+    model.zero_grad()
+    backward_of_both(model, reference, 2)
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "freed"])
+def test_a_part_that_is_converted_between_forward_and_backward(keeps: bool) -> None:
+    for convert in (
+        lambda model: model.blocks[1].down.float(),
+        lambda model: model.head.float(),
+        lambda model: model.head.to("meta"),
+        lambda model: setattr(model.head.weight, "data", model.head.weight.data.float()),
+    ):
+        model, reference = pair(reshard_after_forward=not keeps)
+        loss = models.loss_of(model, own_rows(0))
+        convert(model)
+        with pytest.raises(ShardingError, match=r"(converted|written to) since the forward|different dtypes|on meta"):
+            loss.backward()
+        model.to_empty(device="cpu").double()
+        model.load_state_dict(dict(pair()[0].state_dict()))
+        model.zero_grad()
+        backward_of_both(model, reference, 0)
+        assert_same_gradients(model, reference)

@@ -10,6 +10,7 @@ import torch
 
 from disttrain.fsdp2._torch import out_of_inference
 from disttrain.fsdp2.collectives import Gather, sent_numels, start_gather, start_gather_in_place
+from disttrain.fsdp2.lone_errors import tell_of
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.comm import Comm
@@ -69,7 +70,11 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
     """
     first = groups[0]
     ready, comm.ready = comm.ready, None
-    shards, dtypes = [group.to_send() for group in groups], [group.gather_dtype for group in groups]
+    try:
+        shards, dtypes = [group.to_send() for group in groups], [group.gather_dtype for group in groups]
+    except Exception as error:
+        tell_of("to gather", error, groups)
+        raise
     group, streams, num_shards = first.gather_group(), comm.streams, first.sharding.num_shards
     # What has just been made is on the current stream: waiting for the optimizer alone would not do.
     ready = ready if all(each.sends_shards for each in groups) else None
