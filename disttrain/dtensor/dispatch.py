@@ -27,6 +27,7 @@ from disttrain.dtensor._torch import (
 )
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
+from disttrain.dtensor.even_bags import has_even_bags
 from disttrain.dtensor.global_outputs import global_outputs
 from disttrain.dtensor.grad_scaling import UNSCALE, unscale
 from disttrain.dtensor.implicit import replicates_plain
@@ -119,6 +120,8 @@ def _dispatch_once(
         plain_args, plain_kwargs = replaced(args, kwargs, values_of(tensors))
         return op(*plain_args, **plain_kwargs)
     specs = specs_of(op_facts, tensors, written)
+    if specs is None and has_even_bags(op_facts, args, kwargs, tensors):
+        specs = tuple(getattr(tensor, "_spec", None) for tensor in tensors)
     if specs is None:
         _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
