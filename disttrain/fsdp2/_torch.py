@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -122,6 +122,51 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Others when torch's operators have written to any of the tensors, or to a view of it."""
     with without_overrides():
         return tuple(map(_VERSION, tensors))
+
+
+def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Versions, and then addresses; others when the tensors have been written to, or their `.data` replaced."""
+    with without_overrides():
+        return (*map(_VERSION, tensors), *map(_address, tensors))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+
+
+_OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+
+
+class SeveralGradients(NamedTuple):
+    """What `register_multi_grad_hook` has left at one of several leaves: to be called with the gradients of all."""
+
+    key: int
+    """Alike at all of them."""
+    function: Callable[[Sequence[torch.Tensor | None]], None]
+    place: int
+    num_places: int
+
+
+def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:
+    """None for hooks of one leaf alone."""
+    inner: Any = hook
+    while getattr(getattr(inner, "__code__", None), "co_qualname", "") != _OF_SEVERAL:
+        # A DTensor's own check of what a hook returns is around it.
+        inner = getattr(inner, "__wrapped__", None)
+        if inner is None:
+            return None
+    cells = zip(inner.__code__.co_freevars, inner.__closure__, strict=True)
+    held = {name: cell.cell_contents for name, cell in cells if name in ("buffer", "fn", "idx", "len_tensors")}
+    return SeveralGradients(id(held["buffer"]), held["fn"], held["idx"], held["len_tensors"])
+
+
+def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
+    """Let hooks that wait for the gradient of a leaf wait for that of another; their handles stay good."""
+    to._backward_hooks = leaf._backward_hooks
+    hooks, own = leaf._post_accumulate_grad_hooks, to._post_accumulate_grad_hooks
+    if hooks:
+        hooks.update(own or {})
+        to._post_accumulate_grad_hooks = hooks
 
 
 def compile_forward_alone(module: nn.Module) -> None:

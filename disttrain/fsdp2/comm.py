@@ -10,6 +10,7 @@ import torch
 from disttrain.fsdp2.collectives import Reduction
 from disttrain.fsdp2.flat import FlatPlan
 from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.several_grads import SeveralGrads
 from disttrain.fsdp2.streams import CommStreams
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Comm:
         """Gradients are on their way to the host until then."""
         self.uploaded: torch.Event | None = None
         """Shards on the host are being read until then."""
+        self.several_grads = SeveralGrads()
 
     def release_gathered(self) -> None:
         """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
@@ -40,6 +42,8 @@ class Comm:
 
     def drop_reductions(self, group: ParamGroup | None = None) -> None:
         """Wait for the reductions under way, of `group` or all, and forget what they bring."""
+        if group is None:
+            self.several_grads.forget()
         dropped = [one for one in self.reducing if group in (None, one.group)]
         self.reducing = [one for one in self.reducing if one not in dropped]
         wanted = {id(one.reduction) for one in self.reducing}

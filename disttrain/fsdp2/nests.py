@@ -33,7 +33,7 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
         if isinstance(values, list):
             return places
         return type(values)(*places) if hasattr(values, "_fields") else tuple(places)
-    items = _items_of(values)
+    items = items_of(values)
     if not items:
         return values
     mapped = {key: for_each_tensor(value, function) for key, value in items.items()}
@@ -49,8 +49,10 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
     return changed
 
 
-def _items_of(values: Any) -> dict[Any, Any]:
-    """What a dict or a dataclass holds, by key or field; nothing for other values."""
+def items_of(values: Any) -> dict[Any, Any]:
+    """What a container holds, by place, key or field; nothing for other values."""
+    if isinstance(values, _SEQUENCES):
+        return dict(enumerate(values))
     if isinstance(values, dict):
         return dict(values)
     if dataclasses.is_dataclass(values) and not isinstance(values, type):

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import are_same, parameters_of, registered_parameter
+from disttrain.fsdp2._torch import are_same, move_hooks, parameters_of, registered_parameter
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import is_given
@@ -61,6 +61,7 @@ class ShardedParam:
         local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self.spec), requires_grad=parameter.requires_grad)
         self.sharded.__dict__[_SHARD_OF] = id(self)
+        move_hooks(parameter, self.sharded)
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
@@ -206,7 +207,8 @@ class ShardedParam:
         grad = self.unsharded.grad
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
-        return grad
+        # That of an embedding may be sparse, and is another on each rank.
+        return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 class LaidOut:

@@ -391,7 +391,7 @@ class ParamGroup:
             if self.is_offloaded:
                 is_pinned = self._flat is not None and self._flat.is_pinned()
                 flat = to_host(flat, done.receivers, comm, is_pinned=is_pinned)
-            hand_out(flat, done.receivers, done.plan.slots)
+            hand_out(flat, done.receivers, done.plan.slots, comm.several_grads)
 
     def own_comm(self) -> Comm:
         """The model's shared buffers; a group that is used before the model's first forward gets its own."""

@@ -19,15 +19,22 @@ import torch
 from disttrain.dtensor import DTensor, Spec
 from disttrain.dtensor.settled_grads import settle_gradient
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import gradient_hooks, have_hooks, post_accumulate_hooks, without_overrides
+from disttrain.fsdp2._torch import (
+    gradient_hooks,
+    have_hooks,
+    post_accumulate_hooks,
+    several_gradients,
+    without_overrides,
+)
 from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.several_grads import SeveralGrads
 
 Receivers = Sequence[ShardedParam | None]
 
 
-def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
+def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot], several: SeveralGrads) -> None:
     """Add each receiver's part of a flat buffer to its gradient, and call its hooks.
 
     Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
@@ -41,7 +48,7 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
                 continue
             sharded, local = param.sharded, param.slot_view(flat, slot)
             if is_hooked and (hooks := gradient_hooks(sharded)):
-                local = _hooked(param, local, hooks)
+                local = _hooked(param, local, hooks, several)
             grad = sharded.grad
             if grad is None:
                 sharded.grad = DTensor.__new__(DTensor, local, param.spec)
@@ -88,10 +95,16 @@ def _add(param: ShardedParam, grad: torch.Tensor, local: torch.Tensor) -> None:
         grad.add_(DTensor(local, spec))
 
 
-def _hooked(param: ShardedParam, local: torch.Tensor, hooks: Iterable[Callable[..., Any]]) -> torch.Tensor:
+def _hooked(
+    param: ShardedParam, local: torch.Tensor, hooks: Iterable[Callable[..., Any]], several: SeveralGrads
+) -> torch.Tensor:
     spec: Spec = param.spec
     grad: Any = DTensor(local, spec)
     for hook in hooks:
+        of_several = several_gradients(hook)
+        if of_several is not None:
+            several.add(of_several, grad)
+            continue
         result = hook(grad)
         if result is None:
             continue

@@ -143,6 +143,7 @@ class RootContext:
         if self.root.is_last_backward:
             self.comm.finish_reductions()
             self.comm.finish_offload()
+            self.comm.several_grads.call_hooks()
             self.comm.release_gathered()
             for group in chain.from_iterable(state.groups for state in self.states):
                 group.rounded = None

@@ -120,6 +120,7 @@ def finish_all(states: Sequence[ShardState]) -> None:
     comm = states[0].comm
     comm.finish_reductions()
     comm.finish_offload()
+    comm.several_grads.call_hooks()
     comm.finish_upload()
     comm.release_gathered()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import are_same, is_functional_call, parameters_of, which_require_grad
+from disttrain.fsdp2._torch import are_same, is_functional_call, parameters_of, values_of, which_require_grad
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param import ShardedParam
@@ -83,10 +83,19 @@ class Shown:
         """Which of the gathered parameters require gradients, as modules were given them."""
         self.lent: Lent = ()
         """What modules have for a call, in place of what the caller put there."""
+        self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
+        """Which gathered parameters modules had when a forward began, and their `values_of`."""
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: nothing is gathered."""
-        return {"is_whole": False, "_params": self._params, "_swaps": None, "_asked_for": [], "lent": ()}
+        return {
+            "is_whole": False,
+            "_params": self._params,
+            "_swaps": None,
+            "_asked_for": [],
+            "lent": (),
+            "_noted": None,
+        }
 
     def forget(self) -> None:
         """Shards, or what is made of them, have become other tensors."""
@@ -105,6 +114,21 @@ class Shown:
                 if whole.requires_grad is not asks:
                     whole.requires_grad_(asks)
         return [] if swaps.put(swaps.wholes, swaps.shards) else self._others(swaps)
+
+    def note_values(self) -> None:
+        """Remember what the gathered parameters are, to be compared with."""
+        self._noted = None if self._swaps is None else (self._swaps, values_of(self._swaps.wholes))
+
+    def written(self) -> list[str]:
+        """Names of the gathered parameters that have been written to since, or that have got other memory."""
+        if self._noted is None or self._noted[0] is not self._swaps:
+            return []
+        now = values_of(self._swaps.wholes)
+        if now == self._noted[1]:
+            return []
+        params = [param for param in self._params for _ in param.owners]
+        of_each = zip(now, self._noted[1], [*params, *params], strict=True)
+        return [*dict.fromkeys(param.fqn for one, was, param in of_each if one != was)]
 
     def _others(self, swaps: _Swaps) -> list[Place]:
         params = [param for param in self._params for _ in param.owners]

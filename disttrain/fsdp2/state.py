@@ -20,13 +20,16 @@ from disttrain.fsdp2._torch import backward_is_running, is_transformed
 from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
+from disttrain.fsdp2.handed_back import Forwards
 from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.lost_writes import note_values, refuse_writes, written_since
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
 from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.scheduled import check_whole
+from disttrain.fsdp2.silent_outputs import watch_gradients
 from disttrain.fsdp2.stale_graphs import free_old, refuse_stale
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 from disttrain.fsdp2.state_dicts import show_shards_in_state_dicts
@@ -74,7 +77,7 @@ class ShardState:
         self.scheduled: list[ShardState] | None = None
         """Where a schedule decides when to gather, free and reduce: this state and those below."""
         self.is_silent = False
-        """True where no tensor was found in the outputs: nothing tells a schedule's module that its backward begins."""
+        """True where no tensor was found in the outputs: none of them tells that the backward begins."""
         self._awaits_post_backward = False
         self._is_root = False
         self._num_methods = 0
@@ -83,6 +86,7 @@ class ShardState:
         """Forwards of the module that are under way: it may call itself."""
         self._to_run: set[nn.Module] = set()
         """Those of several modules that have not run since the first of them did."""
+        self._forwards = Forwards()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
@@ -197,9 +201,13 @@ class ShardState:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = args, kwargs
         if self.scheduled is not None:
             check_whole(self, "forward")
-            return self._cast_inputs(args, kwargs)
+            note_values(self.groups)
+            taken = self._cast_inputs(args, kwargs)
+            self._forwards.note(given, taken)
+            return taken
         if is_transformed():
             refuse_transform(type(module).__name__)
         context = self.context or self.become_root()
@@ -220,6 +228,8 @@ class ShardState:
                 context = self.become_root() if self.context in (None, context) else self.context
         self.unshard()
         self.wait_for_unshard()
+        if not self._num_running:
+            note_values(self.groups)
         self._num_running += 1
         if context.is_in_forward and not is_recomputation:
             following = context.order.visit(self, self.mates)
@@ -230,6 +240,7 @@ class ShardState:
         is_first = (is_recomputation or self._begins_with(module)) and self._num_running == 1
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = watch_inputs(self, args, kwargs)
+        self._forwards.note(given, (args, kwargs))
         return args, kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -246,9 +257,11 @@ class ShardState:
     def forget_forward(self) -> None:
         """None of the modules has run."""
         self._to_run.clear()
+        self._forwards.forget()
         self._num_running = 0
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        self._forwards.end()
         context = self.context
         if (self._is_root or context is None) and outputs is None and self.scheduled is None:
             self._tell_of_failure(context)
@@ -261,6 +274,8 @@ class ShardState:
         has_failed = outputs is None and sys.exception() is not None
         grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
+        # Of calls within each other the outermost one tells.
+        written = written_since(() if has_failed or self._num_running > 1 else self.groups)
         self._to_run.discard(module)
         gathered = [group.gathered for group in self.groups]
 
@@ -274,11 +289,13 @@ class ShardState:
         if self._policy.output_dtype is not None:
             outputs = cast_floats(outputs, self._policy.output_dtype)
         outputs = for_each_tensor(outputs, hand_out)
+        self.is_silent = grad_will_come and num_outputs == 0
         if self.scheduled is not None:
-            self.is_silent = grad_will_come and num_outputs == 0
+            refuse_writes(written, type(module).__name__)
             return outputs
+        watch_gradients(self)
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
-        is_needed = self.is_kept_unsharded or self._awaits_post_backward or (grad_will_come and num_outputs == 0)
+        is_needed = self.is_kept_unsharded or self._awaits_post_backward or self.is_silent
         self._num_running = max(self._num_running - 1, 0)
         is_needed = is_needed or (bool(self._to_run) and not has_failed) or self._num_running > 0 or is_begun(outputs)
         if not is_needed and (self._frees_after_forward() or not grad_will_come):
@@ -292,6 +309,7 @@ class ShardState:
         if not (context.is_in_forward or context.is_in_backward or self._num_running):
             (context if self._is_root else self).show_shards()
             refuse_begun(outputs, type(module).__name__)
+        refuse_writes(written, type(module).__name__)
         return outputs
 
     def _tell_of_failure(self, context: RootContext | None) -> None:

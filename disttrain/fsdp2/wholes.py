@@ -63,11 +63,13 @@ class Wholes:
 
     def allocate(self) -> None:
         """Have memory again."""
-        self._storage.resize_(self._num_bytes)
+        if self._storage.nbytes() != self._num_bytes:
+            self._storage.resize_(self._num_bytes)
 
     def free(self) -> None:
-        """Give the memory back."""
-        self._storage.resize_(0)
+        """Give the memory back; but what somebody has as an array, by `.numpy()`, stays where it is."""
+        if self._storage.resizable():
+            self._storage.resize_(0)
 
     def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
         """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer): of all parameters, or

@@ -246,3 +246,21 @@ def test_a_part_that_is_converted_between_forward_and_backward(keeps: bool) -> N
         model.zero_grad()
         backward_of_both(model, reference, 0)
         assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
+def test_ranks_hear_of_one_that_has_written_to_gathered_parameters() -> None:
+    model, _ = pair()
+    writes = disttrain.get_rank() == 1
+
+    def write(module: nn.Module, _: object) -> None:
+        with torch.no_grad():
+            next(module.parameters()).mul_(0.9)
+
+    if writes:
+        model.blocks[0].register_forward_pre_hook(write)
+        with pytest.raises(ShardingError, match="has been written to in its forward"):
+            models.loss_of(model, own_rows(0))
+    else:
+        with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused forward.*been written to"):
+            models.loss_of(model, own_rows(0)).backward()

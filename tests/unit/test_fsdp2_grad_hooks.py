@@ -247,3 +247,55 @@ def test_without_a_hook_of_the_users_nothing_waits_for_gradients_on_their_way_to
         handle.remove()
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("syncs_last", [False, True])
+def test_a_hook_of_several_parameters_is_called_once_with_all_gradients(syncs_last: bool) -> None:
+    def body() -> None:
+        model, calls = sharded(plain_model()), []
+        named = list(model.named_parameters())
+        torch.autograd.graph.register_multi_grad_hook([parameter for _, parameter in named], calls.append)
+        for step in range(2):
+            if syncs_last:
+                model.set_requires_gradient_sync(False)
+                own_loss(model, step).backward()
+                model.set_requires_gradient_sync(True)
+            model.zero_grad()
+            own_loss(model, step).backward()
+            assert len(calls) == 1 + step
+            for (name, parameter), grad in zip(named, calls[-1], strict=True):
+                torch.testing.assert_close(grad.full_tensor(), parameter.grad.full_tensor(), msg=name)
+        model.head.requires_grad_(False)
+        own_loss(model, 0).backward()
+        assert [grad is None for grad in calls[-1]] == [p is model.head.weight for _, p in named]
+
+    run_threads(2, body)
+
+
+def test_hooks_that_were_there_before_sharding_are_the_shards() -> None:
+    plain = plain_model()
+
+    def body() -> None:
+        model, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+        calls: list[str] = []
+        handles = []
+        for one in (model, reference):
+            for name, parameter in one.named_parameters():
+                handles.append(parameter.register_hook(lambda grad: grad * 2))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        for is_hooked in (True, False):
+            own_loss(model, 0).backward()
+            assert sorted(calls) == sorted(name for name, _ in model.named_parameters())
+            calls.clear()
+            models.loss_of(reference, models.batch(0)).backward()
+            calls.clear()
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+            if is_hooked:
+                for handle in handles:
+                    handle.remove()
+
+    run_threads(2, body)

@@ -23,8 +23,8 @@ from disttrain.fsdp2.estimating.sizes import (
     held_unsharded,
 )
 from disttrain.fsdp2.estimating.values import REDUCED, Message, Peak
-from disttrain.fsdp2.shard_module import fully_shard
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
+from disttrain.fsdp2.shard_module import fully_shard
 from disttrain.fsdp2.state import ShardState, state_of
 from disttrain.fsdp2.transfers.forms import TransferCost
 from disttrain.fsdp2.transfers.planning import TransferPlan

@@ -1,0 +1,29 @@
+"""Modules whose outputs hold no tensor that we find: in a class of the user's own, say, or in a list that was given in.
+
+No hook of an output tells that the backward of such a module begins. The gradients of its gathered parameters do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.state import ShardState
+
+_TELLS = "_disttrain_tells"
+
+
+def watch_gradients(state: ShardState) -> None:
+    """Let the first gradient of a gathered parameter begin the model's backward, where `state` is silent."""
+    if not state.is_silent:
+        return
+
+    def begin(_: object) -> None:
+        if state.context is not None and state.scheduled is None:
+            state.context.begin_backward()
+
+    for param in (param for group in state.groups for param in group.params):
+        whole = param.unsharded
+        if whole is not None and whole.requires_grad and not vars(whole).get(_TELLS):
+            whole.register_post_accumulate_grad_hook(begin)
+            vars(whole)[_TELLS] = True
