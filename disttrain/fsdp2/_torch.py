@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from torch.nn.utils import stateless
 
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _VERSION = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -134,6 +136,11 @@ def _address(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage the tensor has, wherever that lies at the moment."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
 _OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
 
 
@@ -167,6 +174,20 @@ def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
     if hooks:
         hooks.update(own or {})
         to._post_accumulate_grad_hooks = hooks
+
+
+def out_of_graphs(function: _Function) -> _Function:
+    """Keeps Dynamo out of what gathers and frees, and of all that it calls.
+
+    A module that is compiled with its hooks has graphs between them.
+
+    As `torch.compiler.disable` does it, which would load the compiler for all who do not compile.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
+    cast(Any, function)._torchdynamo_disable = True
+    return function
 
 
 def compile_forward_alone(module: nn.Module) -> None:

@@ -111,8 +111,19 @@ class ShardedParam:
             self.sharded = others[0]
             self.sharded.__dict__[_SHARD_OF] = id(self)
             self.show(self.sharded)
+        spec: Spec = self.sharded._spec  # type: ignore[attr-defined]
+        if spec.layout != self.spec.layout or spec.shape != self.spec.shape:
+            self._bring_back(spec)
         self.spec = self.sharded._spec  # type: ignore[attr-defined]
         self.orig_dtype = self.spec.dtype
+
+    def _bring_back(self, spec: Spec) -> None:
+        """Let the shard lie as it did: its `.data` has become a DTensor that lies otherwise. Collective."""
+        if spec.shape != self.spec.shape or spec.mesh != self.spec.mesh:
+            self._check_fits(self.sharded, is_everywhere=True)
+        with torch.inference_mode(False), torch.no_grad():
+            data = self.sharded.detach().redistribute(placements=self.spec.placements)  # type: ignore[attr-defined]
+            self.sharded.data = data
 
     def _check_fits(self, registered: nn.Parameter, *, is_everywhere: bool) -> None:
         spec: Spec | None = getattr(registered, "_spec", None)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from disttrain.fsdp2._torch import are_same, is_functional_call, parameters_of, values_of, which_require_grad
+from disttrain.fsdp2._torch import (
+    are_same,
+    is_functional_call,
+    parameters_of,
+    storage_of,
+    values_of,
+    which_require_grad,
+)
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param import ShardedParam
@@ -40,12 +47,13 @@ def is_given(found: Sequence[torch.Tensor | None]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Swaps:
-    """Column by column: modules' parameters, the name of one of them, its shard, and the gathered one."""
+    """Column by column: modules' parameters, the name of one of them, its shard, the gathered one, and its storage."""
 
     parameters: list[dict[str, torch.Tensor | None]]
     names: list[str]
     shards: list[nn.Parameter]
     wholes: list[nn.Parameter]
+    storages: list[int]
 
     @classmethod
     def of(cls, params: Sequence[ShardedParam], wholes: Sequence[nn.Parameter]) -> _Swaps:
@@ -56,6 +64,7 @@ class _Swaps:
             [owner.name for owner in owners],
             [param.sharded for param in params for _ in param.owners],
             [whole for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
+            [storage_of(whole) for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
         )
 
     def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
@@ -121,14 +130,19 @@ class Shown:
 
     def written(self) -> list[str]:
         """Names of the gathered parameters that have been written to since, or that have got other memory."""
-        if self._noted is None or self._noted[0] is not self._swaps:
+        swaps = self._swaps
+        if swaps is None or self._noted is None or self._noted[0] is not swaps:
             return []
-        now = values_of(self._swaps.wholes)
-        if now == self._noted[1]:
+        now, before = values_of(swaps.wholes), self._noted[1]
+        if now == before:
             return []
         params = [param for param in self._params for _ in param.owners]
-        of_each = zip(now, self._noted[1], [*params, *params], strict=True)
-        return [*dict.fromkeys(param.fqn for one, was, param in of_each if one != was)]
+        count = len(params)
+        are_written = [one != was for one, was in zip(now[:count], before[:count], strict=True)]
+        # What has been freed meanwhile, and maybe gathered again, has its storage still.
+        have_moved = [storage_of(whole) != storage for whole, storage in zip(swaps.wholes, swaps.storages, strict=True)]
+        of_each = zip(params, are_written, have_moved, strict=True)
+        return [*dict.fromkeys(param.fqn for param, is_written, has_moved in of_each if is_written or has_moved)]
 
     def _others(self, swaps: _Swaps) -> list[Place]:
         params = [param for param in self._params for _ in param.owners]

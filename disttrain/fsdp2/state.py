@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import backward_is_running, is_transformed
+from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
 from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
@@ -198,6 +198,7 @@ class ShardState:
         for group in self.groups:
             group.drop_grads()
 
+    @out_of_graphs
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -260,6 +261,7 @@ class ShardState:
         self._forwards.forget()
         self._num_running = 0
 
+    @out_of_graphs
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
         self._forwards.end()
         context = self.context
@@ -274,7 +276,6 @@ class ShardState:
         has_failed = outputs is None and sys.exception() is not None
         grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = 0
-        # Of calls within each other the outermost one tells.
         written = written_since(() if has_failed or self._num_running > 1 else self.groups)
         self._to_run.discard(module)
         gathered = [group.gathered for group in self.groups]

@@ -122,3 +122,32 @@ def test_a_wrapper_around_a_sharded_block_is_refused() -> None:
 def test_blocks_of_a_list_that_is_no_model() -> None:
     blocks = nn.ModuleList(Decoder().blocks)
     assert len(compile_blocks(blocks, backend="aot_eager").kinds) == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["model", "block", "forward of a part"])
+def test_what_is_compiled_with_its_hooks_has_graphs_between_them(what: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))).double()
+    model = copy.deepcopy(reference)
+    for block in model:
+        fully_shard(block[0] if what == "forward of a part" else block)
+    fully_shard(model)
+    compiled_model = model
+    if what == "model":
+        compiled_model = torch.compile(model, backend="aot_eager")
+    else:
+        model[1] = torch.compile(model[1], backend="aot_eager") if what == "block" else model[1]
+        model[1].forward = torch.compile(model[1].forward, backend="aot_eager")
+    x = torch.randn(4, 4, dtype=torch.float64)
+    rank = disttrain.get_rank()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.5) for one in (model, reference)]
+    for _ in range(3):
+        compiled_model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        reference(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from disttrain.fsdp2 import param_group
-from disttrain.fsdp2.flat import FlatSlot
 from disttrain.fsdp2.reduced_grads import Receivers, hand_out
 from tests.fsdp2_uses.__main__ import main
 from tests.fsdp2_uses.generate import program_of
@@ -39,11 +38,11 @@ BACKWARD = Use("backward", which=0, retain=False, together=False)
 def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here: a gradient that takes an earlier one's place."""
 
-    def forget(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> None:
+    def forget(flat: torch.Tensor, receivers: Receivers, *others: Any) -> None:
         for param in receivers:
             if param is not None:
                 param.sharded.grad = None
-        hand_out(flat, receivers, slots)
+        hand_out(flat, receivers, *others)
 
     monkeypatch.setattr(param_group, "hand_out", forget)
     noise = (Use("mode", training=True), Use("read", at=0), Use("optimizer", kind="sgd"))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import disttrain
-from disttrain.dtensor import Shard, distribute_tensor
+from disttrain.dtensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
@@ -208,3 +208,36 @@ def test_a_module_may_be_in_several_places() -> None:
             torch.testing.assert_close(model(X), plain(X))
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Replicate(), Partial()])
+def test_data_that_lies_otherwise_is_brought_to_lie_as_the_shard_does(placement: Placement) -> None:
+    values = torch.arange(36.0).view(6, 6)
+
+    def body() -> None:
+        model = fully_shard(nn.Linear(6, 6, bias=False))
+        own = model.weight
+        whole = distribute_tensor(values, own.device_mesh, [Replicate()])
+        own.data = whole.redistribute(placements=[placement])
+        model(torch.eye(6)).sum().backward()
+        assert model.weight is own
+        assert own.placements == own.grad.placements == (Shard(0),)
+        torch.testing.assert_close(own.full_tensor(), values)
+        torch.testing.assert_close(model(torch.eye(6)), values.T)
+        own.data = distribute_tensor(values[:5], own.device_mesh, [Shard(0)])
+        with pytest.raises(ShardingError, match=r"has become a DTensor of shape \(5, 6\)"):
+            model(torch.eye(6))
+
+    run_threads(2, body)
+
+
+def test_a_vector_of_all_parameters_may_be_written_back() -> None:
+    def body() -> None:
+        model = fully_shard(nn.Linear(4, 7))
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector * 2, model.parameters())
+        whole = vector.full_tensor() * 2
+        expected = torch.ones(1, 4) @ whole[:28].view(7, 4).T + whole[28:]
+        torch.testing.assert_close(model(torch.ones(1, 4)), expected)
+
+    run_threads(3, body)

@@ -33,7 +33,9 @@ class GlooBackend(C10dBackend):
     _num_failures = 0
     """How many of Gloo's threads had failed when this one's transport was made."""
     devices = ("cpu",)
-    natives = Natives(_FLOATS | _INTEGERS, averages=_FLOATS, premultiplies=frozenset(), is_bitwise=True)
+    natives = Natives(
+        _FLOATS | _INTEGERS, averages=_FLOATS, premultiplies=frozenset(), is_bitwise=True, keeps_nans=False
+    )
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)

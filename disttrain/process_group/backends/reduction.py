@@ -28,6 +28,7 @@ FOLDS: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
 """What makes one tensor of two ranks'. An average's sum is still to be divided, factors have been multiplied by."""
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_EXTREME = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
 
 # A bool is a byte of 0 or 1, of which these leave 0 or 1 again.
@@ -51,6 +52,8 @@ class Natives:
     averages: frozenset[torch.dtype]
     premultiplies: frozenset[torch.dtype]
     is_bitwise: bool
+    keeps_nans: bool = True
+    """False: the least or greatest of some numbers may be one of them where another is NaN."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Recipe:
     """True: values of another type; False: the same bits, seen as `dtype`."""
     factor: Any = None
     divides: bool = False
+    is_ordered: bool = False
+    """Floating-point values as integers in the same order, with NaN at the end that wins."""
 
     def only_views(self, op: Reduction) -> bool:
         """True where the transport reduces the same memory by the same `op`, with nothing to do before or after."""
@@ -72,6 +77,8 @@ class Recipe:
         """`tensor` as the transport gets it: a view of it, or a copy where values are converted."""
         if tensor.dtype == self.dtype:
             return tensor
+        if self.is_ordered:
+            return _ordered(tensor, self.dtype, self.op)
         if self.is_converted:
             return tensor.to(self.dtype)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(self.dtype)
@@ -87,9 +94,27 @@ class Recipe:
                 seen.div_(group_size)
             else:
                 seen.div_(group_size, rounding_mode="trunc")
-        if self.is_converted:
+        if self.is_ordered:
+            tensor.copy_(_swapped(seen).view(_FLOAT_OF[self.dtype]))
+        elif self.is_converted:
             tensor.copy_(seen)
         return [tensor]
+
+
+_FLOAT_OF = {torch.int32: torch.float32, torch.int64: torch.float64}
+
+
+def _ordered(tensor: torch.Tensor, dtype: torch.dtype, op: Reduction) -> torch.Tensor:
+    """Integers that are in order as the values are: NaN last for MAX, and first for MIN."""
+    ends = torch.iinfo(dtype)
+    integers = _swapped(tensor.detach().to(_FLOAT_OF[dtype]).view(dtype))
+    return integers.masked_fill_(tensor.isnan(), ends.max if op == ReduceOp.MAX else ends.min)
+
+
+def _swapped(bits: torch.Tensor) -> torch.Tensor:
+    """The bits of negative numbers, which as integers are in the other order, but for the sign; its own inverse."""
+    ends = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (ends.bits - 1)) & ends.max)
 
 
 def check_reducible(operation: str, dtype: torch.dtype, op: Reduction, rank: int) -> None:
@@ -133,6 +158,8 @@ def recipe_for(
         seen, is_converted = _WIDER[dtype], True
     elif dtype == torch.uint64 and kind not in _ORDERED:
         seen = torch.int64
+    elif kind in _EXTREME and dtype.is_floating_point and dtype in natives.dtypes and not natives.keeps_nans:
+        return Recipe(torch.int64 if dtype == torch.float64 else torch.int32, kind, True, is_ordered=True)
     is_lacking = seen not in natives.dtypes or (kind in _BITWISE and not natives.is_bitwise)
     if is_lacking:
         raise ShapeError(
