@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._library import opaque_object
+from torch._library import fake_class_registry, opaque_object
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._opaque_base import OpaqueBase, OpaqueBaseMeta
 
@@ -51,6 +52,16 @@ class GraphConstant(OpaqueBase, metaclass=_Meta):  # type: ignore[metaclass]
 
     torch 2.11 asks for the metaclass, by which `isinstance` is right in what Dynamo reads; 2.13 does without.
     """
+
+    if torch.__version__ >= "2.13":
+
+        def tracing_mode(self) -> str:
+            """Says to torch, which asks objects of graphs by this name, what stands for this one.
+
+            "real" where AOTAutograd makes stand-ins of what a graph returns: it would hand them out in the object's
+            place. "fake", as if there was no answer, to Dynamo: for it a real one is an input of the graph.
+            """
+            return "real" if sys._getframe(2).f_code is fake_class_registry.maybe_to_fake_obj.__code__ else "fake"
 
 
 def hold_in_graphs(cls: type, members: Sequence[str]) -> None:
