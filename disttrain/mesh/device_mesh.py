@@ -345,6 +345,7 @@ class DeviceMesh(GraphConstant):
 
 # Who has been named in a graph that is alive.
 _IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
+DeviceMesh.get_group._dynamo_marked_constant = True
 hold_in_graphs(
     DeviceMesh,
     [
