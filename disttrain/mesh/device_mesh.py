@@ -345,7 +345,9 @@ class DeviceMesh(GraphConstant):
 
 # Who has been named in a graph that is alive.
 _IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
-DeviceMesh.get_group._dynamo_marked_constant = True
+# Dynamo calls it, and takes the group for a constant, as the mesh is: of a mesh that a graph has come to by itself,
+# such as that of a DTensor made there, it could not say where the group is from.
+DeviceMesh.get_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 hold_in_graphs(
     DeviceMesh,
     [

@@ -1,4 +1,4 @@
-"""Meshes and placements in compiled graphs: constants there, and themselves again when they leave."""
+"""Meshes, their groups and placements in compiled graphs: constants there, and themselves again when they leave."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from disttrain.dtensor import DTensor, Partial, Shard, distribute_tensor
+import disttrain
+from disttrain.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from disttrain.process_group import World, entered_world
+from disttrain.process_group import functional as F
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.sharding_cases import mesh_of, normal
@@ -59,3 +61,22 @@ def test_meshes_and_placements_leave_a_graph_as_they_are(backend: str) -> None:
             assert module.kept == {"mesh": mesh, "placement": [Shard(0), Partial("avg")], Shard(0): 1}
             torch.testing.assert_close(result.to_local(), (x.to_local() * 2).sin())
             torch.testing.assert_close(x.grad.to_local(), (x.to_local() * 2).cos() * 2)
+
+
+def summed(x: DTensor) -> torch.Tensor:
+    """By the group of a mesh that the graph comes to, and by one that it cuts out of that."""
+    y = x * 2
+    group = y.device_mesh.get_group("axis1")
+    return F.all_reduce(y.to_local(), "sum", group) + F.all_gather_tensor(
+        y.to_local(), 0, y.device_mesh["axis0"].get_group()
+    )
+
+
+@on_ranks(2, timeout_s=110)
+def test_a_graph_finds_the_groups_of_its_meshes() -> None:
+    torch._dynamo.reset()
+    mesh = mesh_of((1, 2))
+    compiled = torch.compile(summed, backend="aot_eager", fullgraph=True)
+    for num_rows in (4, 6):
+        x = DTensor.from_local(normal(num_rows, 2, seed=disttrain.get_rank()), mesh, [Replicate(), Shard(0)])
+        torch.testing.assert_close(compiled(x), F.wait_tensor(summed(x)))
