@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from disttrain.mesh import init_device_mesh as init_device_mesh
     from disttrain.process_group import *  # noqa: F403
     from disttrain.process_group.current import group as group
+    from disttrain.process_group.meeting import rendezvous as rendezvous
     from disttrain.reports import report as report
     from disttrain.store import FileStore as FileStore
     from disttrain.store import HashStore as HashStore
@@ -113,8 +114,9 @@ _HOMES = {
         "send_object_list",
         "split_group",
     ),
-    # Not the package's: there it is the name of a module.
+    # Not the package's: there they are the names of modules.
     "process_group.current": ("group",),
+    "process_group.meeting": ("rendezvous",),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "errors": ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError"),
     "reports": ("report",),
@@ -126,6 +128,8 @@ __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 
 _OF_TORCH = {
     "_get_default_group": "process_group.current",
+    "_get_default_store": "process_group.current",
+    "_get_process_group_store": "process_group.current",
     "_rank_not_in_group": "process_group.current",
     "_set_pg_timeout": "process_group.current",
 }

@@ -9,7 +9,7 @@
     │   ├── StoreAuthError               wrong token or certificate, or none where one is needed
     │   ├── StoreQueueEmptyError         nothing in the queue, and no wish to wait
     │   └── StoreLimitError              a key, value, frame or total over its limit
-    ├── RendezvousError              nodes or ranks that don't fit together
+    ├── RendezvousError              nodes or ranks that don't fit together (a ValueError too)
     ├── GroupError                   no such group, not a member, already destroyed, rank out of range (a ValueError)
     ├── BackendError                 no transport serves the device, or the transport failed
     │   ├── CollectiveTimeoutError       a collective did not end in time
@@ -33,7 +33,7 @@ finds them:
     DistError                        a RuntimeError
     ├── DistStoreError                   the store's
     │   └── QueueEmptyError              its StoreQueueEmptyError
-    ├── DistNetworkError                 its StoreConnectionError
+    ├── DistNetworkError                 its StoreConnectionError and StoreAddressError
     └── DistBackendError                 a transport's
 
 An error is an answer, in one line: what was asked, which values offend which rule, what to do, and where it happened:
@@ -60,11 +60,21 @@ class DisttrainError(Exception):
         self.where = where
         super().__init__(self._text())
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Others send errors between processes as pickles, where the arguments of `__init__` would be missing.
+        return _again, (type(self), self.args), self.__dict__
+
     def _text(self) -> str:
         places = [] if self.rank is None else [f"rank {self.rank}"]
         places += [self.where] if self.where else []
         answer = " ".join(part for part in (f"{self.operation}: {self.problem}", self.remedy) if part)
         return f"{answer} [{', '.join(places)}]" if places else answer
+
+
+def _again(kind: type[DisttrainError], args: tuple[object, ...]) -> DisttrainError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class DistError(RuntimeError):
@@ -103,7 +113,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
     """A key, or a member of a barrier, did not come in time."""
 
 
-class StoreAddressError(StoreError):
+class StoreAddressError(StoreError, DistNetworkError):
     """The store's server cannot listen at its address: taken, not this machine's, or not allowed."""
 
 
@@ -119,7 +129,7 @@ class StoreLimitError(StoreError, ValueError):
     """A key, value, frame or total is over its limit; the message names the limit's setting."""
 
 
-class RendezvousError(DisttrainError, DistError):
+class RendezvousError(DisttrainError, DistError, ValueError):
     """Nodes or ranks don't fit together: world sizes differ, a rank is taken twice, somebody never came."""
 
 

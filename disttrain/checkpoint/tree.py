@@ -18,6 +18,7 @@ from disttrain.checkpoint.layout import Sharding, parts_at
 from disttrain.checkpoint.plan import Outline
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor import DTensor, Partial
+from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.shard_sizes import num_blocks
 from disttrain.errors import CheckpointError
 
@@ -116,7 +117,8 @@ def name_of(keys: Iterable[str]) -> str:
 
 
 def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:
-    """How a tensor lies. Raises CheckpointError for partial values."""
+    """How a tensor lies. Raises CheckpointError for partial values, LayoutError for torch's DTensors."""
+    check_ours(operation, f"tensor {name!r}", tensor)
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     if not isinstance(tensor, DTensor):
         return Sharding(shape, dtype)

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from disttrain.dtensor.layout import Layout
 from disttrain.dtensor.placement import Partial, Placement, Placements, Replicate, normalized
 from disttrain.errors import LayoutError
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_mesh
 
 
 def checked_layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
-    """`placements` of a tensor of `num_dims` dims, None for all Replicate. Raises LayoutError where they don't fit."""
+    """`placements` of a tensor of `num_dims` dims, None for all Replicate.
+
+    Raises: LayoutError where they don't fit, MeshError for what is no mesh of ours.
+    """
+    mesh = checked_mesh(operation, mesh)
     try:
         return Layout(mesh, normalized(placements, mesh.ndim, num_dims))
     except ValueError as error:

@@ -28,6 +28,7 @@ from disttrain.dtensor._torch import (
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.even_bags import has_even_bags
+from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.global_outputs import global_outputs
 from disttrain.dtensor.grad_scaling import UNSCALE, unscale
 from disttrain.dtensor.implicit import replicates_plain
@@ -109,6 +110,7 @@ def _dispatch_once(
     if own_zeros(op, args):
         plans = None  # so that the next such call comes here, too
     tensors = tensors_of([*args, *kwargs.values()])
+    check_ours(op_facts.name, "an operand", *tensors)
     if any(is_lent(tensor) for tensor in tensors):
         return run_lent(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
     if foreach.is_of_lists(op_facts, args):

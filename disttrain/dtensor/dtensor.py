@@ -22,6 +22,7 @@ from disttrain.dtensor.beneath import catch_all
 from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
 from disttrain.dtensor.data import data_of
 from disttrain.dtensor.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.implicit import replicates_plain
 from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
@@ -91,6 +92,7 @@ class DTensor(Traced, AsParameter, torch.Tensor):
                 return result
             return dispatch(_made, func, args, kwargs or _NOTHING)
         except Exception as error:
+            check_ours(func.name(), "an operand", *args, *(kwargs or _NOTHING).values())
             tell_of(error, func, (args, kwargs))
             raise
 
@@ -119,6 +121,7 @@ class DTensor(Traced, AsParameter, torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
+        check_ours("from_local", "the part", local_tensor)
         layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)
         grad_layout = gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
         if run_check:

@@ -9,6 +9,7 @@ import torch
 from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.dtensor import DTensor
+from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.placement import Partial, Placement
 from disttrain.dtensor.redistribute import redistribute_local
@@ -34,6 +35,7 @@ def distribute_tensor(
     Returns: a leaf that requires a gradient if `tensor` does.
     Collective: every rank of the mesh, unless src_data_rank is None or the tensor is on the meta device.
     """
+    check_ours("distribute_tensor", "the tensor", tensor)
     layout = checked_layout("distribute_tensor", device_mesh, placements, tensor.ndim)
     if any(isinstance(placement, Partial) for placement in layout.placements):
         raise LayoutError(

@@ -10,7 +10,8 @@ import torch
 
 from disttrain.dtensor._torch import tree_flatten, tree_unflatten
 from disttrain.dtensor.dtensor import DTensor
-from disttrain.dtensor.placement import Placement
+from disttrain.dtensor.foreign import check_ours
+from disttrain.dtensor.placement import Placement, converted, normalized
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 
@@ -60,6 +61,8 @@ def local_map(
                 wanted = None if in_placements is None else in_placements[place]
                 grads = None if in_grad_placements is None else in_grad_placements[place]
                 flat[place] = _part(place, value, wanted, grads, redistribute_inputs)
+            else:
+                check_ours("local_map", f"argument {place}", value)
         result = func(*tree_unflatten(flat, tree), **kwargs)
         return _wrapped(result, mesh, out_placements) if found and mesh is not None else result
 
@@ -68,7 +71,7 @@ def local_map(
 
 
 def _part(place: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistributes: bool) -> torch.Tensor:
-    if wanted is not None and tuple(wanted) != tensor.placements:
+    if wanted is not None and normalized(wanted, tensor.device_mesh.ndim, tensor.ndim) != tensor.placements:
         if not redistributes:
             raise LayoutError(
                 "local_map",
@@ -97,7 +100,7 @@ def _wrapped(result: Any, mesh: DeviceMesh, out_placements: Wanted | tuple[Wante
 
 
 def _per_result(out_placements: Wanted | tuple[Wanted, ...], num_results: int) -> Sequence[Wanted]:
-    is_one = out_placements is None or all(isinstance(entry, Placement) for entry in out_placements)
+    is_one = out_placements is None or all(isinstance(converted(entry), Placement) for entry in out_placements)
     per_result = (cast(Wanted, out_placements),) if is_one else cast(tuple[Wanted, ...], out_placements)
     if len(per_result) != num_results:
         raise LayoutError(

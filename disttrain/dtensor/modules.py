@@ -9,7 +9,7 @@ from torch import nn
 
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_mesh
 
 Partition = Callable[[str, nn.Module, DeviceMesh], None]
 Convert = Callable[[nn.Module, Any, DeviceMesh], Any]
@@ -30,6 +30,7 @@ def distribute_module(
              output_fn     called with module, forward's result and the mesh; returns the one to hand on.
     Returns: `module`. Collective: every rank of the mesh; values are those of its first rank.
     """
+    device_mesh = checked_mesh("distribute_module", device_mesh)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)

@@ -6,6 +6,7 @@ dim of two. Shard cuts a dim's outermost factor, StridedShard one further in; so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -128,19 +129,47 @@ def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
     """
     if placements is None:
         return (Replicate(),) * num_axes
-    given = (placements,) if isinstance(placements, Placement) else tuple(placements)
+    is_one = isinstance(placements, Placement) or not hasattr(placements, "__iter__")
+    given = (placements,) if is_one else tuple(placements)
     if len(given) != num_axes:
         raise ValueError(f"{len(given)} placements {given} are given for a mesh of {num_axes} axes; give one per axis")
     return tuple(_checked(placement, num_dims) for placement in given)
 
 
+def converted(placement: Any) -> Any:
+    """A placement of torch's as one of ours; anything else as it is."""
+    if isinstance(placement, Placement):
+        return placement
+    kind = type(placement)
+    # To ask torch's own classes would load torch.distributed.tensor, which takes half a second.
+    if not kind.__module__.startswith("torch.distributed"):
+        return placement
+    if kind.__name__ == "Shard":
+        return Shard(placement.dim)
+    if kind.__name__ == "Partial":
+        return Partial(placement.reduce_op)
+    return Replicate() if kind.__name__ == "Replicate" else placement
+
+
+def converted_all(placements: Any) -> Any:
+    """`converted` of one, of a sequence, or of a mapping's values; None stays None."""
+    if isinstance(placements, Mapping):
+        return {name: converted(placement) for name, placement in placements.items()}
+    if isinstance(placements, list | tuple):
+        return tuple(converted(placement) for placement in placements)
+    return converted(placements)
+
+
 def _checked(placement: Any, num_dims: int) -> Placement:
+    placement = converted(placement)
     if isinstance(placement, Shard | StridedShard):
         if not -num_dims <= placement.dim < num_dims:
             raise ValueError(f"{placement} names a dim that a tensor of {num_dims} dims does not have")
         return replace(placement, dim=placement.dim % num_dims)
     if not isinstance(placement, Placement):
-        raise ValueError(f"{placement!r} is not a placement; use Shard(dim), Replicate() or Partial()")
+        kind = type(placement)
+        whose = f", but a {kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else ""
+        raise ValueError(f"{placement!r} is not a placement{whose}; use Shard(dim), Replicate() or Partial()")
     return placement
 
 

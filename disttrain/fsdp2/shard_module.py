@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Shard
+from disttrain.dtensor.foreign import check_ours
+from disttrain.dtensor.placement import converted
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import compile_forward_alone, own_parameters
 from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
@@ -85,6 +87,7 @@ def fully_shard(
     dims, shardings, with_hooks = {}, {}, set()
     of_mesh = {mesh: Sharding(mesh)}
     for fqn, parameter, owners in managed:
+        check_ours("fully_shard", f"parameter {fqn}", parameter)
         check_can_shard(fqn, parameter, device, mesh.get_rank())
         placement, own_mesh = _placement_of(parameter, shard_placement_fn, mesh)
         if own_mesh not in of_mesh:
@@ -204,7 +207,7 @@ def _placement_of(
     """How it is cut, and over which mesh."""
     given: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
     own_mesh = getattr(getattr(given, "mesh_info", None), "mesh", None)
-    return (given.placement, own_mesh) if isinstance(own_mesh, DeviceMesh) else (given, mesh)
+    return (converted(given.placement), own_mesh) if isinstance(own_mesh, DeviceMesh) else (converted(given), mesh)
 
 
 def _cut_dim(fqn: str, parameter: nn.Parameter, placement: Placement | None, rank: int) -> int:

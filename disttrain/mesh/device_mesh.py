@@ -13,6 +13,7 @@ from disttrain.errors import MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+from disttrain.process_group.current import resolve_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,9 @@ class DeviceMesh(GraphConstant):
               this rank, those of its group.
         Raises: MeshError when they are others. To be called by the ranks of the groups; nothing is sent.
         """
-        groups = tuple(group) if isinstance(group, Sequence) else (group,)
+        given = tuple(group) if isinstance(group, Sequence) else (group,)
+        # Those of torch's that stand for ours are ours; of others it is said whose they are.
+        groups = tuple(resolve_group("DeviceMesh.from_group", one) for one in given)
         if not groups or not all(isinstance(one, ProcessGroup) for one in groups):
             problem = "a group was given that this rank is not in." if groups else "no group was given."
             raise MeshError("DeviceMesh.from_group", problem, "Give groups of this rank, one for each axis.")

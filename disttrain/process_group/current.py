@@ -288,6 +288,17 @@ def _get_default_group() -> ProcessGroup:
     return current_world("_get_default_group").default_group
 
 
+def _get_default_store() -> Store:
+    """torch's name for the store of the default group."""
+    return current_world("_get_default_store").store
+
+
+def _get_process_group_store(group: ProcessGroup | None) -> Store:
+    """torch's name for the store of a group: the job's, whichever it is."""
+    resolve_group("_get_process_group_store", group)
+    return current_world("_get_process_group_store").store
+
+
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """The global ranks of the group's members, in group order."""
     return list(resolve_group("get_process_group_ranks", group).ranks)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from disttrain.errors import BackendError, DisttrainError, ShapeError
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
@@ -34,8 +35,9 @@ def issue(
     for.
     """
     for tensor in inputs if outputs is inputs else (*inputs, *outputs):
-        if type(tensor) is AsyncCollectiveTensor:
+        if type(tensor) is not Tensor:
             # Transports read memory below all dispatch: what a collective still brings must be there.
+            _check_memory(group, operation, (*inputs, *outputs))
             arguments, inputs, outputs = settled((arguments, inputs, outputs))
             break
     group.sequence = sequence = group.sequence + 1
@@ -91,8 +93,9 @@ def issue_message(
 
     Returns: a handle. torch takes as long for a message as `issue` for what it asks of collectives.
     """
-    if type(tensor) is AsyncCollectiveTensor:
-        tensor = tensor.wait()
+    if type(tensor) is not Tensor:
+        _check_memory(group, operation, (tensor,))
+        (tensor,) = settled((tensor,))
     tensors = (tensor,)
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
@@ -119,6 +122,21 @@ def issue_message(
     if group.coalesced is not None:
         group.coalesced.append(work)
     return work
+
+
+def _check_memory(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ShapeError for a tensor that only stands for others, as a DTensor does: transports would read no memory."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if hasattr(kind, "__tensor_flatten__") and kind is not AsyncCollectiveTensor:
+            error = ShapeError(
+                operation,
+                f"a tensor is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own.",
+                "Give a plain tensor: its to_local(), full_tensor() or wait().",
+                rank=group.world.rank,
+            )
+            group.refuse(operation, error)
+            raise error
 
 
 def _answer(error: Exception, call: Call, record: Any) -> DisttrainError:

@@ -128,6 +128,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     On NCCL they are one launch. Returns: a handle for each. Raises GroupError for an empty list, or messages of
     several groups or kinds of device.
     """
+    others = [type(message) for message in p2p_op_list if type(message) is not P2POp]
+    for kind in others:
+        problem = f"a message is a {kind.__module__}.{kind.__qualname__}, and none of disttrain's."
+        raise GroupError("batch_isend_irecv", problem, "Make each by disttrain.P2POp.")
     if not p2p_op_list:
         raise GroupError("batch_isend_irecv", "the list of messages is empty.", "Give at least one P2POp.")
     group, first = p2p_op_list[0].group, p2p_op_list[0].tensor

@@ -19,6 +19,7 @@ from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeout
 from disttrain.process_group import beside_torch
 from disttrain.settings import Setting
 from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
+from disttrain.store.base import checked_store
 from disttrain.store.wire import Address
 
 T = TypeVar("T")
@@ -61,30 +62,47 @@ def find_place(
     if store is not None:
         if init_method is not None:
             raise RendezvousError(_OPERATION, f"both store and init_method={init_method!r} are given.", "Give one.")
+        checked_store(_OPERATION, store)
         return _checked(Place(rank, world_size))
-    method = urlsplit(init_method or "env://")
+    return place_at(init_method or "env://", rank, world_size, environ)
+
+
+def place_at(
+    url: str, rank: int, world_size: int, environ: Mapping[str, str] | None = None, operation: str = _OPERATION
+) -> Place:
+    """Which rank this is and where to meet, of a URL; what is not given, it may say itself."""
+    method = urlsplit(url)
+    query = {key: values[0] for key, values in parse_qs(method.query).items()}
+    rank, world_size = (
+        _asked(operation, url, query, "rank", rank),
+        _asked(operation, url, query, "world_size", world_size),
+    )
     if method.scheme == "env":
         return _place_from_environment(rank, world_size, environ)
     if method.scheme == "tcp":
         if method.hostname is None or method.port is None:
-            raise RendezvousError(
-                _OPERATION, f"init_method={init_method!r} lacks a host or a port.", "Write tcp://host:port."
-            )
-        query = {key: values[0] for key, values in parse_qs(method.query).items()}
-        rank = int(query.get("rank", rank))
-        world_size = int(query.get("world_size", world_size))
-        return _checked(Place(rank, world_size, method.hostname, method.port, hosts_store=rank == 0))
+            missing = "host name" if method.hostname is None else "port number"
+            raise RendezvousError(operation, f"{url!r}: {missing} missing.", "Write tcp://host:port.")
+        return _checked(Place(rank, world_size, method.hostname, method.port, hosts_store=rank == 0), operation)
     if method.scheme == "file":
         if method.netloc or not method.path.strip("/"):
-            raise RendezvousError(
-                _OPERATION, f"init_method={init_method!r} lacks a path.", "Write file:///absolute/path, with 3 slashes."
-            )
-        return _checked(Place(rank, world_size, path=method.path))
+            raise RendezvousError(operation, f"{url!r}: path missing.", "Write file:///absolute/path, with 3 slashes.")
+        return _checked(Place(rank, world_size, path=method.path), operation)
     raise RendezvousError(
-        _OPERATION,
-        f"init_method={init_method!r} is unknown.",
+        operation,
+        f"{url!r} is unknown. No rendezvous handler is for {method.scheme}://.",
         "Use env://, tcp://host:port, file:///path, or give a store.",
     )
+
+
+def _asked(operation: str, url: str, query: Mapping[str, str], name: str, given: int) -> int:
+    """What the URL says, where nobody else does."""
+    text = query.get(name)
+    if text is None:
+        return given
+    if not text.isdigit():
+        raise RendezvousError(operation, f"{url!r}: {name} is {text!r}, which is no number.", "Mend the URL.")
+    return int(text)
 
 
 def place_alone(rank: int, world_size: int, environ: Mapping[str, str] | None = None) -> Place:
@@ -137,11 +155,13 @@ def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:
     return value
 
 
-def _checked(place: Place) -> Place:
+def _checked(place: Place, operation: str = _OPERATION) -> Place:
     if place.world_size < 1 or not 0 <= place.rank < place.world_size:
+        missing = [name for name, value in (("rank", place.rank), ("size", place.world_size)) if value == -1]
         raise RendezvousError(
-            _OPERATION,
-            f"rank {place.rank} of world size {place.world_size} cannot be: ranks run from 0 to world_size - 1.",
+            operation,
+            f"rank {place.rank} of world size {place.world_size} cannot be: "
+            + (f"{missing[0]} parameter missing." if missing else "ranks run from 0 to world_size - 1."),
             "Give both rank and world_size.",
         )
     return place
@@ -152,7 +172,7 @@ def meet(place: Place, prefix: str, timeout_s: float) -> Store:
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = max(deadline_s - time.monotonic(), _LEAST_S)
-        store = _open_store(place, prefix, left_s)
+        store = open_store(place, prefix, left_s)
         try:
             join(PrefixStore(prefix, store), place, left_s)
         except StoreConnectionError:
@@ -167,7 +187,8 @@ def meet(place: Place, prefix: str, timeout_s: float) -> Store:
             return store
 
 
-def _open_store(place: Place, prefix: str, timeout_s: float) -> Store:
+def open_store(place: Place, prefix: str, timeout_s: float, *, multi_tenant: bool = False) -> Store:
+    """Connect to the store at `place`; rank 0 starts it where no launcher did, or joins it (`multi_tenant`)."""
     if place.path:
         return FileStore(place.path, place.world_size, timeout_s)
     if place.under_torchrun:
@@ -180,6 +201,7 @@ def _open_store(place: Place, prefix: str, timeout_s: float) -> Store:
         is_master=place.hosts_store,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        multi_tenant=multi_tenant,
         token=None if token_file is None else read_token(token_file),
         standby=place.standby,
     )

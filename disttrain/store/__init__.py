@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from disttrain.store.auth import read_token as read_token
     from disttrain.store.auth import write_token as write_token
     from disttrain.store.base import Store as Store
-    from disttrain.store.base import Value as Value
     from disttrain.store.certificates import Certificates as Certificates
     from disttrain.store.client import TCPStore as TCPStore
     from disttrain.store.file import FileStore as FileStore
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from disttrain.store.process import ServerProcess as ServerProcess
     from disttrain.store.process import certificates_from_settings as certificates_from_settings
     from disttrain.store.process import spawn_server as spawn_server
+    from disttrain.store.values import Value as Value
 
 _MODULE_OF = {
     "Certificates": "certificates",
@@ -40,7 +40,7 @@ _MODULE_OF = {
     "ServerProcess": "process",
     "Store": "base",
     "TCPStore": "client",
-    "Value": "base",
+    "Value": "values",
     "certificates_from_settings": "process",
     "new_token": "auth",
     "read_token": "auth",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Final
 
 from disttrain.errors import StoreError, StoreLimitError, StoreQueueEmptyError, StoreTimeoutError
-from disttrain.store.base import Value
 from disttrain.store.wire import Answer, Op, Status
 
 NUM_NAMED_KEYS: Final = 8
@@ -14,11 +13,14 @@ NUM_NAMED_KEYS: Final = 8
 
 def missing_text(missing: Collection[str], num_keys: int, timeout_s: float) -> str:
     """The problem when a wait for `num_keys` keys is over and `missing` have not come."""
+    # The words in brackets are torch's: programs look for them.
+    keys = sorted(missing)[:NUM_NAMED_KEYS]
+    words = f"wait timeout after {timeout_s * 1e3:.0f}ms, keys: {', '.join(f'/{key}' for key in keys)}"
     if num_keys == 1:
-        return f"key {next(iter(missing))!r} did not come within {timeout_s:g} s."
-    named = ", ".join(repr(key) for key in sorted(missing)[:NUM_NAMED_KEYS])
+        return f"key {keys[0]!r} did not come within {timeout_s:g} s ({words})."
+    named = ", ".join(repr(key) for key in keys)
     more = f" and {len(missing) - NUM_NAMED_KEYS} more" if len(missing) > NUM_NAMED_KEYS else ""
-    return f"{len(missing)} of {num_keys} keys did not come within {timeout_s:g} s: {named}{more}."
+    return f"{len(missing)} of {num_keys} keys did not come within {timeout_s:g} s: {named}{more} ({words})."
 
 
 def barrier_text(name: str, num_came: int, num_members: int, timeout_s: float) -> str:
@@ -84,39 +86,3 @@ def error_of(op: Op, answer: Answer, where: str) -> StoreError:
     if status == Status.TIMEOUT:
         remedy = _TIMEOUT_REMEDIES.get(op, remedy)
     return _ERRORS[status](op.name.lower(), str(text), remedy, where=where)
-
-
-def to_keys(operation: str, keys: Sequence[str]) -> list[str]:
-    """Keys as a list. Raises StoreError for a lone str, which would be taken for the list of its letters."""
-    if isinstance(keys, str):
-        raise StoreError(operation, f"keys is the str {keys!r}; it must be a list of them.", f"Pass [{keys!r}].")
-    return list(keys)
-
-
-def checked_pairs(keys: Sequence[str], values: Sequence[Value]) -> tuple[list[str], list[bytes]]:
-    """Both as lists, values as bytes. Raises StoreError when they are not equally many."""
-    key_list, value_list = to_keys("multi_set", keys), [to_bytes(value) for value in values]
-    if len(key_list) != len(value_list):
-        raise StoreError("multi_set", f"there are {len(key_list)} keys and {len(value_list)} values.", "Give one each.")
-    return key_list, value_list
-
-
-def checked_capacity(capacity: int | None) -> int:
-    """A queue's capacity as it travels: 0 for any. Raises StoreError unless it is None or positive."""
-    if capacity is not None and capacity < 1:
-        raise StoreError(
-            "queue_push", f"capacity is {capacity}; a queue holds at least 1.", "Pass None for any number."
-        )
-    return capacity or 0
-
-
-def to_bytes(value: object) -> bytes:
-    """A value as the store keeps it. Raises StoreError for anything but bytes and str."""
-    if isinstance(value, bytes):
-        return bytes(value)
-    if isinstance(value, str):
-        try:
-            return value.encode()
-        except UnicodeEncodeError as error:
-            raise StoreError("set", f"the value is not valid Unicode: {error}.", "Encode it yourself.") from None
-    raise StoreError("set", f"the value is a {type(value).__name__}; a store keeps bytes or str.", "Encode it first.")

@@ -30,13 +30,14 @@ class TCPStore(StoreMethods):
     """A store on a server that many processes share. Satisfies `Store`; argument names and meanings are torch's.
 
     Args:   host_name, port  where the server is; the master may pass port 0 and read `.port`;
-            world_size  how many clients there will be, the master included; None: not known;
+            world_size  how many clients there will be, the master included; None, or less than 0: not known;
             is_master  start the server, in a process of its own that ends with this object or this process. With a
             token it listens on every address unless `host_name` is loopback, without one on loopback only;
             timeout  how long connecting, and by default each operation, may take;
             wait_for_workers  with a world_size, the master waits here until so many clients have come;
             multi_tenant  a master that finds the port taken joins the store that is there;
-            master_listen_fd, use_libuv  as torch has them; only None and True are possible;
+            master_listen_fd  a socket that is bound, for the server: it is the server's from now on;
+            use_libuv  torch's, and what `libuvBackend` says; there is one server, which is on libuv;
             token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set;
             certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
             standby  (host, port) of who takes over when the server is gone; a server names its standby itself, so it is
@@ -62,12 +63,9 @@ class TCPStore(StoreMethods):
         standby: Address | None = None,
     ) -> None:
         super().__init__("TCPStore", timeout, f"{host_name}:{port}")
-        if master_listen_fd is not None:
-            raise SettingError(
-                "TCPStore", "master_listen_fd is not supported.", "Pass a port, or port 0 and read .port."
-            )
-        if not use_libuv:
-            raise SettingError("TCPStore", "use_libuv is False; there is no other server.", "Leave it True.")
+        if world_size == 0:
+            raise SettingError("TCPStore", "a TCPStore world size cannot be 0: the master counts, too.", "Pass None.")
+        self.libuvBackend = use_libuv
         self._server: ServerProcess | None = None
         self._channel: Channel | None = None
         self._dialer: Dialer | None = None
@@ -81,10 +79,10 @@ class TCPStore(StoreMethods):
         self.host = host_name
         self.port = _checked_port(port, is_master)
         if is_master:
-            self._start_server(multi_tenant, certificates)
+            self._start_server(multi_tenant, certificates, master_listen_fd)
         try:
             self._channel = self._connected()
-            if wait_for_workers and world_size is not None:
+            if wait_for_workers and world_size is not None and world_size > 0:
                 self._join(world_size, is_master)
         except BaseException:
             self.close()
@@ -97,6 +95,10 @@ class TCPStore(StoreMethods):
         other._server = None
         other._channel = other._connected()
         return other
+
+    def __repr__(self) -> str:
+        server = "None" if self._server is None else f"a process of its own, {self._server.pid}"
+        return f"TCPStore({self._where}, server={server})"
 
     def address(self) -> list[Any]:
         """Host, port, standby, timeout, token and certificates: what another process needs for a store like this."""
@@ -144,18 +146,21 @@ class TCPStore(StoreMethods):
         assert self._channel is not None
         return self._channel.request(op, arguments, wait_s)
 
-    def _start_server(self, multi_tenant: bool, certificates: Certificates | None) -> None:
+    def _start_server(self, multi_tenant: bool, certificates: Certificates | None, listen_fd: int | None) -> None:
         # A name may resolve to an address of ours that others cannot reach; with a token, every address is safe.
         on_loopback = self._token is None or self.host == "localhost" or is_loopback(self.host)
         try:
             self._server = spawn_server(
-                self.host if on_loopback else "", self.port, self._token, certificates=certificates
+                self.host if on_loopback else "", self.port, self._token, certificates=certificates, listen_fd=listen_fd
             )
             self.port = self._server.port
             self._where = f"{self.host}:{self.port}"
-        except StoreAddressError:
+        except StoreAddressError as error:
             if not multi_tenant:
-                raise
+                # The words are torch's: programs look for them.
+                words = f"The server socket has failed to listen on any local network address. port: {self.port}"
+                problem = f"{words}: {error.problem}"
+                raise StoreAddressError("TCPStore", problem, error.remedy, where=error.where) from None
 
     def _join(self, world_size: int, is_master: bool) -> None:
         """Count us among the workers; the master waits until all have been counted."""
@@ -166,7 +171,9 @@ class TCPStore(StoreMethods):
         try:
             self.wait([_COMPLETE])
         except StoreTimeoutError as error:
-            problem = f"{self.add(_JOINED, 0)} of {world_size} workers connected within {self._timeout_s:g} s."
+            # The words are torch's: programs look for them.
+            came = f"{self.add(_JOINED, 0)}/{world_size} clients joined."
+            problem = f"Timed out after {self._timeout_s:g} seconds waiting for clients. {came}"
             remedy = "See whether the others were started, with this address; or raise the timeout."
             raise StoreTimeoutError("TCPStore", problem, remedy, where=error.where) from None
         self.delete_key(_JOINED)

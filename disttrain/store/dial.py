@@ -217,4 +217,7 @@ def _unreachable(error: OSError | WireError, where: str, timeout_s: float) -> St
         remedy = "See whether a firewall is in between, and whether it is a disttrain store that listens there."
     else:
         problem, remedy = str(error).rstrip("."), "Check host and port; see whether a disttrain store listens there."
-    return StoreConnectionError("connect", f"no store within {timeout_s:.3g} s: {problem}.", remedy, where=where)
+    # The words in brackets are torch's: programs look for them.
+    words = f"the client socket has timed out after {timeout_s * 1e3:.0f}ms while trying to connect to {where}"
+    problem = f"no store within {timeout_s:.3g} s: {problem} ({words})."
+    return StoreConnectionError("connect", problem, remedy, where=where)

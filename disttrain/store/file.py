@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Self
 
 from disttrain.durations import Duration
@@ -33,13 +33,16 @@ _OVER: Final = object()
 _GIVE_UP_S: Final = 2.0
 _ID_BYTES: Final = 7
 _CLOSE: Final = -2
-"""In place of an op: one of the file's `world_size` users has closed it."""
+"""In place of an op: one of those who share the file, `world_size` at least, has closed it."""
+_OPEN: Final = -3
+"""In place of an op: one of them has come."""
 
 
 class FileStore(StoreMethods):
     """A store in the file `path`, which must be new for each job. Satisfies `Store`; argument names are torch's.
 
-    Args: world_size  how many FileStores will use the file: the last one to close removes it; -1: nobody does;
+    Args: world_size  how many FileStores will use the file: the last one to close, or to be let go of, removes it; -1:
+          nobody does;
           timeout  how long an operation waits by default.
     """
 
@@ -48,6 +51,15 @@ class FileStore(StoreMethods):
         self._world_size = world_size
         self._is_closed = False
         self._open()
+        if world_size > 0:
+            deadline_s = time.monotonic() + self._timeout_s
+            with self._turn(Op.NUM_KEYS, deadline_s):
+                self._write([0, _OPEN], deadline_s)
+
+    def __del__(self) -> None:
+        # As torch's; others of its users look after the file if this fails.
+        with suppress(Exception):
+            self.close()
 
     @property
     def path(self) -> str:
@@ -61,7 +73,7 @@ class FileStore(StoreMethods):
         self._state = StoreState(limits)
         self._mutex = threading.Lock()
         self._answers: dict[int, Answer | None] = {}
-        self._num_closed = 0
+        self._num_opened = self._num_closed = 0
 
     def clone(self) -> Self:
         """The same file, to be closed on its own; it does not count among the `world_size`."""
@@ -76,7 +88,7 @@ class FileStore(StoreMethods):
             self._is_closed = True
             if self._world_size > 0:
                 self._write([0, _CLOSE], deadline_s)
-                if self._num_closed == self._world_size:
+                if self._world_size <= self._num_closed == self._num_opened:
                     os.unlink(self._where)
             self._log.close()
 
@@ -137,6 +149,8 @@ class FileStore(StoreMethods):
             request_id, op = record[:2]
             if op == _CLOSE:
                 self._num_closed += 1
+            elif op == _OPEN:
+                self._num_opened += 1
             elif op == _GIVE_UP:
                 self._deliver(self._state.give_up(request_id))
             else:

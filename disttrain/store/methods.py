@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Final, Self
 
 from disttrain.durations import Duration, seconds_or_none_at_all
-from disttrain.store.answers import checked_capacity, checked_pairs, error_of, to_bytes, to_keys
-from disttrain.store.base import Value
+from disttrain.store.answers import error_of
+from disttrain.store.base import Store
+from disttrain.store.values import Value, checked_capacity, checked_pairs, to_bytes, to_keys
 from disttrain.store.wire import Answer, Op
 
 LONGEST_S: Final = 1e9
@@ -20,7 +20,7 @@ _SET, _GET, _ADD, _CHECK, _WAIT = Op.SET, Op.GET, Op.ADD, Op.CHECK, Op.WAIT
 _MULTI_GET, _MULTI_SET, _BARRIER = Op.MULTI_GET, Op.MULTI_SET, Op.BARRIER
 
 
-class StoreMethods(ABC):
+class StoreMethods(Store, ABC):
     """`Store`, but for how a request gets its answer; see `disttrain.store.base` for what each method promises."""
 
     def __init__(self, operation: str, timeout: Duration, where: str) -> None:
@@ -48,15 +48,9 @@ class StoreMethods(ABC):
     def _wait_s(self, operation: str, timeout: Duration | None) -> float:
         return self._timeout_s if timeout is None else _bounded_s(operation, timeout)
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that an operation waits unless told otherwise."""
-        return self._timeout_s
-
-    @property
-    def timeout(self) -> timedelta:
-        """`timeout_s`, as torch has it."""
-        return timedelta(seconds=self.timeout_s)
+    def has_extended_api(self) -> bool:
+        """Yes: each method is one request."""
+        return True
 
     def set_timeout(self, timeout: Duration) -> None:
         """Change `timeout_s`."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Self
 
 from disttrain.durations import Duration
 from disttrain.errors import StoreError
-from disttrain.store.answers import to_keys
-from disttrain.store.base import Store, Value
+from disttrain.store.base import Store, checked_store
+from disttrain.store.values import Value, to_bytes, to_keys
 
 
-class PrefixStore:
+class PrefixStore(Store):
     """`store` with `prefix/` before each key and barrier name. Satisfies `Store`; prefixes nest.
 
     `num_keys` and the timeout are the whole store's. Closing it leaves `store` open, except in a clone, which holds a
@@ -21,7 +20,7 @@ class PrefixStore:
 
     def __init__(self, prefix: str, store: Store) -> None:
         self.prefix = prefix
-        self.underlying_store = store
+        self.underlying_store = checked_store("PrefixStore", store)
         self._owns_store = False
 
     @property
@@ -30,9 +29,14 @@ class PrefixStore:
         return self.underlying_store.timeout_s
 
     @property
-    def timeout(self) -> timedelta:
-        """`timeout_s`, as torch has it."""
-        return timedelta(seconds=self.timeout_s)
+    def _underlying_non_prefix_store(self) -> Store:
+        """torch's name for the store below all prefixes."""
+        inner = self.underlying_store
+        return inner._underlying_non_prefix_store if isinstance(inner, PrefixStore) else inner
+
+    def has_extended_api(self) -> bool:
+        """As the store."""
+        return self.underlying_store.has_extended_api()
 
     def set_timeout(self, timeout: Duration) -> None:
         """Change `timeout_s`, for the whole store."""
@@ -40,7 +44,7 @@ class PrefixStore:
 
     def set(self, key: str, value: Value) -> None:
         """See `Store.set`."""
-        self.underlying_store.set(self._named(key), value)
+        self.underlying_store.set(self._named(key), to_bytes(value))
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
@@ -52,11 +56,11 @@ class PrefixStore:
 
     def append(self, key: str, value: Value) -> None:
         """See `Store.append`."""
-        self.underlying_store.append(self._named(key), value)
+        self.underlying_store.append(self._named(key), to_bytes(value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """See `Store.compare_set`."""
-        return self.underlying_store.compare_set(self._named(key), expected, desired)
+        return self.underlying_store.compare_set(self._named(key), to_bytes(expected), to_bytes(desired))
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
@@ -89,11 +93,11 @@ class PrefixStore:
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """See `Store.multi_set`."""
-        self.underlying_store.multi_set(self._all_named("multi_set", keys), values)
+        self.underlying_store.multi_set(self._all_named("multi_set", keys), [to_bytes(value) for value in values])
 
     def queue_push(self, key: str, value: Value, capacity: int | None = None, timeout: Duration | None = None) -> None:
         """See `Store.queue_push`."""
-        self.underlying_store.queue_push(self._named(key), value, capacity, timeout)
+        self.underlying_store.queue_push(self._named(key), to_bytes(value), capacity, timeout)
 
     def queue_pop(self, key: str, block: bool = True, timeout: Duration | None = None) -> bytes:
         """See `Store.queue_pop`."""

@@ -141,6 +141,7 @@ def spawn_server(
     limits: Limits | None = None,
     certificates: Certificates | None = None,
     following: Following | None = None,
+    listen_fd: int | None = None,
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
@@ -149,7 +150,8 @@ def spawn_server(
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
             limits  None: those of the environment's settings;
             certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
-            following  it is the standby of that server: takes over when that is dead, and ends when it cannot.
+            following  it is the standby of that server: takes over when that is dead, and ends when it cannot;
+            listen_fd  a socket that is bound already, in place of `host` and `port`; from now on it is the server's.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
             StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
             name, and for certificates that cannot be used.
@@ -162,7 +164,7 @@ def spawn_server(
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
     config = ServerConfig(
-        host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following
+        host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following, listen_fd
     )
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
@@ -174,6 +176,7 @@ def spawn_server(
             # `-m` looks into the working directory first: so it finds the package that we were imported from.
             cwd=Path(disttrain.__file__).parents[1],
             start_new_session=True,
+            pass_fds=() if listen_fd is None else (listen_fd,),
         )
     except OSError as error:
         os.close(to_server)
@@ -182,6 +185,8 @@ def spawn_server(
     finally:
         os.close(server_stdin)
         os.close(server_stdout)
+    if listen_fd is not None:
+        os.close(listen_fd)
     try:
         try:
             os.write(to_server, encode(config.to_message()))

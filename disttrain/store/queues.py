@@ -19,15 +19,20 @@ class Queues:
     """All queues of a store.
 
     Args: charge  told (values, bytes) before they are added or after they are taken; may refuse;
-          answer  gives a parked request its answer.
+          answer  gives a parked request its answer;  came  told the name of a queue that holds a first value.
     """
 
     def __init__(
-        self, arguments: Arguments, charge: Callable[[int, int], None], answer: Callable[[Parked, bytes | None], None]
+        self,
+        arguments: Arguments,
+        charge: Callable[[int, int], None],
+        answer: Callable[[Parked, bytes | None], None],
+        came: Callable[[str], None],
     ) -> None:
         self._arguments = arguments
         self._charge = charge
         self._answer = answer
+        self._came = came
         self._values: dict[str, deque[bytes]] = {}
         self._pushers: Table = {}
         self._poppers: Table = {}
@@ -66,6 +71,10 @@ class Queues:
         self._let_in(name)
         return value
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a value in the queue."""
+        return name in self._values
+
     def length(self, name: str) -> int:
         """Op.QUEUE_LEN."""
         self._arguments.check_key(name)
@@ -77,7 +86,10 @@ class Queues:
 
     def _append(self, name: str, value: bytes) -> None:
         self._charge(1, len(value))
-        self._values.setdefault(name, deque()).append(value)
+        queue = self._values.setdefault(name, deque())
+        queue.append(value)
+        if len(queue) == 1:
+            self._came(name)
 
     def _let_in(self, name: str) -> None:
         """There may be room for those who wait to push."""

@@ -53,14 +53,17 @@ class ServerConfig(NamedTuple):
     certificates: Certificates | None
     following: Following | None
     """Whom it is the standby of; None: it serves from the start."""
+    listen_fd: int | None = None
+    """A socket that is bound, in place of `host` and `port`."""
 
     def to_message(self) -> Message:
         certificates = self.certificates and list(self.certificates)
-        return [*self[:-3], list(self.limits), certificates, self.following and list(self.following)]
+        following = self.following and list(self.following)
+        return [*self[:5], list(self.limits), certificates, following, self.listen_fd]
 
     @classmethod
     def from_message(cls, message: Message) -> ServerConfig:
-        host, port, token, engine, linger_s, limits, certificates, following = message
+        host, port, token, engine, linger_s, limits, certificates, following, listen_fd = message
         return cls(
             host,
             port,
@@ -70,11 +73,12 @@ class ServerConfig(NamedTuple):
             Limits(*limits),
             certificates and Certificates(*certificates),
             following and Following(*following),
+            listen_fd,
         )
 
 
-def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening socket, whose connections inherit its options.
+def listen(host: str, port: int, token: str | None, listen_fd: int | None = None) -> socket.socket:
+    """A listening socket, whose connections inherit its options: at `host` and `port`, or the one that is given bound.
 
     `host` "" means every address, of IPv6 too where the machine has it.
 
@@ -83,7 +87,7 @@ def listen(host: str, port: int, token: str | None) -> socket.socket:
     """
     where = f"{host or '*'}:{port}"
     try:
-        listener = _listen(host, port, token, where)
+        listener = _listen(host, port, token, where) if listen_fd is None else _taken_over(listen_fd, token)
         set_options(listener)
         return listener
     except UnicodeError:
@@ -101,14 +105,26 @@ def _listen(host: str, port: int, token: str | None, where: str) -> socket.socke
         socket.getaddrinfo(lookup_name(host) or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
         key=lambda info: info[0] != socket.AF_INET,
     )
-    if token is None and not is_loopback(str(address[0])):
+    _check_token(token, str(address[0]), host or "every address", where)
+    return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+
+
+def _taken_over(listen_fd: int, token: str | None) -> socket.socket:
+    listener = socket.socket(fileno=listen_fd)
+    host, port = listener.getsockname()[:2]
+    _check_token(token, host, host, f"{host}:{port}")
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _check_token(token: str | None, address: str, named: str, where: str) -> None:
+    if token is None and not is_loopback(address):
         raise StoreAuthError(
             "spawn_server",
-            f"a store without a token may listen on loopback only, and {host or 'every address'} is not loopback.",
+            f"a store without a token may listen on loopback only, and {named} is not loopback.",
             "Make a token with `disttrain.store.write_token(path)` and pass it, or listen on 127.0.0.1.",
             where=where,
         )
-    return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
 
 
 def is_loopback(address: str) -> bool:
@@ -210,7 +226,7 @@ def main() -> int:
         votes: Votes | None = None if config.following is None else {}
         hub = make_hub(config, _allow_many_connections(config.limits), votes)
         shell = make_shell(config.engine, hub, config.linger_s, _released)
-        listener = listen(config.host, config.port, config.token)
+        listener = listen(config.host, config.port, config.token, config.listen_fd)
         host, port = listener.getsockname()[:2]
         follower = make_follower(config, port, votes)
     except DisttrainError as error:

@@ -41,7 +41,7 @@ class StoreState:
         self._parking = Parking()
         self._waiting: Table = {}
         self._barriers: Table = {}
-        self._queues = Queues(self._arguments, self._charge, self._answer)
+        self._queues = Queues(self._arguments, self._charge, self._answer, self._changed)
         self._changing: dict[Op, Table] = {Op.BARRIER: self._barriers, **self._queues.tables}
         self._woken: list[Outgoing] = []
         self._handlers: dict[int, tuple[Callable[..., Any], int]] = {
@@ -191,12 +191,12 @@ class StoreState:
 
     def _check(self, keys: list[str]) -> bool:
         self._arguments.check_keys(keys)
-        return all(key in self._values for key in keys)
+        return all(key in self._values or self._queues.holds(key) for key in keys)
 
     def _wait(self, keys: list[str], timeout_s: float) -> Parked | None:
         self._arguments.check_keys(keys)
         timeout_s = checked_timeout(timeout_s)
-        missing = self._last_missing(keys)
+        missing = self._last_missing(keys, Op.WAIT)
         return None if missing is None else Parked(Op.WAIT, self._waiting, {missing}, timeout_s, keys)
 
     def _delete_key(self, key: str) -> bool:
@@ -220,7 +220,7 @@ class StoreState:
     def _multi_get(self, keys: list[str], timeout_s: float) -> list[bytes] | Parked:
         self._arguments.check_keys(keys)
         timeout_s = checked_timeout(timeout_s)
-        missing = self._last_missing(keys)
+        missing = self._last_missing(keys, Op.MULTI_GET)
         if missing is None:
             return self._values_of(keys)
         return Parked(Op.MULTI_GET, self._waiting, {missing}, timeout_s, keys)
@@ -297,18 +297,21 @@ class StoreState:
                 else:
                     self._answer(parked, value)
             else:
-                missing = self._last_missing(parked.argument)
+                missing = self._last_missing(parked.argument, parked.op)
                 if missing is None:
                     self._wake(parked)
                 else:
                     parked.stand_under(missing)
 
-    def _last_missing(self, keys: list[str]) -> str | None:
-        """The key that a request for `keys` is to wait under, if any.
+    def _last_missing(self, keys: list[str], op: Op) -> str | None:
+        """The key that a request for `keys` is to wait under, if any. Who waits takes a queue for a key, too.
 
         One is enough, and the last comes late when all wait for all: N clients cost N steps and not N * N.
         """
-        return next((key for key in reversed(keys) if key not in self._values), None)
+        return next((key for key in reversed(keys) if self._is_missing(key, op)), None)
+
+    def _is_missing(self, key: str, op: Op) -> bool:
+        return key not in self._values and not (op is Op.WAIT and self._queues.holds(key))
 
     def _wake(self, parked: Parked) -> None:
         if parked.op is Op.WAIT:
@@ -337,7 +340,7 @@ class StoreState:
             return watch_text(parked.name, parked.timeout_s)
         if parked.op in (Op.QUEUE_PUSH, Op.QUEUE_POP):
             return queue_text(parked.name, parked.op is Op.QUEUE_PUSH, parked.timeout_s)
-        missing = {key for key in parked.argument if key not in self._values}
+        missing = {key for key in parked.argument if self._is_missing(key, parked.op)}
         return missing_text(missing, len(parked.argument), parked.timeout_s)
 
     def _values_of(self, keys: list[str]) -> list[bytes]:

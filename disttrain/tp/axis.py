@@ -11,7 +11,7 @@ import torch
 
 from disttrain.dtensor import Layout, Placement, Spec
 from disttrain.errors import MeshError
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_mesh
 from disttrain.process_group import ProcessGroup
 
 
@@ -26,19 +26,16 @@ class Axis:
     @classmethod
     def of(cls, operation: str, mesh: Any) -> Axis:
         """Raises: MeshError when `mesh` is no mesh, or has several axes."""
-        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        mesh = checked_mesh(operation, mesh)
+        if mesh.ndim == 1:
             return cls(mesh, mesh.size(), mesh.get_group().group_name)
-        if isinstance(mesh, DeviceMesh):
-            names = mesh.mesh_dim_names
-            example = f"mesh[{names[-1]!r}]" if names else "mesh['tp'], of a mesh with mesh_dim_names"
-            raise MeshError(
-                operation,
-                f"the mesh {mesh.layout} has {mesh.ndim} axes.",
-                f"Give the one axis that modules are cut along: {example}.",
-                rank=mesh.get_rank(),
-            )
+        names = mesh.mesh_dim_names
+        example = f"mesh[{names[-1]!r}]" if names else "mesh['tp'], of a mesh with mesh_dim_names"
         raise MeshError(
-            operation, f"{mesh!r} is no mesh.", "Give init_device_mesh(...) of one axis, or an axis of a larger one."
+            operation,
+            f"the mesh {mesh.layout} has {mesh.ndim} axes.",
+            f"Give the one axis that modules are cut along: {example}.",
+            rank=mesh.get_rank(),
         )
 
     def __deepcopy__(self, _: object) -> Axis:

@@ -42,7 +42,7 @@ def parallelize_module(
     if not isinstance(styles, Mapping) or not all(isinstance(style, ParallelStyle) for style in styles.values()):
         raise ShardingError(
             "parallelize_module",
-            f"{parallelize_plan!r} is no plan.",
+            f"{parallelize_plan!r} is no plan{_whose(styles)}.",
             "Give a ParallelStyle, or a dict from names of modules to styles.",
             rank=axis.world_rank,
         )
@@ -100,3 +100,11 @@ def _matches(name: str, pattern: str) -> bool:
 def _some(names: list[str]) -> str:
     shown = [repr(name) for name in names if name][:8]
     return ", ".join(shown) + (", ..." if len(names) - 1 > len(shown) else "") or "no modules in it"
+
+
+def _whose(styles: object) -> str:
+    """Of styles that are torch's, which have the names of ours."""
+    given = list(styles.values()) if isinstance(styles, Mapping) else [styles]
+    kinds = [type(style) for style in given if not isinstance(style, ParallelStyle)]
+    theirs = next((kind for kind in kinds if kind.__module__.startswith("torch.")), None)
+    return "" if theirs is None else f" of disttrain's: {theirs.__name__} is torch's, of {theirs.__module__}"

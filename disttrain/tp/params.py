@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Spec, distribute_tensor
+from disttrain.dtensor.foreign import check_ours
 from disttrain.errors import ShardingError
 from disttrain.tp.axis import Axis
 
@@ -115,7 +116,8 @@ def _laid_out(
 
 
 def check_uncut_parameter(what: str, parameter: nn.Parameter, axis: Axis) -> None:
-    """Raise ShardingError for a DTensor."""
+    """Raise ShardingError for a DTensor, LayoutError for one of torch's."""
+    check_ours("parallelize_module", what, parameter)
     if isinstance(parameter, DTensor):
         _refuse(
             f"{what} is a DTensor already and lies as {parameter._spec.layout}.",

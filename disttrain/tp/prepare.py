@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard
+from disttrain.dtensor.placement import converted_all
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import graph_root, hook_after, hook_before, hooks_before
@@ -48,10 +49,10 @@ class PrepareModuleInput(ParallelStyle):
               shared_by              names of the ColwiseParallel layers that take the gathered input as it is; default:
                                      those of the module's own children that turn out to, `()` for none.
         """
-        self.input_layouts = input_layouts
-        self.desired_input_layouts = desired_input_layouts
-        self.input_kwarg_layouts = input_kwarg_layouts
-        self.desired_input_kwarg_layouts = desired_input_kwarg_layouts
+        self.input_layouts = converted_all(input_layouts)
+        self.desired_input_layouts = converted_all(desired_input_layouts)
+        self.input_kwarg_layouts = converted_all(input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = converted_all(desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
         self.shared_by = shared_by
 
@@ -112,8 +113,8 @@ class PrepareModuleOutput(ParallelStyle):
               desired_output_layouts  how they are wanted; as many.
               use_local_output        give this rank's parts, not DTensors.
         """
-        self.output_layouts = output_layouts
-        self.desired_output_layouts = desired_output_layouts
+        self.output_layouts = converted_all(output_layouts)
+        self.desired_output_layouts = converted_all(desired_output_layouts)
         self.use_local_output = use_local_output
 
     def _cuts(self, module: nn.Module, axis: Axis) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import Placement, Replicate, Shard
+from disttrain.dtensor.placement import converted
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import own_parameters
@@ -70,8 +71,8 @@ class ColwiseParallel(StyleHooks, ParallelStyle):
               num_blocks        the outputs are so many equal blocks, such as query, key and value in one layer.
               overlap           send a gathered input part by part under the multiplications; default: where it pays.
         """
-        self.input_layouts = input_layouts or Replicate()
-        self.output_layouts = output_layouts
+        self.input_layouts = converted(input_layouts) or Replicate()
+        self.output_layouts = converted(output_layouts)
         self.use_local_output = use_local_output
         self.head_dim = head_dim
         self.num_blocks = num_blocks
@@ -138,8 +139,8 @@ class RowwiseParallel(StyleHooks, ParallelStyle):
               use_local_output  give this rank's part, not a DTensor.
               overlap           send a scattered sum part by part under the multiplications; default: where it pays.
         """
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts or Replicate()
+        self.input_layouts = converted(input_layouts)
+        self.output_layouts = converted(output_layouts) or Replicate()
         self.use_local_output = use_local_output
         self.overlap = overlap
 

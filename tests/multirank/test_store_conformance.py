@@ -342,3 +342,25 @@ def test_watching_sees_what_differs_from_what_was_seen(store: Store, threads: Th
     assert not wait([waiting], timeout=SOON_S).done
     store.delete_key("a")
     assert waiting.result() is None
+
+
+def test_a_queue_that_holds_a_value_is_a_key_that_exists(store: Store, threads: ThreadPoolExecutor) -> None:
+    assert store.has_extended_api()
+    assert isinstance(store, Store)
+    assert not store.check(["jobs"])
+    waiting = threads.submit(store.wait, ["key", "jobs"])
+    reading = threads.submit(store.get, "jobs")
+    store.set("key", "1")
+    store.queue_push("jobs", "first")
+    waiting.result(LONG_S)
+    assert store.check(["jobs", "key"])
+    store.wait(["jobs"], SOON_S)
+    assert store.queue_pop("jobs") == b"first"
+    assert not store.check(["jobs"])
+    with pytest.raises(StoreTimeoutError, match=r"key '.*jobs' did not come"):
+        store.wait(["jobs"], SOON_S)
+    # It has no value as a key has.
+    assert not reading.done()
+    store.set("jobs", "2")
+    assert reading.result(LONG_S) == b"2"
+    assert store.num_keys() == 2

@@ -341,7 +341,7 @@ def test_nobody_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
-        StoreConnectionError, match=r"no store within 0.2 s: nobody listens there. See whether the server"
+        StoreConnectionError, match=r"no store within 0.2 s: nobody listens there \(.*\)\. See whether the server"
     ):
         TCPStore("127.0.0.1", port, timeout=0.2)
 
@@ -361,7 +361,7 @@ def test_a_server_that_comes_later_is_found() -> None:
 
 def test_the_master_waits_for_its_workers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", engine)
-    with pytest.raises(StoreTimeoutError, match=r"1 of 2 workers connected within 0\.3 s"):
+    with pytest.raises(StoreTimeoutError, match=r"after 0\.3 seconds .* 1/2 clients joined"):
         TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -65,10 +65,10 @@ def test_from_a_store() -> None:
         (None, 0, 1, {}, "MASTER_ADDR is not set"),
         (None, -1, -1, {**LAUNCHED, "RANK": "4"}, "rank 4 of world size 4"),
         (None, -1, -1, {**LAUNCHED, "DISTTRAIN_STORE": "nowhere"}, "is not host:port"),
-        ("tcp://h", 0, 1, {}, "lacks a host or a port"),
+        ("tcp://h", 0, 1, {}, "port number missing"),
         ("tcp://h:1", -1, 2, {}, "rank -1 of world size 2"),
         ("http://x", 0, 1, {}, "is unknown"),
-        ("file://x", 0, 1, {}, "lacks a path"),
+        ("file://x", 0, 1, {}, "path missing"),
     ],
 )
 def test_what_cannot_be_is_refused(

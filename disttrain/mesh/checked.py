@@ -1,0 +1,15 @@
+"""Meshes as callers give them, checked: torch's have the name of ours."""
+
+from __future__ import annotations
+
+from disttrain.errors import MeshError
+from disttrain.mesh.device_mesh import DeviceMesh
+
+
+def checked_mesh(operation: str, mesh: object) -> DeviceMesh:
+    """`mesh`, where it is one. Raises MeshError for torch's, which has the name of ours, and for anything else."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    kind = type(mesh)
+    what = "None" if mesh is None else f"a {kind.__module__}.{kind.__qualname__}, which is none of disttrain's"
+    raise MeshError(operation, f"the mesh is {what}.", "Make it by disttrain.init_device_mesh.")
