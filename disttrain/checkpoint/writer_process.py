@@ -30,7 +30,7 @@ from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.removal import remove_all
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.wire import Wire
-from disttrain.errors import CheckpointError, DisttrainError
+from disttrain.errors import CheckpointError, DisttrainError, StoreError
 from disttrain.settings import CHECKPOINT_ORPHAN_TIMEOUT_S
 from disttrain.store import PrefixStore, Store
 from disttrain.store.handover import store_from_plain
@@ -256,7 +256,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()
-    Writer(Wire(socket.socket(fileno=int(sys.argv[1])))).run()
+    try:
+        writer = Writer(Wire(socket.socket(fileno=int(sys.argv[1]))))
+    except StoreError as error:  # it has gone, and with it the job
+        print(f"disttrain.checkpoint's writer: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    writer.run()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ class TCPStore(StoreMethods):
             token  the job's token; None: the one in DISTTRAIN_TOKEN_FILE, if that is set;
             certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
             standby  (host, port) of who takes over when the server is gone; a server names its standby itself, so it is
-            of use only to who comes when that has happened already.
+            of use only to who comes when that has happened already;
+            was_there  the server is known to have been there: where nobody listens any more, that is an error at once.
     Raises: StoreConnectionError, StoreAuthError; StoreError when the server cannot start; StoreTimeoutError when the
             workers don't come; SettingError for certificates that cannot be used.
     """
@@ -61,6 +62,7 @@ class TCPStore(StoreMethods):
         token: str | None = None,
         certificates: Certificates | None = None,
         standby: Address | None = None,
+        was_there: bool = False,
     ) -> None:
         super().__init__("TCPStore", timeout, f"{host_name}:{port}")
         if world_size == 0:
@@ -70,6 +72,7 @@ class TCPStore(StoreMethods):
         self._channel: Channel | None = None
         self._dialer: Dialer | None = None
         self._standby = standby
+        self._was_there = was_there
         if token is None and (token_file := TOKEN_FILE.read()) is not None:
             token = read_token(token_file)
         self._token = token
@@ -123,7 +126,9 @@ class TCPStore(StoreMethods):
     def new_dialer(self) -> Dialer:
         """Makes links of another client's to the same store."""
         (host, port), standby = self.addresses
-        return Dialer(host, port, self._token, self._tls, standby)
+        dialer = Dialer(host, port, self._token, self._tls, standby)
+        dialer.was_there = self._was_there
+        return dialer
 
     def move(self, address: Address) -> None:
         """The store is known to be at `address`: give up a link to anywhere else, and what waits there waits anew."""

@@ -36,6 +36,10 @@ class Link(NamedTuple):
     frame_bytes: int
 
 
+_GONE_S: Final = 2.0
+"""How long somebody must have listened for nobody, before a server that has been there is taken for gone."""
+
+
 class Dialer:
     """Makes the links of one client, one after the other, to the server at `host`:`port` or to who takes its place.
 
@@ -48,6 +52,8 @@ class Dialer:
     ) -> None:
         self.address: Address = (host, port)
         self.standby = standby
+        self.was_there = False
+        """Whether the server is known to have been there: then who finds nobody listening need not wait for it."""
         self.vote = 0
         """For a standby, see `handshake`."""
         self._token = token
@@ -70,7 +76,8 @@ class Dialer:
         don't match,
         StoreLimitError when the server has too many clients, and SettingError for what cannot be a host name.
         """
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline_s = began_s + timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -82,7 +89,10 @@ class Dialer:
                 problem, remedy = f"{self.address[0]!r} is not a host name.", "Check it, or give an address."
                 raise SettingError("connect", problem, remedy, where=self.where) from None
             except (OSError, WireError) as error:
-                if time.monotonic() + pause_s >= deadline_s:
+                now_s = time.monotonic()
+                if self.was_there and isinstance(error, ConnectionRefusedError) and now_s > began_s + _GONE_S:
+                    raise StoreConnectionError("connect", "nobody listens there any more.", where=self.where) from None
+                if now_s + pause_s >= deadline_s:
                     raise _unreachable(error, self.where, timeout_s) from None
             # A server that is not there yet gives no event to wait for.
             time.sleep(pause_s)

@@ -43,6 +43,7 @@ def store_from_plain(plain: list[Any]) -> Store:
         port,
         timeout=timeout_s,
         wait_for_workers=False,
+        was_there=True,
         token=token,
         standby=None if standby is None else (standby[0], standby[1]),
         certificates=None if certificates is None else Certificates(*certificates),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import socket
+import time
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 import disttrain
-from disttrain.errors import RendezvousError, StoreAddressError
+from disttrain.errors import RendezvousError, StoreAddressError, StoreConnectionError
+from disttrain.store.handover import store_from_plain, store_to_plain
 
 
 def _free_port() -> int:
@@ -156,3 +159,15 @@ def test_the_stores_of_groups() -> None:
             assert found._underlying_non_prefix_store is store
     finally:
         disttrain.destroy_process_group()
+
+
+def test_a_store_that_has_gone_is_not_waited_for() -> None:
+    store = disttrain.TCPStore("127.0.0.1", 0, is_master=True, timeout=60)
+    plain = store_to_plain(disttrain.PrefixStore("a", store))
+    with closing(store_from_plain(plain)) as other:
+        assert not other.check(["key"])
+    store.close()
+    began_s = time.monotonic()
+    with pytest.raises(StoreConnectionError, match="nobody listens there any more"):
+        store_from_plain(plain)
+    assert time.monotonic() - began_s < 9
