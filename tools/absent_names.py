@@ -1,7 +1,7 @@
 """Write disttrain/absent_names.txt anew, from the tables of docs/differences.md: `python tools/absent_names.py`.
 
-A line is a package of ours, a name of torch's that is not there, and the reason, with tabs between. Arguments and
-methods are left out: nobody asks a package for them.
+A line is a package of ours, a name of torch's that is not there, and the reason, with tabs between. Methods are there
+too, as `DTensor.method`, and arguments, as `function(argument)`: what moves programs over tells of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ PARTS = {
     "torch.distributed.fsdp": "disttrain.fsdp2",
     "torch.distributed.tensor.parallel": "disttrain.tp",
     "torch.distributed.pipelining": "disttrain.pipelining",
+    "torch.distributed.checkpoint": "disttrain.checkpoint",
 }
 
 
@@ -30,7 +31,7 @@ def lines() -> list[str]:
         for row in (line for line in section.splitlines() if line.startswith("| `")):
             _, names, reason, _ = re.split(r"(?<!\\)\|", row)
             plain = re.sub(r" ?\(\[[^]]*\]\([^)]*\)\)", "", reason).strip().rstrip(".").replace("`", "")
-            found += [f"{ours}\t{name}\t{plain}" for name in re.findall(r"`(\w+)`", names)]
+            found += [f"{ours}\t{name}\t{plain}" for name in re.findall(r"`([\w.]+(?:\(\w+\))?)`", names)]
     return found
 
 

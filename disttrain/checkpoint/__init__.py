@@ -24,6 +24,9 @@ from disttrain.lazy_names import lazily
 if TYPE_CHECKING:
     from disttrain.checkpoint.calls.async_saves import async_save as async_save
     from disttrain.checkpoint.calls.loads import load as load
+    from disttrain.checkpoint.calls.older import CheckpointException as CheckpointException
+    from disttrain.checkpoint.calls.older import load_state_dict as load_state_dict
+    from disttrain.checkpoint.calls.older import save_state_dict as save_state_dict
     from disttrain.checkpoint.calls.planners import DefaultLoadPlanner as DefaultLoadPlanner
     from disttrain.checkpoint.calls.planners import DefaultSavePlanner as DefaultSavePlanner
     from disttrain.checkpoint.calls.saves import save as save
@@ -74,6 +77,7 @@ _MODULE_OF = {
     "HuggingFaceStorageReader": "calls.writers",
     "HuggingFaceStorageWriter": "calls.writers",
     "StagingOptions": "calls.stagers",
+    "CheckpointException": "calls.older",
     "Checkpointer": "checkpointer",
     "LoadReport": "fits",
     "LocalStorage": "storage",
@@ -92,8 +96,10 @@ _MODULE_OF = {
     "get_state_dict": "state_dict",
     "load": "calls.loads",
     "load_full": "whole",
+    "load_state_dict": "calls.older",
     "rng_state": "rng",
     "save": "calls.saves",
+    "save_state_dict": "calls.older",
     "set_rng_state": "rng",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",

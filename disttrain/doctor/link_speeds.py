@@ -45,7 +45,7 @@ def measure_links(world: World, nodes: Sequence[Sequence[int]]) -> tuple[list[Ro
         own: tuple[int, int, ProcessGroup] | None = None
         for first, second in pairs:
             for ranks in zip(nodes[first], nodes[second], strict=False):
-                group = new_group(list(ranks), timeout=TIMEOUT_S)
+                group = new_group(list(ranks), timeout=TIMEOUT_S, sort_ranks=False)
                 if world.rank in ranks:
                     assert isinstance(group, ProcessGroup)
                     own = first, second, group
@@ -96,7 +96,7 @@ def _bytes_per_s(group: ProcessGroup) -> float:
 
 
 def _gather_s(world: World, leaders: Sequence[int]) -> float:
-    group = new_group(list(leaders), timeout=TIMEOUT_S)
+    group = new_group(list(leaders), timeout=TIMEOUT_S, sort_ranks=False)
     if world.rank not in leaders or len(leaders) < 3:
         return 0.0
     assert isinstance(group, ProcessGroup)

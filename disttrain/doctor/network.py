@@ -32,7 +32,7 @@ def measure_pairs(world: World, leaders: Sequence[int]) -> dict[Pair, Measured]:
     for number, pairs in enumerate(rounds(len(leaders))):
         for first, second in pairs:
             ranks = [leaders[first], leaders[second]]
-            group = new_group(ranks, timeout=TIMEOUT_S, backend="gloo")
+            group = new_group(ranks, timeout=TIMEOUT_S, backend="gloo", sort_ranks=False)
             if world.rank not in ranks:
                 continue
             assert isinstance(group, ProcessGroup)

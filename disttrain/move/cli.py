@@ -51,7 +51,7 @@ def _report(found: Sequence[Change], path: Path, *, is_done: bool) -> str:
     rows = [
         (f"{_name(change.path, path)}:{finding.line}", finding.what, finding.page, finding.why)
         for change in found
-        for finding in change.findings
+        for finding in (change.told if is_done else change.findings)
     ]
     if rows:
         head = ("where", "what", "page", "why")
@@ -77,5 +77,5 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("path", metavar="PATH", type=Path, help="a file, or a folder with all below it")
     add("--check", action="store_true", help="change nothing; exit with 1 where something would change or is left")
-    add("--diff", action="store_true", help="change nothing; print what would change")
+    add("--diff", "--dry-run", action="store_true", help="change nothing; print what would change")
     return parser

@@ -49,11 +49,21 @@ class Text:
         match = re.search(r"\r\n|\n|\r", self.text)
         return "\n" if match is None else match[0]
 
+    def num_new_lines(self, line: int, edits: Iterable[Edit]) -> int:
+        """By how many a line of the text comes further down with these edits."""
+        start = self.place(line, 0)
+        before = [edit for edit in edits if edit.end <= start]
+        return sum(_num_lines(edit.text) - _num_lines(self.text[edit.start : edit.end]) for edit in before)
+
     def whole_line(self, node: ast.stmt) -> tuple[int, int]:
         """A statement with its line end, where nothing else stands on its lines; else the statement alone."""
         start, end = self.span(node)
         rest = re.compile(r"[ \t]*(?:\r\n|\n|\r)").match(self.text, end)
         return (start, end) if rest is None or self.before(node) else (start, rest.end())
+
+
+def _num_lines(text: str) -> int:
+    return len(re.findall(r"\r\n|\n|\r", text))
 
 
 def applied(text: str, edits: Iterable[Edit]) -> str:

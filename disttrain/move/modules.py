@@ -39,6 +39,7 @@ MODULES = {
     "torch.distributed.checkpoint.default_planner": "disttrain.checkpoint",
     "torch.distributed.checkpoint.filesystem": "disttrain.checkpoint",
     "torch.distributed.checkpoint.hf_storage": "disttrain.checkpoint",
+    "torch.distributed.checkpoint.metadata": "disttrain.checkpoint",
     "torch.distributed.checkpoint.planner": "disttrain.checkpoint",
     "torch.distributed.checkpoint.staging": "disttrain.checkpoint",
     "torch.distributed.checkpoint.state_dict": "disttrain.checkpoint",
@@ -98,7 +99,7 @@ PAGES = {
     "disttrain.fsdp2": "docs/differences.md#names-of-torchdistributedfsdp-that-are-not-here",
     "disttrain.tp": "docs/differences.md#names-of-torchdistributedtensorparallel-that-are-not-here",
     "disttrain.pipelining": "docs/differences.md#names-of-torchdistributedpipelining-that-are-not-here",
-    "disttrain.checkpoint": f"{_MOVING}#checkpoints",
+    "disttrain.checkpoint": "docs/differences.md#names-of-torchdistributedcheckpoint-that-are-not-here",
     "disttrain.process_group.functional": "docs/collectives.md",
 }
 """Where each of ours says what it lacks."""

@@ -6,8 +6,9 @@ import ast
 import io
 import re
 import tokenize
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from disttrain.move.calls import told_calls
 from disttrain.move.edits import Edit, Text, applied
 from disttrain.move.findings import Finding, Reason
 from disttrain.move.imports import Kept, found, needed_torch, plan_import
@@ -24,10 +25,11 @@ _LINE_LETTERS = 120
 
 @dataclass(frozen=True)
 class Moved:
-    """The new text, and what is left to a person, from above."""
+    """The new text, and what is left to a person, from above; `told` with the lines of the new text."""
 
     text: str
     findings: tuple[Finding, ...]
+    told: tuple[Finding, ...] = ()
 
 
 def move_source(text: str) -> Moved:
@@ -38,7 +40,8 @@ def move_source(text: str) -> Moved:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        return Moved(text, (Finding(line, "the file", f"It is no Python: {error}", _UNREAD),))
+        findings = (Finding(line, "the file", f"It is no Python: {error}", _UNREAD),)
+        return Moved(text, findings, findings)
     return _Mover(text, tree).moved()
 
 
@@ -66,9 +69,12 @@ class _Mover:
         for one in self.uses.imports:
             self._move_import(one, kept)
         self._import_disttrain()
+        self.findings += told_calls(self.tree, self.uses.dotted)
         for node, value in self.uses.strings:
             self._tell_string(node, value)
-        return Moved(applied(self.text.text, self.edits), tuple(sorted(set(self.findings))))
+        findings = sorted(set(self.findings))
+        told = [replace(one, line=one.line + self.text.num_new_lines(one.line, self.edits)) for one in findings]
+        return Moved(applied(self.text.text, self.edits), tuple(findings), tuple(told))
 
     def _move_use(self, use: Use) -> bool:
         """Returns whether it stays a use of `torch`."""

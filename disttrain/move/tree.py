@@ -20,13 +20,14 @@ _UNREAD = "docs/moving_over.md#what-is-left-to-you"
 
 @dataclass(frozen=True)
 class Change:
-    """Of one file: its text before and after, in `encoding`, and what is left."""
+    """Of one file: its text before and after, in `encoding`, and what is left; `told` with lines of the text after."""
 
     path: Path
     before: str
     after: str
     encoding: str
     findings: tuple[Finding, ...]
+    told: tuple[Finding, ...]
 
     @property
     def is_changed(self) -> bool:
@@ -51,11 +52,13 @@ def _change(path: Path, is_python: bool) -> Change:
         text = content.decode(encoding)
     except (SyntaxError, UnicodeDecodeError) as error:
         unread = Finding(1, "the file", f"It cannot be read: {error}", _UNREAD)
-        return Change(path, "", "", "utf-8", (unread,) if b"torch" in content else ())
+        told = (unread,) if b"torch" in content else ()
+        return Change(path, "", "", "utf-8", told, told)
     if not is_python:
-        return Change(path, text, text, encoding, told_commands(text))
+        findings = told_commands(text)
+        return Change(path, text, text, encoding, findings, findings)
     moved = move_source(text)
-    return Change(path, text, moved.text, encoding, moved.findings)
+    return Change(path, text, moved.text, encoding, moved.findings, moved.told)
 
 
 def _files(folder: Path) -> Iterator[Path]:

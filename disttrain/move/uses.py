@@ -42,6 +42,9 @@ class Uses(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module) -> None:
         self.bindings = {name: dotted for node in _imports(tree) for name, dotted in bound_modules(node)}
+        self.names = _imported_names(tree)
+        self.dotted: dict[ast.expr, str] = {}
+        """The full names of expressions that are a module's attributes, or names that are imported from one."""
         self.uses: list[Use] = []
         self.imports: list[Imported] = []
         self.strings: list[tuple[ast.Constant, str]] = []
@@ -91,6 +94,10 @@ class Uses(ast.NodeVisitor):
         if bound is not None and root.id not in self._shadowed:
             names = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
             self.uses.append(Use(tuple(nodes), root.id, bound, ".".join([bound, *names]), self._functions))
+        imported = bound or self.names.get(root.id)
+        if imported is not None and root.id not in self._shadowed:
+            attributes = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+            self.dotted |= {node: ".".join([imported, *attributes[:num]]) for num, node in enumerate(nodes)}
 
     def _enter(self, node: Function) -> None:
         # Decorators, defaults and annotations are the outer scope's.
@@ -124,6 +131,22 @@ def bound_modules(node: Statement) -> Iterator[tuple[str, str]]:
             dotted = f"{node.module}.{alias.name}"
             if dotted in PAGES or (is_within(dotted) and is_module(dotted)):
                 yield alias.asname or alias.name, dotted
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    """What is imported from torch.distributed, its parts, and ours, under names that nothing else is bound to."""
+    found: dict[str, str] = {}
+    others = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    others |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    for node in _imports(tree):
+        for alias in node.names:
+            name, module = alias.asname or alias.name, getattr(node, "module", None) or ""
+            is_known = isinstance(node, ast.ImportFrom) and not node.level and (is_within(module) or module in PAGES)
+            dotted = f"{module}.{alias.name}"
+            if not is_known or found.get(name, dotted) != dotted:
+                others.add(name)
+            found[name] = dotted
+    return {name: dotted for name, dotted in found.items() if name not in others and not dotted.endswith("*")}
 
 
 def is_within(dotted: str) -> bool:

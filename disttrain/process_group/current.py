@@ -333,14 +333,22 @@ def new_group(
     timeout: Duration | None = None,
     backend: str | None = None,
     pg_options: object | None = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    *,
+    sort_ranks: bool = True,
 ) -> ProcessGroup | NonGroupMember:
-    """A group of the given global ranks (None: all of them), in that order.
+    """A group of the given global ranks (None: all of them), in ascending order, or as given without `sort_ranks`.
 
-    Unlike torch's it costs no communication, needs no call from ranks that are not members, and no global order.
+    Unlike torch's it costs no communication, needs no call from ranks that are not members, and no global order. So
+    `use_local_synchronization` changes nothing; nor do `group_desc`, since groups are named by their ranks, and
+    `device_id`: each device is connected when it is first used.
     Returns: the group, or NON_GROUP_MEMBER on ranks that are not in it.
     """
     timeout_s = None if timeout is None else seconds("new_group", timeout)
-    return current_world("new_group").new_group(ranks, timeout_s, backend, pg_options)
+    members = sorted(ranks) if ranks is not None and sort_ranks else ranks
+    return current_world("new_group").new_group(members, timeout_s, backend, pg_options)
 
 
 __all__ = [

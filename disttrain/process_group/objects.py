@@ -153,8 +153,9 @@ def send_object_list(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     group_dst: int | None = None,
+    use_batch: bool = False,
 ) -> None:
-    """Send the objects of a list to one rank, which calls recv_object_list.
+    """Send the objects of a list to one rank, which calls recv_object_list. `use_batch` is torch's; it changes nothing.
 
     Raises: as send; ShapeError, there too, when they cannot be packed.
     """
@@ -173,9 +174,11 @@ def recv_object_list(
     group: ProcessGroup | None = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    use_batch: bool = False,
 ) -> int:
     """Replace the objects in `object_list` by those that a rank sends; with neither src nor group_src, any rank.
 
+    `use_batch` is torch's, and changes nothing.
     Returns: the sender's global rank. Raises: as recv; ShapeError when the lists differ in length.
     """
     group = resolve_group("recv_object_list", group)

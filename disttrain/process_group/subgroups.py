@@ -48,20 +48,31 @@ def new_subgroups_by_enumeration(
     pg_options: object | None = None,
     group_desc: str | None = None,
 ) -> tuple[Made, list[Made]]:
-    """Groups of these global ranks, of which no rank is in two.
+    """Groups of these global ranks, each in ascending order, of which no rank is in two.
 
     Returns, raises: as new_subgroups; the first is NON_GROUP_MEMBER on a rank that is in none.
     """
-    world = current_world("new_subgroups_by_enumeration")
-    every = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    return _subgroups("new_subgroups_by_enumeration", ranks_per_subgroup_list, timeout, backend, pg_options)
+
+
+def _subgroups(
+    operation: str,
+    cuts: Sequence[Sequence[int]],
+    timeout: Duration | None,
+    backend: str | None,
+    pg_options: object | None,
+    *,
+    sort_ranks: bool = True,
+) -> tuple[Made, list[Made]]:
+    every = [rank for ranks in cuts for rank in ranks]
     if not every or len(set(every)) != len(every):
         raise GroupError(
-            "new_subgroups_by_enumeration",
-            f"{[list(ranks) for ranks in ranks_per_subgroup_list]} has no rank, or one rank twice.",
+            operation,
+            f"{[list(ranks) for ranks in cuts]} has no rank, or one rank twice.",
             "Name each rank in one group at most.",
-            rank=world.rank,
+            rank=current_world(operation).rank,
         )
-    made = [new_group(ranks, timeout, backend, pg_options) for ranks in ranks_per_subgroup_list]
+    made = [new_group(ranks, timeout, backend, pg_options, sort_ranks=sort_ranks) for ranks in cuts]
     own = next((group for group in made if group is not NON_GROUP_MEMBER), NON_GROUP_MEMBER)
     return own, made
 
@@ -72,14 +83,17 @@ def split_group(
     timeout: Duration | None = None,
     pg_options: object | None = None,
     group_desc: str | None = None,
+    backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cut `parent_pg` along lists of its group ranks; a rank may be left out.
+    """Cut `parent_pg` along lists of its group ranks, each in the parent's order; a rank may be left out.
 
     Returns: this rank's group, None when it is in none. Raises: GroupError for ranks that are not in the parent.
     """
     parent = resolve_group("split_group", parent_pg)
-    cuts = [[parent.ranks[parent.checked_group_rank("split_group", r)] for r in cut] for cut in split_ranks or ()]
-    own, _ = new_subgroups_by_enumeration(cuts, timeout, None, pg_options, group_desc)
+    cuts = [
+        [parent.ranks[parent.checked_group_rank("split_group", r)] for r in sorted(cut)] for cut in split_ranks or ()
+    ]
+    own = _subgroups("split_group", cuts, timeout, backend, pg_options, sort_ranks=False)[0]
     return own if isinstance(own, ProcessGroup) else None
 
 

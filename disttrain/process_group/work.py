@@ -124,6 +124,18 @@ class Work:
                 return error
         return self._error
 
+    def is_success(self) -> bool:
+        """True when the collective has ended, and well; never waits."""
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        """As `wait`, with the group's timeout."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The collective's outputs, which are there once it has been waited for."""
+        return list(self._place[4])
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the collective's outputs, for callbacks. Gloo's messages have none."""
         outputs = list(self._place[4])

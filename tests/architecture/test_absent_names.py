@@ -19,6 +19,6 @@ def test_the_file_is_as_the_page() -> None:
 def test_each_part_is_on_the_page_and_answers_so() -> None:
     rows = [line.split("\t") for line in lines()]
     assert {package for package, _, _ in rows} == set(PARTS.values())
-    for package, name, reason in rows:
+    for package, name, reason in (row for row in rows if row[1].isidentifier()):  # neither methods nor arguments
         with pytest.raises(AttributeError, match=re.escape(reason)):
             getattr(importlib.import_module(package), name)

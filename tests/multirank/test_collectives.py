@@ -125,9 +125,12 @@ def test_groups_are_made_by_their_members_alone() -> None:
 
 
 @on_ranks(3)
-def test_a_group_orders_its_ranks_as_given() -> None:
+def test_a_group_orders_its_ranks_as_torch_does() -> None:
     rank, _ = place()
-    group = disttrain.new_group([2, 0, 1])
+    ascending = disttrain.new_group([2, 0, 1], use_local_synchronization=True, group_desc="all of them")
+    assert disttrain.get_process_group_ranks(ascending) == [0, 1, 2]
+    assert disttrain.get_rank(ascending) == rank
+    group = disttrain.new_group([2, 0, 1], sort_ranks=False)
     gathered = torch.empty(3)
     disttrain.all_gather_into_tensor(gathered, torch.tensor([float(rank)]), group=group)
     assert gathered.tolist() == [2.0, 0.0, 1.0]

@@ -177,7 +177,7 @@ def test_the_default_group_is_every_rank_and_no_dist_is_one(tmp_path: Path) -> N
 
 def test_a_group_saves_and_loads_while_others_do_not(tmp_path: Path) -> None:
     def on_each_rank() -> None:
-        group = new_group([2, 1])
+        group = new_group([2, 1], sort_ranks=False)
         if get_rank() == 0:
             with pytest.raises(CheckpointError, match=r"process_group= is a NonGroupMember"):
                 save({"w": torch.ones(2)}, tmp_path / "part", process_group=group)

@@ -22,6 +22,7 @@ def _moved(text: str) -> str:
     moved = move_source(textwrap.dedent(text))
     assert moved.findings == ()
     assert move_source(moved.text) == moved
+    assert moved.told == ()
     return moved.text
 
 
@@ -281,6 +282,8 @@ def test_each_name_that_is_not_here_is_told_with_its_reason() -> None:
     theirs = {ours: module for module, ours in reversed(MODULES.items())}
     theirs["disttrain"] = "torch.distributed"
     for (package, name), why in absent_names().items():
+        if not name.isidentifier():  # a method, or an argument
+            continue
         (finding,) = move_source(f"from {theirs[package]} import {name}\n").findings
         assert (finding.why, finding.page) == (why, PAGES[package]), name
 

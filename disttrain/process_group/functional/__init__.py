@@ -5,27 +5,45 @@ from __future__ import annotations
 from disttrain.lazy_names import answering
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor
 from disttrain.process_group.functional.functions import (
+    all_gather_into_tensor_coalesced,
     all_gather_tensor,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all_single,
     broadcast,
     permute_tensor,
     reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
     wait_tensor,
 )
 
+# Their names in torch, whose others have no gradient, and its newer names.
 all_to_all_single_autograd = all_to_all_single
-"""Its name in torch, whose other one has no gradient."""
+all_gather_single = all_gather_single_autograd = all_gather_tensor_autograd = all_gather_tensor
+reduce_scatter_single = reduce_scatter_single_autograd = reduce_scatter_tensor_autograd = reduce_scatter_tensor
+all_gather_single_coalesced = all_gather_into_tensor_coalesced
+reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
 __all__ = [
     "AsyncCollectiveTensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_autograd",
+    "all_gather_single_coalesced",
     "all_gather_tensor",
+    "all_gather_tensor_autograd",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all_single",
     "all_to_all_single_autograd",
     "broadcast",
     "permute_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
+    "reduce_scatter_tensor_coalesced",
     "wait_tensor",
 ]
 

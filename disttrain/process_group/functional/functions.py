@@ -160,6 +160,34 @@ def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group = No
     return all_to_all_single(self.reshape(-1), received, sent, group).view(self.shape)
 
 
+def all_reduce_coalesced(
+    self: Sequence[torch.Tensor], reduceOp: str | Reduction, group: Group = None, tag: str = ""
+) -> list[torch.Tensor]:
+    """`all_reduce` of each."""
+    return [all_reduce(tensor, reduceOp, group, tag) for tensor in self]
+
+
+def all_gather_into_tensor_coalesced(
+    self: Sequence[torch.Tensor], group: Group = None, tag: str = ""
+) -> list[torch.Tensor]:
+    """`all_gather_tensor` of each, along dim 0."""
+    return [all_gather_tensor(tensor, 0, group, tag) for tensor in self]
+
+
+def reduce_scatter_tensor_coalesced(
+    inputs: Sequence[torch.Tensor],
+    reduceOp: str | Reduction,
+    scatter_dim: Sequence[int],
+    group: Group = None,
+    tag: str = "",
+) -> list[torch.Tensor]:
+    """`reduce_scatter_tensor` of each along its dim of `scatter_dim`."""
+    return [
+        reduce_scatter_tensor(tensor, reduceOp, dim, group, tag)
+        for tensor, dim in zip(inputs, scatter_dim, strict=True)
+    ]
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as a plain tensor whose values are there; what is no AsyncCollectiveTensor is returned as it is."""
     return autograd.wait(tensor)
