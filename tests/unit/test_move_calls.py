@@ -82,7 +82,7 @@ def test_methods() -> None:
         "from torch.distributed import barrier\nbarrier = print\nbarrier(nothing=1)\n",
         "from torch.distributed import barrier\n\ndef f(barrier):\n    barrier(nothing=1)\n",
         "from torch.distributed import barrier\n\ndef f():\n    from other import barrier\n    barrier(nothing=1)\n",
-        "try:\n    from torch.distributed import barrier\nexcept ImportError:\n    from my import barrier\nbarrier(a=1)\n",
+        "try:\n    from torch.distributed import barrier\nexcept ImportError:\n    barrier = print\nbarrier(no=1)\n",
         # Objects of which it is not known what they are.
         "import torch.distributed as dist\nstore = dist.TCPStore('a', 1)\nstore = wrapped(store)\nstore.nothing()\n",
         "import torch.distributed as dist\n\ndef f(store):\n    store.nothing()\nstore = dist.TCPStore('a', 1)\n",

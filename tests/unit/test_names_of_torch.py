@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from disttrain.errors import CollectiveTimeoutError, MeshError, ScheduleError
 from disttrain.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, get_schedule_class, make_schedule, to_csv
 from disttrain.process_group import World
 from disttrain.process_group.backends.fabric import Fabric
+from disttrain.store.wire import Answer, Op
 from disttrain.testing import run_threads
 
 
@@ -261,3 +264,30 @@ def test_what_complex_numbers_cannot_has_torchs_words() -> None:
             disttrain.all_reduce(torch.ones(1, dtype=torch.complex64), disttrain.ReduceOp.MAX)
 
     run_threads(2, refused)
+
+
+class _Asked(disttrain.HashStore):
+    """Counts what it is asked for."""
+
+    num_requests = 0
+
+    def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
+        self.num_requests += 1
+        return super()._request(op, arguments, wait_s)
+
+
+def test_torch_is_told_without_asking_anybody() -> None:
+    counts = {}
+    for tells in (True, False, None):
+        store, before = _Asked(), set(sys.modules)
+        disttrain.init_process_group("gloo", store=store, rank=0, world_size=1, register_with_torch=tells)
+        try:
+            loaded = {name for name in set(sys.modules) - before if name.startswith("torch.")}
+            assert torch.distributed.is_initialized() == (tells is not False)
+            counts[tells] = store.num_requests, sorted(loaded)
+        finally:
+            disttrain.destroy_process_group()
+        assert not torch.distributed.is_initialized()
+    # The default group's transports are the same ones: no rank connects to another for it.
+    assert counts[None] == counts[False]
+    assert counts[True][1] == counts[None][1] == []
