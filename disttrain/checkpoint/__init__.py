@@ -23,17 +23,21 @@ from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
     from disttrain.checkpoint.calls.async_saves import async_save as async_save
+    from disttrain.checkpoint.calls.format_utils import dcp_to_torch_save as dcp_to_torch_save
+    from disttrain.checkpoint.calls.format_utils import torch_save_to_dcp as torch_save_to_dcp
     from disttrain.checkpoint.calls.loads import load as load
     from disttrain.checkpoint.calls.older import CheckpointException as CheckpointException
     from disttrain.checkpoint.calls.older import load_state_dict as load_state_dict
     from disttrain.checkpoint.calls.older import save_state_dict as save_state_dict
     from disttrain.checkpoint.calls.planners import DefaultLoadPlanner as DefaultLoadPlanner
     from disttrain.checkpoint.calls.planners import DefaultSavePlanner as DefaultSavePlanner
+    from disttrain.checkpoint.calls.planners import DynamicMetaLoadPlanner as DynamicMetaLoadPlanner
     from disttrain.checkpoint.calls.saves import save as save
     from disttrain.checkpoint.calls.stagers import AsyncCheckpointerType as AsyncCheckpointerType
     from disttrain.checkpoint.calls.stagers import AsyncSaveResponse as AsyncSaveResponse
     from disttrain.checkpoint.calls.stagers import DefaultStager as DefaultStager
     from disttrain.checkpoint.calls.stagers import StagingOptions as StagingOptions
+    from disttrain.checkpoint.calls.writers import BroadcastingTorchSaveReader as BroadcastingTorchSaveReader
     from disttrain.checkpoint.calls.writers import FileSystemReader as FileSystemReader
     from disttrain.checkpoint.calls.writers import FileSystemWriter as FileSystemWriter
     from disttrain.checkpoint.calls.writers import FsspecReader as FsspecReader
@@ -67,9 +71,11 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AsyncCheckpointerType": "calls.stagers",
     "AsyncSaveResponse": "calls.stagers",
+    "BroadcastingTorchSaveReader": "calls.writers",
     "DefaultLoadPlanner": "calls.planners",
     "DefaultSavePlanner": "calls.planners",
     "DefaultStager": "calls.stagers",
+    "DynamicMetaLoadPlanner": "calls.planners",
     "FileSystemReader": "calls.writers",
     "FileSystemWriter": "calls.writers",
     "FsspecReader": "calls.writers",
@@ -91,6 +97,7 @@ _MODULE_OF = {
     "Unfilled": "stateful",
     "Value": "stateful",
     "async_save": "calls.async_saves",
+    "dcp_to_torch_save": "calls.format_utils",
     "get_model_state_dict": "state_dict",
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
@@ -105,6 +112,7 @@ _MODULE_OF = {
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
     "set_training_state": "state",
+    "torch_save_to_dcp": "calls.format_utils",
     "training_state": "state",
 }
 

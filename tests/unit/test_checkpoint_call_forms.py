@@ -15,20 +15,25 @@ from disttrain import barrier, get_rank, get_world_size, new_group
 from disttrain.checkpoint import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
+    BroadcastingTorchSaveReader,
     DefaultLoadPlanner,
     DefaultSavePlanner,
     DefaultStager,
+    DynamicMetaLoadPlanner,
     FileSystemReader,
     FileSystemWriter,
     FsspecReader,
     FsspecWriter,
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
+    PerRank,
     StagingOptions,
     Value,
     async_save,
+    dcp_to_torch_save,
     load,
     save,
+    torch_save_to_dcp,
 )
 from disttrain.errors import CheckpointError
 from disttrain.process_group import current_world
@@ -210,3 +215,36 @@ def test_asynchronous_saves_in_torchs_form(tmp_path: Path) -> None:
     assert future.result(timeout=1) == tmp_path / "a"
     assert loaded(path=tmp_path / "a") == [2, 2]
     assert (tmp_path / "a" / ".metadata").is_file()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's own, where there is no job
+def test_files_of_torch_save_become_saves_and_back(tmp_path: Path) -> None:
+    model = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(0)}
+    save({"model": model, "step": 3, "own": PerRank([1])}, checkpoint_id=tmp_path / "save")
+    dcp.save({"model": model, "step": 3}, checkpoint_id=tmp_path / "of_torch", no_dist=True)
+    of_folders: dict[str, dict[str, Any]] = {"save": {"own": [1]}, "of_torch": {}}
+    for folder, own in of_folders.items():
+        dcp_to_torch_save(tmp_path / folder, tmp_path / f"{folder}.pt")
+        read = torch.load(tmp_path / f"{folder}.pt", weights_only=True)
+        assert {name: value for name, value in read.items() if name != "model"} == {"step": 3, **own}
+        metadata = FileSystemReader(tmp_path / folder).read_metadata()
+        assert (saved := metadata.state_dict_metadata)["model.a.weight"].size == (2, 3)
+        assert saved["model.a.weight"].properties.dtype == torch.float32
+        assert sorted(saved) == sorted(["model.a.weight", "model.b", "step", *own])
+        assert metadata.planner_data["model.a.weight"] == ("model", "a.weight")
+        assert {name: value.tolist() for name, value in read["model"].items()} == {
+            name: value.tolist() for name, value in model.items()
+        }
+    torch_save_to_dcp(str(tmp_path / "save.pt"), str(tmp_path / "back"))
+    for form in (
+        {"checkpoint_id": tmp_path / "back"},
+        {"storage_reader": BroadcastingTorchSaveReader(), "checkpoint_id": tmp_path / "save.pt"},
+        {"storage_reader": BroadcastingTorchSaveReader(tmp_path / "save.pt"), "planner": DynamicMetaLoadPlanner()},
+    ):
+        into: dict[str, Any] = {"model": {"a.weight": torch.zeros(2, 3)}, "step": 0}
+        load(into, **form)
+        assert (into["step"], into["model"]["a.weight"].tolist()) == (3, [[0, 1, 2], [3, 4, 5]])
+    torch.save({"class": Path()}, tmp_path / "more.pt")
+    with pytest.raises(CheckpointError, match=r"more\.pt"):
+        torch_save_to_dcp(tmp_path / "more.pt", tmp_path / "no")
+    assert not (tmp_path / "no").exists()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.calls.meeting import meet
+from disttrain.checkpoint.calls.opening import open_ours_or_torchs
 from disttrain.checkpoint.calls.planners import allows_partial_load
-from disttrain.checkpoint.calls.writers import HuggingFaceStorageReader, PathLike, as_reader
+from disttrain.checkpoint.calls.writers import (
+    BroadcastingTorchSaveReader,
+    HuggingFaceStorageReader,
+    PathLike,
+    as_reader,
+)
 from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
-from disttrain.checkpoint.folders import standing
-from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
 from disttrain.checkpoint.interop.safetensors_files import open_safetensors
-from disttrain.checkpoint.loading import load_source, open_save
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.source import Source
+from disttrain.checkpoint.interop.torch_files import open_torch
+from disttrain.checkpoint.loading import load_source
 from disttrain.checkpoint.storage import Storage
 
 
@@ -62,7 +64,7 @@ def load(
     meeting = meet("load", path, storage, checkpoint_id, reader, process_group, no_dist=no_dist)
     if meeting.is_torchs:
         rules = replace(rules, allow=rules.allow | {"unexpected"}, convert=(*rules.convert, "*"))
-    opened = open_safetensors if isinstance(reader, HuggingFaceStorageReader) else open_ours_or_torchs
+    opened = _OPENED_BY.get(type(reader), open_ours_or_torchs)
     return load_source(
         meeting.council,
         state_dict,
@@ -72,10 +74,4 @@ def load(
     )
 
 
-def open_ours_or_torchs(storage: Storage, folder: Path) -> Source:
-    """A save of ours, or of torch.distributed.checkpoint. Raises CheckpointError when there is neither."""
-    folder = standing(storage, folder)
-    names = storage.names(folder)
-    if METADATA in names and MANIFEST not in names:
-        return open_dcp(storage, folder)
-    return open_save(storage, folder)
+_OPENED_BY = {HuggingFaceStorageReader: open_safetensors, BroadcastingTorchSaveReader: open_torch}

@@ -40,6 +40,10 @@ class DefaultLoadPlanner:
         self.allow_partial_load = allow_partial_load
 
 
+DynamicMetaLoadPlanner = DefaultLoadPlanner
+"""What torch plans the load of a file of torch.save by: a `BroadcastingTorchSaveReader` needs none."""
+
+
 def check_save_planner(operation: str, planner: object) -> None:
     """Raises CheckpointError for a planner that decides something."""
     if planner is not None and not _is(planner, DefaultSavePlanner):

@@ -106,6 +106,14 @@ class FileSystemReader(_Place):
     def __init__(self, path: PathLike, _extension_registry: object | None = None) -> None:
         super().__init__(path)
 
+    def read_metadata(self) -> Any:
+        """Names, sizes and dtypes of what is saved, as torch.distributed.checkpoint.metadata.Metadata."""
+        # They need torch.
+        from disttrain.checkpoint.calls.metadata import as_metadata
+        from disttrain.checkpoint.calls.opening import open_ours_or_torchs
+
+        return as_metadata(open_ours_or_torchs(*self.located()).manifest)
+
 
 class FsspecReader(FileSystemReader):
     """`FileSystemReader` for URLs; `kwargs` are arguments of fsspec's file system."""
@@ -120,6 +128,16 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def __init__(self, path: PathLike, thread_count: int = 1) -> None:
         super().__init__(path)
+
+
+class BroadcastingTorchSaveReader(FileSystemReader):
+    """Loads a file of torch.save that holds a dict, into a state that lies in any way.
+
+    Each rank reads what it needs, whatever `coordinator_rank` says.
+    """
+
+    def __init__(self, checkpoint_id: PathLike | None = None, coordinator_rank: int = 0) -> None:
+        super().__init__("" if checkpoint_id is None else checkpoint_id)
 
 
 def as_writer(operation: str, given: object) -> FileSystemWriter:

@@ -1,0 +1,21 @@
+"""A folder's save, whichever of the two formats that calls in torch's form know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from disttrain.checkpoint.folders import standing
+from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
+from disttrain.checkpoint.loading import open_save
+from disttrain.checkpoint.manifest import MANIFEST
+from disttrain.checkpoint.source import Source
+from disttrain.checkpoint.storage import Storage
+
+
+def open_ours_or_torchs(storage: Storage, folder: Path) -> Source:
+    """A save of ours, or of torch.distributed.checkpoint. Raises CheckpointError when there is neither."""
+    folder = standing(storage, folder)
+    names = storage.names(folder)
+    if METADATA in names and MANIFEST not in names:
+        return open_dcp(storage, folder)
+    return open_save(storage, folder)
