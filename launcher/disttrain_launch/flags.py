@@ -36,7 +36,7 @@ _RIVALS = {
     "no_python": {"module"},
 }
 
-# torchrun's flags that have no effect here, and what to do instead.
+# torchrun's flags that have no effect here, and what to do instead. Those that ask for what is done anyhow are taken.
 _UNSUPPORTED = {
     "--start-method": "Workers are started by exec.",
     "--event-log-handler": "Use --event-log.",
@@ -47,6 +47,13 @@ _UNSUPPORTED = {
     "--logs-specs": "Use --log-dir, --redirects and --tee.",
     "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always passed on.",
     "--virtual-local-rank": "Pick the GPU by LOCAL_RANK.",
+}
+
+_DONE_ANYHOW = {
+    "--start-method": {"spawn", "fork", "forkserver"},  # torchrun, too, starts scripts by exec
+    "--event-log-handler": {"null"},
+    "--logs-specs": {"default"},
+    "--signals-to-handle": {"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"},
 }
 
 _EPILOG = """\
@@ -79,6 +86,8 @@ class Parser(command_line.Parser):
 class _Unsupported(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         flag = self.option_strings[0]
+        if values and set(values.split(",")) <= _DONE_ANYHOW.get(flag, set()):
+            return
         parser.error(f"torchrun's {flag} is not supported. {_UNSUPPORTED[flag]}")
 
 

@@ -292,11 +292,17 @@ _WAITS = {
 }
 
 
+_OF_TORCHS_STORE = {"read_timeout", "store_type", "use_libuv"}
+"""What torchrun's own store is told, and ours has no use for."""
+
+
 def _waits(args: argparse.Namespace) -> dict[str, Any]:
     """What --rdzv-conf and --join-timeout say, as fields of JobSpec."""
     fields: dict[str, Any] = {}
     for item in filter(None, args.rdzv_conf.split(",")):
         name, _, text = item.partition("=")
+        if name in _OF_TORCHS_STORE:
+            continue
         if name not in _WAITS:
             problem = f"--rdzv-conf {item} is not known."
             raise LaunchError(OPERATION, problem, f"It knows {', '.join(_WAITS)}.")

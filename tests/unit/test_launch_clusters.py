@@ -270,7 +270,7 @@ def test_what_says_the_same_comes_from_one_source() -> None:
             "disttrain-launch: PET_NODE_RANK=one: argument --node-rank/--node_rank: invalid int",
         ),
         ({"DISTTRAIN_LAUNCH_STANDALONE": "yes"}, "DISTTRAIN_LAUNCH_STANDALONE=yes: it must be 0 or 1."),
-        ({"PET_START_METHOD": "spawn"}, "PET_START_METHOD=spawn: torchrun's --start-method is not supported."),
+        ({"PET_START_METHOD": "thread"}, "PET_START_METHOD=thread: torchrun's --start-method is not supported."),
         ({"PET_RDZV_BACKEND": "etcd"}, "PET_RDZV_BACKEND=etcd: argument --rdzv-backend"),
     ],
 )

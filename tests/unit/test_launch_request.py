@@ -83,6 +83,13 @@ def test_a_range_of_nodes_and_what_torchrun_sets_by_rdzv_conf(script: str) -> No
     assert spec_of("--node-rank=9", *argv).node_rank == 9
 
 
+def test_flags_of_torchrun_that_ask_for_what_is_done_anyhow(script: str) -> None:
+    asked = "--start-method fork --event_log_handler null --logs-specs=default --signals-to-handle SIGTERM,SIGINT"
+    asked += " --rdzv-conf read_timeout=60,use_libuv=1,join_timeout=300"
+    spec = spec_of(*asked.split(), "--rdzv-id=a", script)
+    assert spec == spec_of("--rdzv-id=a", "--join-timeout=300", script)
+
+
 def test_nodes_run_the_same_unless_all_are_told_otherwise(script: str) -> None:
     plain = [spec_of(script, "--lr", lr).digest for lr in ("1", "2", "1")]
     assert plain[0] == plain[2] != plain[1]
@@ -158,7 +165,9 @@ def test_a_working_directory_that_is_gone_is_named(script: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--start_method=spawn train.py", "torchrun's --start-method is not supported."),
+        ("--start_method=thread train.py", "torchrun's --start-method is not supported."),
+        ("--signals-to-handle=SIGTERM,SIGQUIT train.py", "torchrun's --signals-to-handle is not supported."),
+        ("--virtual-local-rank train.py", "torchrun's --virtual-local-rank is not supported."),
         ("--no-such-flag train.py", "unrecognized arguments: --no-such-flag"),
         ("--node-rank one train.py", "argument --node-rank/--node_rank: invalid int value: 'one'"),
     ],
