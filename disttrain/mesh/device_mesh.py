@@ -133,9 +133,9 @@ class DeviceMesh(GraphConstant):
         """This process's global rank."""
         return self.world.rank
 
-    def get_coordinate(self) -> list[int] | None:
+    def get_coordinate(self) -> tuple[int, ...] | None:
         """This process's position along each axis; None when it is not on the mesh."""
-        return None if self._coordinate is None else list(self._coordinate)
+        return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This process's position along an axis, or a flattened one; the only axis may be left out."""

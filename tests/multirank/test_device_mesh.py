@@ -17,7 +17,7 @@ def test_groups_run_along_the_axes() -> None:
     rank = disttrain.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert mesh.get_coordinate() == [rank // 2, rank % 2]
+    assert mesh.get_coordinate() == (rank // 2, rank % 2)
     assert (mesh.ndim, mesh.shape, mesh.size(), mesh.size(1), mesh.mesh_dim_names) == (2, (2, 2), 4, 2, ("dp", "tp"))
     for axis, members in (("dp", [rank % 2, rank % 2 + 2]), ("tp", [rank // 2 * 2, rank // 2 * 2 + 1])):
         submesh = mesh[axis]
@@ -38,7 +38,7 @@ def test_groups_run_along_the_axes() -> None:
 def test_a_mesh_of_some_ranks() -> None:
     rank = disttrain.get_rank()
     mesh = DeviceMesh("cpu", [2, 0])
-    assert mesh.get_coordinate() == {0: [1], 1: None, 2: [0]}[rank]
+    assert mesh.get_coordinate() == {0: (1,), 1: None, 2: (0,)}[rank]
     if rank == 1:
         with pytest.raises(MeshError, match="this rank is not on"):
             mesh.get_group()

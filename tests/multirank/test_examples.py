@@ -66,7 +66,7 @@ def test_mesh(run: Run) -> None:
     where = {"pp": 1, "dp": 1, "tp": 1}
     assert lines[0] == f"of 64 ranks as pp=2 dp=8 tp=4, rank 37 is at {where}; along dp with it are {beside}"
     assert lines[1] == "this job: DeviceMesh(cpu, dp=2 tp=2, ranks [0, 1, 2, 3])"
-    assert lines[2] == "coordinates by rank: [[0, 0], [0, 1], [1, 0], [1, 1]]"
+    assert lines[2] == "coordinates by rank: [(0, 0), (0, 1), (1, 0), (1, 1)]"
     assert lines[3] == "rank 0's sums of ranks: along tp 1, along dp 2"
     problem = "mesh: there is no axis 'pp' on dp=2 tp=2. Give one of dp, tp, or make the mesh with it."
     assert lines[-1] == f"an error is an answer: {problem}"
