@@ -47,7 +47,7 @@ from disttrain.process_group.current import (
     new_group,
 )
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.interop import from_torch
+from disttrain.process_group.interop import from_torch, to_torch
 from disttrain.process_group.list_collectives import (
     all_gather,
     all_to_all,
@@ -166,4 +166,5 @@ __all__ = [
     "send",
     "send_object_list",
     "split_group",
+    "to_torch",
 ]

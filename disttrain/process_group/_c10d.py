@@ -233,8 +233,9 @@ class TorchRegistration:
         """As destroying would, but for the transports, which stay."""
         self._restore()
         world: Any = distributed_c10d._world
-        for of_group in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_group_ranks, world.pg_to_tag):
+        for of_group in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
             of_group.pop(self.group, None)
+        world.pg_group_ranks.clear()  # also of groups of ours, which it alone made known
         world.tags_to_pg[""].remove(self.group)
         bindings: Any = c10d
         bindings._unregister_process_group(self._name)
@@ -250,6 +251,15 @@ class TorchRegistration:
         self._restore()
         if self.group in distributed_c10d._world.pg_map:
             torch.distributed.destroy_process_group(self.group)
+
+
+def tell_ranks(group: Any, ranks: Sequence[int]) -> None:
+    """Let torch's functions in Python, which call a group's methods, translate ranks for a group of ours itself."""
+    distributed_c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+
+
+def forget_ranks(group: Any) -> None:
+    distributed_c10d._world.pg_group_ranks.pop(group, None)
 
 
 def _set_init(function: Any) -> None:

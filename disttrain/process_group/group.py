@@ -15,6 +15,7 @@ from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.observer import Call
+from disttrain.process_group.torch_methods import add_torch_methods
 from disttrain.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 
 DROPPED_S: Final = 5.0
 """How long groups that are destroyed wait for collectives whose handles nobody has, all of a world's together."""
-
-_METHODS_OF_TORCH: Final = (
-    *("allreduce", "allgather", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier"),
-    *("recv", "reduce", "reduce_scatter", "scatter", "send", "_allgather_base", "_reduce_scatter_base"),
-)
-"""Such as `allreduce([tensor])`; they return handles."""
 
 
 class ProcessGroup:
@@ -78,6 +73,8 @@ class ProcessGroup:
         self._callbacks: list[Callable[[], None]] = []
         self._connecting = ""
         self._is_destroyed = False
+        self.callable: Any = None
+        """What has the methods of torch's groups, once one of them was asked for (`torch_methods.py`)."""
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
         self.registration: TorchRegistration | None = None
@@ -234,7 +231,8 @@ class ProcessGroup:
         return self._backend_classes
 
     def forget_registration(self) -> None:
-        """torch knows the group no longer."""
+        """torch knows the default group no longer, nor any other."""
+        self.world.make_ranks_known(lambda group: None)
         self.registration = self.torch_group = None
 
     def adopt(self, torch_group: Any, transports: dict[str, Transport]) -> None:
@@ -392,13 +390,4 @@ class ProcessGroup:
         )
 
 
-def _method_of_torch(group: ProcessGroup, name: str) -> Any:
-    # Here: what torch calls stands above groups.
-    from disttrain.process_group.torch_group import TorchGroup
-
-    return getattr(TorchGroup(group, None), name)
-
-
-# Not by `__getattr__`: a class that has it takes three times as long for each attribute, at each call.
-for _name in _METHODS_OF_TORCH:
-    setattr(ProcessGroup, _name, property(partial(_method_of_torch, name=_name)))
+add_torch_methods(ProcessGroup)

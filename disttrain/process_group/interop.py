@@ -13,7 +13,7 @@ from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.current import current_world, enter_process_world, is_initialized
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.hosts import tell_host
-from disttrain.process_group.world import World
+from disttrain.process_group.world import NonGroupMember, World
 from disttrain.settings import TIMEOUT_S
 from disttrain.store import PrefixStore
 
@@ -55,6 +55,16 @@ def from_torch(pg: Any = None) -> ProcessGroup:
     group = world.adopted_group(f"torch/{pg.group_name}", ranks, _backend_text(pg))
     _adopt(group, pg)
     return group
+
+
+def to_torch(group: object) -> Any:
+    """What torch's own classes take as a group, DDP say: `ProcessGroup.to_torch` of ours, and torch's as they are.
+
+    None stays None, which is the default group there too; NON_GROUP_MEMBER becomes torch's.
+    """
+    if isinstance(group, NonGroupMember):
+        return torch.distributed.GroupMember.NON_GROUP_MEMBER
+    return group.to_torch() if isinstance(group, ProcessGroup) else group
 
 
 def _join() -> World:

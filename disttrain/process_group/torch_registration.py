@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from disttrain.errors import BackendError, GroupError
-from disttrain.process_group._c10d import TimesOutAsTorchs, TorchRegistration, plain_group, register_transport
+from disttrain.process_group._c10d import (
+    TimesOutAsTorchs,
+    TorchRegistration,
+    plain_group,
+    register_transport,
+    tell_ranks,
+)
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.torch_group import TorchGroup
@@ -58,6 +64,8 @@ def _make_known(group: ProcessGroup, device_types: tuple[str, ...]) -> None:
     name = f"disttrain/{group.group_name}"
     group.registration = TorchRegistration(made, name, group.ranks, store, names, is_default)
     group.torch_group = made
+    if is_default:
+        group.world.make_ranks_known(lambda made: tell_ranks(made, made.ranks))
 
 
 def _check_free(group: ProcessGroup) -> None:

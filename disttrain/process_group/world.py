@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from disttrain.errors import GroupError
+from disttrain.process_group._c10d import forget_ranks
 from disttrain.process_group.comparing import Comparing
 from disttrain.process_group.connecting import Connecting
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
@@ -93,6 +94,7 @@ class World:
         self.comparing = Comparing(self)
         self.recall: Callable[[str, int], dict[str, Any] | None] = lambda group_name, sequence: None
         self.main_place: Callable[[], str] = str
+        self._tell_torch: Callable[[ProcessGroup], object] = lambda group: None
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
@@ -232,7 +234,14 @@ class World:
         group.abort()
         self._forget(group)
 
+    def make_ranks_known(self, tell: Callable[[ProcessGroup], object]) -> None:
+        """`tell` torch of each group, those that are there and those that will be made."""
+        self._tell_torch = tell
+        for group in self._groups:
+            tell(group)
+
     def _forget(self, group: ProcessGroup) -> None:
+        forget_ranks(group)
         self._groups = [other for other in self._groups if other is not group]
         self._shared = {key: shared for key, shared in self._shared.items() if shared is not group}
 
@@ -274,6 +283,7 @@ class World:
             group = self.connecting.make(name, ranks, backend, timeout_s, options)
             self._groups.append(group)
             self._named[name] = group
+            self._tell_torch(group)
             return group
 
     def _check_ranks(self, ranks: tuple[int, ...]) -> None:
