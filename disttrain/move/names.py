@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disttrain.lazy_names import absent_names
 from disttrain.move.findings import Reason
-from disttrain.move.modules import LEFT, MODULES, PAGES, STAYS
+from disttrain.move.modules import LEFT, MODULES, PAGES, STAYING_NAMES, STAYS
 
 _ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,8 @@ def meaning(dotted: str) -> Meaning:
             ours, rest = MODULES[module], parts[num_parts:]
             if not rest:
                 return Meaning(num_parts, ours)
+            if f"{module}.{rest[0]}" in STAYING_NAMES:
+                return Meaning(num_parts)
             return Meaning(num_parts, ours, rest[0], None if rest[0] in names_of(ours) else _absent(ours, rest[0]))
     raise AssertionError(dotted)
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, replace
 from disttrain.move.calls import told_calls
 from disttrain.move.edits import Edit, Text, applied
 from disttrain.move.findings import Finding, Reason
+from disttrain.move.groups import edits_of
 from disttrain.move.imports import Kept, found, needed_torch, plan_import
 from disttrain.move.names import left_of_ours, meaning
-from disttrain.move.uses import Imported, Use, Uses, is_within
+from disttrain.move.uses import Functions, Imported, Use, Uses, is_within
 
 _STRING = Reason("A name in a string is not changed", "docs/moving_over.md#what-is-left-to-you")
-_TORCHS = Reason("It stays torch's: ask torch.distributed itself", "docs/moving_over.md#what-is-left-to-you")
 _UNREAD = "docs/moving_over.md#what-is-left-to-you"
 _IN_STRINGS = re.compile(r"torch\.distributed(?:\.\w+)+|\Atorch\.distributed\Z")
-_MENTIONS = re.compile(r"\bdisttrain\b|\.\s*distributed\b|\bfrom\s+torch\s+import\b")  # else it need not be parsed
+_MENTIONS = re.compile(
+    r"\bdisttrain\b|\.\s*distributed\b|\bfrom\s+torch\s+import\b|DistributedDataParallel"
+)  # else it need not be parsed
 _LINE_LETTERS = 120
 
 
@@ -52,7 +54,7 @@ class _Mover:
         self.uses = Uses(tree)
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
-        self.of_disttrain: list[Use] = []  # uses that now begin with `disttrain`
+        self.needing: dict[str, list[Functions]] = {"disttrain": [], "torch": []}  # where uses lie that now begin so
         self.at_top: set[str] = set()  # statements that stand there now
         self.bound: list[Imported] = []  # statements that bind that name
 
@@ -68,8 +70,13 @@ class _Mover:
         kept = Kept(keeps, other and needed_torch(one.node for one in self.uses.imports))
         for one in self.uses.imports:
             self._move_import(one, kept)
-        self._import_disttrain()
         self.findings += told_calls(self.tree, self.uses.dotted)
+        for call in self.uses.calls:
+            edits = list(edits_of(call.node, call.dotted, self.text))
+            self.edits += edits
+            self.needing["disttrain"] += [call.functions] * bool(edits)
+        self._import("disttrain", self.bound)
+        self._import("torch", [one for one in self.uses.imports if _binds_torch(one)])
         for node, value in self.uses.strings:
             self._tell_string(node, value)
         findings = sorted(set(self.findings))
@@ -86,7 +93,9 @@ class _Mover:
             written = use.nodes[min(use.nodes.index(prefix) + (means.name is not None), len(use.nodes) - 1)]
             self.findings.append(found(written.lineno, ast.unparse(written), means.left))
         elif means.ours is None and root is not None:
-            self.findings.append(found(prefix.lineno, ast.unparse(prefix), _TORCHS))
+            self.edits.append(Edit(*self.text.span(use.nodes[0]), use.bound))
+            self.needing["torch"].append(use.functions)
+            return True
         if not means.moves:
             return root is None
         assert means.ours is not None
@@ -95,7 +104,7 @@ class _Mover:
             new = use.root + means.ours.removeprefix(base)
         else:
             new = means.ours
-            self.of_disttrain.append(use)
+            self.needing["disttrain"].append(use.functions)
         if new != self.text.of(prefix):
             self.edits.append(Edit(*self.text.span(prefix), new))
         return False
@@ -127,19 +136,24 @@ class _Mover:
         comments = _comments(self.text.of(node))
         return f"{line_end}{indent}".join(lines) + ("  " + "  ".join(comments) if comments else "")
 
-    def _import_disttrain(self) -> None:
-        """At the top, where uses need it that lie in no function that has it."""
-        where = {id(one.functions[-1]) if one.functions else None for one in self.bound}
-        top = any(one.node in self.tree.body for one in self.bound)
-        if top or all(any(id(function) in where for function in use.functions) for use in self.of_disttrain):
+    def _import(self, name: str, bound: list[Imported]) -> None:
+        """At the top, where uses need it that lie in no function that has it; `bound`: the statements that bind it."""
+        where = {id(one.functions[-1]) if one.functions else None for one in bound}
+        top = any(one.node in self.tree.body for one in bound)
+        if top or all(any(id(function) in where for function in functions) for functions in self.needing[name]):
             return
         start = self.text.place(_first_line(self.tree), 0)
-        self.edits.append(Edit(start, start, f"import disttrain{self.text.line_end()}"))
+        self.edits.append(Edit(start, start, f"import {name}{self.text.line_end()}"))
 
     def _tell_string(self, node: ast.Constant, value: str) -> None:
         for match in _IN_STRINGS.finditer(value):
             line = node.lineno + value[: match.start()].count("\n")
             self.findings.append(found(min(line, node.end_lineno or line), f'"{match[0]}"', _STRING))
+
+
+def _binds_torch(one: Imported) -> bool:
+    plain = one.node.names if isinstance(one.node, ast.Import) else []
+    return any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in plain)
 
 
 def _first_line(tree: ast.Module) -> int:

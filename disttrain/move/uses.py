@@ -10,6 +10,7 @@ from disttrain.move.modules import PAGES
 from disttrain.move.names import is_module
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Functions = tuple[Function, ...]
 Statement = ast.Import | ast.ImportFrom
 ROOT = "torch.distributed"
 
@@ -22,7 +23,7 @@ class Use:
     root: str
     bound: str
     dotted: str
-    functions: tuple[Function, ...]
+    functions: Functions
 
     def prefix(self, num_parts: int) -> ast.expr:
         """The node of the first `num_parts` parts of `dotted`."""
@@ -34,7 +35,16 @@ class Imported:
     """A statement, and the functions that it lies in, from without."""
 
     node: Statement
-    functions: tuple[Function, ...]
+    functions: Functions
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call of what imports name: `dotted`, in full."""
+
+    node: ast.Call
+    dotted: str
+    functions: Functions
 
 
 class Uses(ast.NodeVisitor):
@@ -47,8 +57,10 @@ class Uses(ast.NodeVisitor):
         """The full names of expressions that are a module's attributes, or names that are imported from one."""
         self.uses: list[Use] = []
         self.imports: list[Imported] = []
+        self.calls: list[Called] = []
+        self._names = {name: dotted for node in _imports(tree) for name, dotted in _bound(node)}
         self.strings: list[tuple[ast.Constant, str]] = []
-        self._functions: tuple[Function, ...] = ()
+        self._functions: Functions = ()
         self._shadowed: frozenset[str] = frozenset()
         self.visit(tree)
 
@@ -66,6 +78,13 @@ class Uses(ast.NodeVisitor):
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         self._enter(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        root, _, rest = ast.unparse(node.func).partition(".")
+        if root in self._names and root not in self._shadowed:
+            dotted = f"{self._names[root]}.{rest}" if rest else self._names[root]
+            self.calls.append(Called(node, dotted, self._functions))
+        self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:
         self._use([node])
@@ -147,6 +166,17 @@ def _imported_names(tree: ast.Module) -> dict[str, str]:
                 others.add(name)
             found[name] = dotted
     return {name: dotted for name, dotted in found.items() if name not in others and not dotted.endswith("*")}
+
+
+def _bound(node: Statement) -> Iterator[tuple[str, str]]:
+    """All names that a statement binds, and what each is in full."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        elif alias.asname is None:
+            yield alias.name.partition(".")[0], alias.name.partition(".")[0]
+        else:
+            yield alias.asname, alias.name
 
 
 def is_within(dotted: str) -> bool:

@@ -65,6 +65,18 @@ def _left(text: str) -> list[tuple[int, str, str]]:
             "from disttrain.tp import (  # cut\n    ColwiseParallel,  # by columns\n)\n",
         ),
         (
+            "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save\n",
+            "from disttrain.checkpoint import dcp_to_torch_save\n",
+        ),
+        (
+            "from torch.distributed._tensor.device_mesh import init_device_mesh\n",
+            "from disttrain import init_device_mesh\n",
+        ),
+        (
+            "from torch.distributed.fsdp._fully_shard import fully_shard\n",
+            "from disttrain.fsdp2 import fully_shard\n",
+        ),
+        (
             "from torch.distributed._composable.fsdp import fully_shard\n",
             "from disttrain.fsdp2 import fully_shard\n",
         ),
@@ -235,14 +247,12 @@ def test_what_is_asked_of_a_name_that_is_ours_now() -> None:
         import torch.distributed as dist
         from torch.distributed import *
         dist.shrink_group([1])
-        dist.algorithms._checkpoint.checkpoint_wrapper
         patch("torch.distributed.all_reduce")
     """
     assert _left(before) == [
         (3, "torch.distributed.*", "Which names are meant is not said: write them out"),
         (4, "dist.shrink_group", absent_names()["disttrain", "shrink_group"]),
-        (5, "dist.algorithms._checkpoint", "It stays torch's: ask torch.distributed itself"),
-        (6, '"torch.distributed.all_reduce"', "A name in a string is not changed"),
+        (5, '"torch.distributed.all_reduce"', "A name in a string is not changed"),
     ]
 
 
@@ -266,9 +276,70 @@ def test_what_was_left_is_told_again() -> None:
     ]
 
 
-def test_what_knows_nothing_of_groups_stays() -> None:
-    text = "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper\n"
-    assert _moved(text) == text
+def test_what_knows_nothing_of_groups_or_takes_ours_stays() -> None:
+    text = """
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.distributed.algorithms.join import Join
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+        import torch.distributed.nn.functional as functional
+    """
+    assert _moved(text) == textwrap.dedent(text)
+
+
+def test_what_stays_is_asked_of_torch_itself() -> None:
+    before = """
+        import torch.distributed as dist
+        from torch.distributed import tensor
+
+        def f(x):
+            return dist.nn.functional.all_gather(dist.get_rank()), dist.algorithms.join.Join
+    """
+    after = """
+        import torch
+        import disttrain as dist
+        from disttrain import dtensor as tensor
+
+        def f(x):
+            return torch.distributed.nn.functional.all_gather(dist.get_rank()), torch.distributed.algorithms.join.Join
+    """
+    assert _moved(before) == textwrap.dedent(after)
+    text = "import torch\nimport torch.distributed as dist\n\ndist.nn.all_gather(dist.get_rank())\n"
+    after = "import torch\nimport disttrain as dist\n\ntorch.distributed.nn.all_gather(dist.get_rank())\n"
+    assert _moved(text) == after
+
+
+def test_groups_that_ddp_is_given_become_torchs() -> None:
+    before = """
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        def cut(model, group, mesh, DDP2=DDP):
+            DDP(model, process_group=group)
+            DDP(model, process_group=None), DDP(model, device_ids=[0])
+            torch.nn.parallel.DistributedDataParallel(model, 0, 0, 0, 1, torch.distributed.new_group([0]))
+            return DDP(module=model, device_mesh=mesh["dp"])
+
+        def other(DDP, group):
+            return DDP(0, process_group=group)
+    """
+    after = """
+        import disttrain
+        import torch
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        def cut(model, group, mesh, DDP2=DDP):
+            DDP(model, process_group=disttrain.to_torch(group))
+            DDP(model, process_group=None), DDP(model, device_ids=[0])
+            torch.nn.parallel.DistributedDataParallel(model, 0, 0, 0, 1, disttrain.to_torch(disttrain.new_group([0])))
+            return DDP(module=model, process_group=disttrain.to_torch(mesh["dp"].get_group()))
+
+        def other(DDP, group):
+            return DDP(0, process_group=group)
+    """
+    assert _moved(before) == textwrap.dedent(after)
 
 
 @pytest.mark.parametrize("text", ["import torch.distributed as dist\nprint 'old'\n", "torch.distributed\0"])
@@ -308,7 +379,8 @@ def test_torch_has_these_modules() -> None:
     folder = Path(importlib.import_module("torch").__file__ or "").parent.parent
     for module in (*MODULES, *LEFT):
         path = folder.joinpath(*module.split("."))
-        assert path.is_dir() or path.with_suffix(".py").exists(), module
+        # Or by an old name, which torch keeps in sys.modules.
+        assert path.is_dir() or path.with_suffix(".py").exists() or importlib.import_module(module), module
 
 
 def test_pages_have_the_sections_that_are_named() -> None:
