@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from disttrain.mesh import DeviceMesh as DeviceMesh
     from disttrain.mesh import init_device_mesh as init_device_mesh
     from disttrain.process_group import *  # noqa: F403
+    from disttrain.process_group.current import GroupMember as GroupMember
     from disttrain.process_group.current import group as group
     from disttrain.process_group.meeting import rendezvous as rendezvous
     from disttrain.reports import report as report
@@ -113,9 +114,10 @@ _HOMES = {
         "send",
         "send_object_list",
         "split_group",
+        "to_torch",
     ),
     # Not the package's: there they are the names of modules.
-    "process_group.current": ("group",),
+    "process_group.current": ("GroupMember", "group"),
     "process_group.meeting": ("rendezvous",),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "errors": ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError"),
@@ -127,10 +129,14 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 
 _OF_TORCH = {
+    "_all_gather_base": "process_group.collectives",
+    "_coalescing_manager": "process_group.coalescing",
     "_get_default_group": "process_group.current",
     "_get_default_store": "process_group.current",
     "_get_process_group_store": "process_group.current",
     "_rank_not_in_group": "process_group.current",
+    "_reduce_scatter_base": "process_group.collectives",
+    "_resolve_process_group": "process_group.current",
     "_set_pg_timeout": "process_group.current",
 }
 """torch's private names that programs call."""

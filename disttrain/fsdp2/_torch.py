@@ -133,7 +133,8 @@ def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+    address: int = getattr(tensor, "_local_tensor", tensor).data_ptr()
+    return address
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -71,3 +71,7 @@ def coalescing_manager(
     group = resolve_group("coalescing_manager", group)
     backend = group.backend("coalescing_manager", (device or group.barrier_device).type)
     return Coalesced(group, backend, async_ops=async_ops)
+
+
+_coalescing_manager = coalescing_manager
+"""Its name in torch."""

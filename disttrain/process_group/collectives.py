@@ -179,3 +179,8 @@ def barrier(
     assert work is not None  # it is asynchronous
     work.wait(limit_s)
     return None
+
+
+# Their names in earlier versions of torch.
+_all_gather_base = all_gather_into_tensor
+_reduce_scatter_base = reduce_scatter_tensor

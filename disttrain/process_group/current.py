@@ -191,7 +191,9 @@ def current_world(operation: str = "current_world") -> World:
 
 
 class _Groups:
-    """torch's `group`: whoever writes `group.WORLD` means the default group."""
+    """torch's `group` and `GroupMember`: whoever writes `group.WORLD` means the default group."""
+
+    NON_GROUP_MEMBER: Final = NON_GROUP_MEMBER
 
     @property
     def WORLD(self) -> ProcessGroup | None:  # noqa: N802  torch's name
@@ -201,6 +203,7 @@ class _Groups:
 
 
 group: Final = _Groups()
+GroupMember: Final = group
 
 
 def resolve_group(operation: str, group: object) -> ProcessGroup:
@@ -299,6 +302,11 @@ def _get_process_group_store(group: ProcessGroup | None) -> Store:
     return current_world("_get_process_group_store").store
 
 
+def _resolve_process_group(group_name: str) -> ProcessGroup:
+    """torch's name for the group of a name. Raises GroupError when there is none."""
+    return current_world("_resolve_process_group").find_group("_resolve_process_group", group_name)
+
+
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """The global ranks of the group's members, in group order."""
     return list(resolve_group("get_process_group_ranks", group).ranks)
@@ -352,6 +360,7 @@ def new_group(
 
 
 __all__ = [
+    "GroupMember",
     "NON_GROUP_MEMBER",
     "current_world",
     "destroy_process_group",

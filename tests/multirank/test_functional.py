@@ -291,3 +291,49 @@ def test_each_mistake_gets_one_clear_error_and_nobody_waits() -> None:
             attempt()
         assert f"[rank {rank}" in str(caught.value), str(caught.value)
     disttrain.barrier()
+
+
+@on_ranks(2, 3)
+def test_several_at_once_and_torchs_other_names() -> None:
+    rank, size = disttrain.get_rank(), disttrain.get_world_size()
+    mine = [torch.full((size, 2), rank + 1.0), torch.full((1, size), float(rank))]
+    totals = [size * (size + 1) / 2, size * (size - 1) / 2]
+    summed = F.all_reduce_coalesced(mine, "sum", disttrain.group.WORLD)
+    assert [tensor.unique().item() for tensor in summed] == totals
+    gathered = F.all_gather_into_tensor_coalesced(mine, disttrain.group.WORLD.group_name)  # type: ignore[union-attr]
+    assert [tensor.shape for tensor in gathered] == [(size * size, 2), (size, size)]
+    assert gathered[1][:, 0].tolist() == list(range(size))
+    parts = F.reduce_scatter_tensor_coalesced(mine, "sum", [0, 1])
+    assert [(tuple(tensor.shape), tensor[0, 0].item()) for tensor in parts] == [
+        ((1, 2), totals[0]),
+        ((1, 1), totals[1]),
+    ]
+    with pytest.raises(ShapeError, match=r"scatter_dim has 1 dims for 2 tensors"):
+        F.reduce_scatter_tensor_coalesced(mine, "sum", [0])
+    with pytest.raises(GroupError, match=r"there is no group 'nobody'"):
+        F.all_reduce(mine[0], "sum", "nobody")
+    leaf = torch.ones(2, requires_grad=True)
+    F.all_gather_tensor_autograd(leaf, 0).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [size, size]
+    F.reduce_scatter_tensor_autograd(leaf.repeat(size), "sum", 0).sum().backward()
+    assert leaf.grad.tolist() == [2 * size, 2 * size]
+
+
+@on_ranks(2)
+def test_names_that_programs_have_from_torchs_own_files() -> None:
+    rank = disttrain.get_rank()
+    output = torch.empty(2)
+    disttrain._all_gather_base(output, torch.tensor([float(rank)]))
+    assert output.tolist() == [0, 1]
+    part = torch.empty(1)
+    disttrain._reduce_scatter_base(part, output)
+    assert part.item() == 2 * rank
+    with disttrain._coalescing_manager(group=disttrain.GroupMember.WORLD, async_ops=True) as both:
+        disttrain.all_reduce(part)
+        disttrain.all_reduce(output)
+    both.wait()
+    assert (part.item(), output.tolist()) == (2, [0, 2])
+    assert disttrain._resolve_process_group(disttrain.group.WORLD.group_name) is disttrain.group.WORLD
+    alone = disttrain.new_group([0])
+    assert (alone == disttrain.GroupMember.NON_GROUP_MEMBER) == (rank == 1)

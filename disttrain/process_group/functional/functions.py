@@ -16,7 +16,7 @@ import torch
 
 from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group._c10d import Reduction
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import current_world, resolve_group
 from disttrain.process_group.functional import autograd
 from disttrain.process_group.functional.autograd import Place
 from disttrain.process_group.functional.ops import REDUCE_OPS
@@ -30,8 +30,8 @@ class Mesh(Protocol):
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup: ...
 
 
-Group = ProcessGroup | NonGroupMember | Mesh | tuple[Mesh, int | str] | None
-"""A group, a mesh of one axis, or a mesh and one of its axes; None is the default group."""
+Group = ProcessGroup | NonGroupMember | Mesh | tuple[Mesh, int | str] | str | None
+"""A group, its name, a mesh of one axis, or a mesh and one of its axes; None is the default group."""
 
 
 def all_reduce(self: torch.Tensor, reduceOp: str | Reduction, group: Group = None, tag: str = "") -> torch.Tensor:
@@ -160,34 +160,6 @@ def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group = No
     return all_to_all_single(self.reshape(-1), received, sent, group).view(self.shape)
 
 
-def all_reduce_coalesced(
-    self: Sequence[torch.Tensor], reduceOp: str | Reduction, group: Group = None, tag: str = ""
-) -> list[torch.Tensor]:
-    """`all_reduce` of each."""
-    return [all_reduce(tensor, reduceOp, group, tag) for tensor in self]
-
-
-def all_gather_into_tensor_coalesced(
-    self: Sequence[torch.Tensor], group: Group = None, tag: str = ""
-) -> list[torch.Tensor]:
-    """`all_gather_tensor` of each, along dim 0."""
-    return [all_gather_tensor(tensor, 0, group, tag) for tensor in self]
-
-
-def reduce_scatter_tensor_coalesced(
-    inputs: Sequence[torch.Tensor],
-    reduceOp: str | Reduction,
-    scatter_dim: Sequence[int],
-    group: Group = None,
-    tag: str = "",
-) -> list[torch.Tensor]:
-    """`reduce_scatter_tensor` of each along its dim of `scatter_dim`."""
-    return [
-        reduce_scatter_tensor(tensor, reduceOp, dim, group, tag)
-        for tensor, dim in zip(inputs, scatter_dim, strict=True)
-    ]
-
-
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as a plain tensor whose values are there; what is no AsyncCollectiveTensor is returned as it is."""
     return autograd.wait(tensor)
@@ -196,8 +168,10 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _place(operation: str, group: Group) -> Place:
     if isinstance(group, tuple):
         group = group_of(*group)
-    elif group is not None and not isinstance(group, ProcessGroup | NonGroupMember):
+    elif group is not None and not isinstance(group, ProcessGroup | NonGroupMember | str):
         group = group_of(group)
+    elif isinstance(group, str):
+        group = current_world(operation).find_group(operation, group)
     group = resolve_group(operation, group)
     return Place(group.group_name, group.group_size, group.group_rank, group.world.rank)
 
