@@ -16,6 +16,32 @@ from typing import Any
 
 PAGE = "docs/differences.md"
 
+_IN_ITSELF = "its names are in {} itself"
+_TORCHS = "it is torch's, and works on our groups: import torch.distributed"
+_LAUNCHER = "disttrain-launch starts workers"
+_PARTS_OF_TORCH = {
+    **{f"disttrain.{part}": _TORCHS for part in ("algorithms", "nn", "optim")},
+    **{f"disttrain.{part}": _LAUNCHER for part in ("elastic", "launch", "launcher", "run")},
+    **{
+        f"disttrain.{part}": _IN_ITSELF.format("disttrain") for part in ("constants", "device_mesh", "distributed_c10d")
+    },
+    "disttrain._functional_collectives": "it is disttrain.process_group.functional",
+    "disttrain._tensor": "it is disttrain.dtensor",
+    "disttrain.fsdp": "it is disttrain.fsdp2",
+    "disttrain.rpc": "there are no remote calls here",
+    "disttrain.tensor": "it is disttrain.dtensor, and tensor.parallel is disttrain.tp",
+    "disttrain.dtensor.parallel": "it is disttrain.tp",
+    **{
+        f"disttrain.dtensor.{part}": _IN_ITSELF.format("disttrain.dtensor")
+        for part in ("debug", "experimental", "placement_types")
+    },
+    **{
+        f"disttrain.checkpoint.{part}": _IN_ITSELF.format("disttrain.checkpoint")
+        for part in ("api", "default_planner", "filesystem", "format_utils", "hf_storage", "planner")
+    },
+}
+"""Of torch.distributed's parts that have another name here, or none: what is instead."""
+
 
 def lazily(package: str, home_of: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` for a package whose names are in the modules `home_of` says, below it."""
@@ -42,7 +68,7 @@ def answering(package: str) -> Callable[[str], Any]:
         if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}") is not None:
             return importlib.import_module(f"{package}.{name}")
         problem = f"module {package!r} has no attribute {name!r}"
-        reason = absent_names().get((package, name))
+        reason = absent_names().get((package, name)) or _PARTS_OF_TORCH.get(f"{package}.{name}")
         raise AttributeError(problem if reason is None else f"{problem}, which torch has: {reason}. See {PAGE}.")
 
     return answer

@@ -9,12 +9,15 @@ import numpy as np
 import torch
 
 from disttrain.errors import ShapeError
+from disttrain.process_group.plain_kinds import KINDS
 
-_TENSOR, _ARRAY, _DTYPE, _TUPLE = 1, 2, 3, 4
+_TENSOR, _ARRAY, _DTYPE, _TUPLE, _KIND, _SCALAR = 1, 2, 3, 4, 5, 6
+_NUMBERS = {kind.of: number for number, kind in enumerate(KINDS)}
 
 
 def pack(value: Any) -> bytes:
-    """`value` as bytes: None, bool, int, float, str, bytes, list, tuple, dict, torch tensors and dtypes, numpy arrays.
+    """`value` as bytes: None, bool, int, float, str, bytes, list, tuple, dict, torch tensors and dtypes, numpy arrays
+    and scalars, and what `plain_kinds.KINDS` lists.
 
     Raises ShapeError for anything else; objects are never pickled.
     """
@@ -31,6 +34,9 @@ def unpack(data: bytes) -> Any:
 
 
 def _extend(value: object) -> msgpack.ExtType:
+    number = _NUMBERS.get(type(value))
+    if number is not None:
+        return msgpack.ExtType(_KIND, pack([number, KINDS[number].taken_apart(value)]))
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, pack(list(value)))
     if isinstance(value, torch.Tensor):
@@ -41,6 +47,8 @@ def _extend(value: object) -> msgpack.ExtType:
         return msgpack.ExtType(_TENSOR, pack([name, list(value.shape), flat.numpy().tobytes()]))
     if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
         return msgpack.ExtType(_ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        return msgpack.ExtType(_SCALAR, pack([value.dtype.str, value.tobytes()]))
     if isinstance(value, torch.dtype):
         return msgpack.ExtType(_DTYPE, str(value).removeprefix("torch.").encode())
     raise TypeError(f"{type(value).__name__} is neither plain, a tensor nor an array")
@@ -49,6 +57,12 @@ def _extend(value: object) -> msgpack.ExtType:
 def _restore(code: int, data: bytes) -> object:
     if code == _TUPLE:
         return tuple(unpack(data))
+    if code == _KIND:
+        number, parts = unpack(data)
+        return KINDS[number].put_together(parts)
+    if code == _SCALAR:
+        name, raw = unpack(data)
+        return np.frombuffer(raw, dtype=np.dtype(name))[0]
     if code == _DTYPE:
         return _dtype(data.decode())
     if code == _TENSOR:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import uuid
+from collections import Counter, OrderedDict, defaultdict
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -54,7 +62,52 @@ def test_a_transposed_tensor_and_an_array() -> None:
     assert back[1].dtype == array.dtype
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), np.zeros(2, [("x", "i4")]), 2**70])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2, "x", (3, None)},
+        frozenset(("a", "b")),
+        3 - 4j,
+        OrderedDict([("b", 1), ("a", {2})]),
+        Counter("abca"),
+        defaultdict(list, {"x": [1]}),
+        defaultdict(None, {1: 2}),
+        range(1, 9, 2),
+        slice(None, 3),
+        dt.datetime(2020, 1, 2, 3, 4, 5, 6, dt.UTC),
+        dt.date(2020, 1, 2),
+        dt.timedelta(days=-1, microseconds=7),
+        Path("a/b"),
+        Decimal("1.10"),
+        Fraction(1, 3),
+        uuid.UUID(int=5),
+        torch.Size([2, 3]),
+        torch.device("cuda", 1),
+        np.float64(1.5),
+        np.float32(0.1),
+        np.int64(-3),
+        np.bool_(True),
+        np.str_("text"),
+    ],
+    ids=repr,
+)
+def test_plain_classes_come_back_as_they_were(value: Any) -> None:
+    (found,) = unpack(pack([value]))
+    assert type(found) is type(value)
+    assert found == value
+    if isinstance(value, dict):
+        assert list(found.items()) == list(value.items())
+        assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+
+
+def test_sets_are_alike_on_ranks_that_hash_texts_otherwise() -> None:
+    texts = [f"name{number}" for number in range(99)]
+    assert pack({*texts}) == pack({*texts[::-1]})
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {object()}, np.array([object()]), np.zeros(2, [("x", "i4")]), 2**70, defaultdict(object)]
+)
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ShapeError, match="cannot travel"):
         pack(value)
