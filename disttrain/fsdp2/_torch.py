@@ -133,13 +133,13 @@ def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    address: int = getattr(tensor, "_local_tensor", tensor).data_ptr()
-    return address
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Which storage the tensor has, wherever that lies at the moment."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+    storage: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+    return storage
 
 
 _OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"

@@ -121,6 +121,11 @@ class P2POp:
         self.group_peer = peer_rank("P2POp", self.group, peer, group_peer, "peer")
         _check_message("P2POp", self.group, self.group_peer, tensor)
 
+    @property
+    def peer(self) -> int:
+        """The other side's global rank."""
+        return self.group.ranks[self.group_peer]
+
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Start several messages together, in any order; a ring that sends and receives does not lock itself.

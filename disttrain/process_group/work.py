@@ -125,16 +125,16 @@ class Work:
         return self._error
 
     def is_success(self) -> bool:
-        """True when the collective has ended, and well; never waits."""
+        """True when the collective has ended well; never waits."""
         return self.is_completed() and self.exception() is None
 
-    def synchronize(self) -> None:
-        """As `wait`, with the group's timeout."""
-        self.wait()
-
     def result(self) -> list[torch.Tensor]:
-        """The collective's outputs, which are there once it has been waited for."""
+        """The collective's outputs, which are there once it has ended."""
         return list(self._place[4])
+
+    def synchronize(self) -> None:
+        """As `wait`, which on CUDA orders the current stream alone."""
+        self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the collective's outputs, for callbacks. Gloo's messages have none."""

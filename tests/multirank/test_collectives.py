@@ -105,6 +105,9 @@ def test_asynchronous_work_ends_in_its_own_time() -> None:
         assert work.wait()
         assert work.is_completed()
         assert work.exception() is None
+        assert work.is_success()
+        work.synchronize()
+        assert work.result()[0] is tensor
         assert tensor.eq(1 + 2 * step).all()
 
 

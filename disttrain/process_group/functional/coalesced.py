@@ -36,7 +36,5 @@ def reduce_scatter_tensor_coalesced(
     if len(scatter_dim) != len(inputs):
         problem = f"scatter_dim has {len(scatter_dim)} dims for {len(inputs)} tensors."
         raise ShapeError("reduce_scatter_tensor_coalesced", problem, "Give one for each.")
-    return [
-        reduce_scatter_tensor(tensor, reduceOp, dim, group, tag)
-        for tensor, dim in zip(inputs, scatter_dim, strict=True)
-    ]
+    pairs = zip(inputs, scatter_dim, strict=True)
+    return [reduce_scatter_tensor(tensor, reduceOp, dim, group, tag) for tensor, dim in pairs]
