@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disttrain.lazy_names import answering
 from disttrain.tp.attributes import DivideAttributes
+from disttrain.tp.ddp import _pre_dp_module_transform as _pre_dp_module_transform
 from disttrain.tp.loss import vocab_parallel_cross_entropy
 from disttrain.tp.loss_context import loss_parallel
 from disttrain.tp.parallelize import parallelize_module
@@ -30,5 +31,8 @@ __all__ = [
     "plan_for",
     "vocab_parallel_cross_entropy",
 ]
+
+_OF_TORCH = ("_pre_dp_module_transform",)
+"""torch's private names that programs call."""
 
 __getattr__ = answering(__name__)

@@ -22,6 +22,11 @@ def shown_as(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[No
         module._parameters.update(own)
 
 
+def put_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Have the module's own parameters of these names be other tensors, in the order that they had."""
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+
+
 def own_parameters(module: nn.Module, *names: str) -> list[nn.Parameter | None]:
     """The module's own parameters; quicker than by attribute."""
     return [module._parameters.get(name) for name in names]

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import disttrain
+from disttrain import tp
 from disttrain.store import PrefixStore
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -108,3 +109,27 @@ def test_ddp_and_its_optimizer_on_a_part_of_the_ranks() -> None:
     model(torch.full((1, 2), float(rank + 1))).sum().backward()
     optimizer.step()
     torch.testing.assert_close(model.module.weight, before - 0.5 * (size + size - 1) / 2)
+
+
+@on_ranks(4)
+def test_ddp_of_cut_modules_trains_as_one_process_does() -> None:
+    rank, _ = registered("cut")
+    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    alone, cut = (torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)) for _ in range(2))
+    cut.load_state_dict(alone.state_dict())
+    tp.parallelize_module(cut, mesh["tp"], {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+    tp._pre_dp_module_transform(cut)
+    model = DistributedDataParallel(cut, process_group=disttrain.to_torch(mesh.get_group("dp")))
+    batch = torch.linspace(-1, 1, 32).view(8, 4)
+    for each, rows in ((alone, batch), (model, batch.chunk(2)[rank // 2])):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(rows).square().mean().backward()
+            optimizer.step()
+    found, expected = dict(cut.named_parameters()), dict(alone.named_parameters())
+    assert list(found) == list(expected)
+    for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1)):
+        torch.testing.assert_close(found[name], expected[name].chunk(2, dim)[rank % 2])
+    torch.testing.assert_close(found["2.bias"], expected["2.bias"])
