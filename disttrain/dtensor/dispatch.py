@@ -27,7 +27,7 @@ from disttrain.dtensor._torch import (
 )
 from disttrain.dtensor.by_others import BY_OTHERS
 from disttrain.dtensor.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
-from disttrain.dtensor.even_bags import has_even_bags
+from disttrain.dtensor.even_bags import specs_of_even_bags
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.global_outputs import global_outputs
 from disttrain.dtensor.grad_scaling import UNSCALE, unscale
@@ -121,9 +121,7 @@ def _dispatch_once(
     if are_scalars_apart(tensors, written):
         plain_args, plain_kwargs = replaced(args, kwargs, values_of(tensors))
         return op(*plain_args, **plain_kwargs)
-    specs = specs_of(op_facts, tensors, written)
-    if specs is None and has_even_bags(op_facts, args, kwargs, tensors):
-        specs = tuple(getattr(tensor, "_spec", None) for tensor in tensors)
+    specs = specs_of(op_facts, tensors, written) or specs_of_even_bags(op_facts, args, kwargs, tensors)
     if specs is None:
         _check_may_replicate(op_facts, tensors)
         new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))

@@ -12,21 +12,27 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpFacts, is_traced
+from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.mixed import is_plain
 
 _BAGS: Final = frozenset({"aten._embedding_bag", "aten._embedding_bag_forward_only"})
 
 
-def has_even_bags(facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
-    """True for a call of which the offsets alone are plain, and are those of equal bags. On GPUs it waits for them."""
+def specs_of_even_bags(
+    facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+) -> tuple[Spec | None, ...] | None:
+    """Each DTensor's spec, and None for offsets, where these alone are plain, and those of equal bags; else None.
+
+    On GPUs it waits for the offsets.
+    """
     if facts.name not in _BAGS or [is_plain(tensor) for tensor in tensors[:3]] != [False, False, True]:
-        return False
+        return None
     given = dict(zip(facts.arguments, args, strict=False)) | kwargs
     offsets, indices = given["offsets"], given["indices"]
     if any(is_plain(tensor) for tensor in tensors[3:]) or given.get("include_last_offset") or is_traced():
-        return False
+        return None
     num_bags, num_indices = offsets.numel(), indices.numel()
     if offsets.is_meta or num_bags == 0 or num_indices % num_bags:
-        return False
+        return None
     even = torch.arange(num_bags, dtype=offsets.dtype, device=offsets.device) * (num_indices // num_bags)
-    return torch.equal(offsets, even)
+    return tuple(getattr(tensor, "_spec", None) for tensor in tensors) if torch.equal(offsets, even) else None

@@ -33,7 +33,7 @@ from disttrain.fsdp2.silent_outputs import watch_gradients
 from disttrain.fsdp2.stale_graphs import free_old, refuse_stale
 from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
 from disttrain.fsdp2.state_dicts import show_shards_in_state_dicts
-from disttrain.fsdp2.structure import STATE, check_parameters
+from disttrain.fsdp2.structure import STATE, check_parameters, name_groups
 
 
 class ShardState:
@@ -370,16 +370,6 @@ class ShardState:
         below = chain.from_iterable(module.modules() for module in self.modules)
         return list(dict.fromkeys(state for state in map(state_of, below) if state is not None))
 
-    def _name_groups(self) -> None:
-        """By the paths of their modules, for the flight recorder and for errors."""
-        named = set()
-        for path, module in chain.from_iterable(module.named_modules() for module in self.modules):
-            state = state_of(module)
-            if state is not None and state not in named:
-                named.add(state)
-                for group in state.groups:
-                    group.module_path = path or type(module).__name__
-
     def become_root(self) -> RootContext:
         """Nothing above has run: this is where iterations begin and end. Raises ShardingError where the modules' own
         parameters are not those that were sharded."""
@@ -396,7 +386,7 @@ class ShardState:
         comm = self.shared_comm
         if comm is None and self.context is not None and self.context.root is self:
             comm = self.context.comm
-        self._name_groups()
+        name_groups(self.modules)
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
 

@@ -6,7 +6,7 @@ Changes that touch neither, such as another activation or a wrapper around a blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
@@ -88,3 +88,14 @@ def _refuse(state: ShardState, problem: str) -> NoReturn:
         "Change the model first, and call fully_shard then; or assign a DTensor that lies as the parameter does.",
         rank=None if mesh is None else mesh.get_rank(),
     )
+
+
+def name_groups(modules: Sequence[nn.Module]) -> None:
+    """Name the groups of these modules and those below by their paths, for the flight recorder and for errors."""
+    named = set()
+    for path, module in chain.from_iterable(module.named_modules() for module in modules):
+        state = module.__dict__.get(STATE)
+        if state is not None and state not in named:
+            named.add(state)
+            for group in state.groups:
+                group.module_path = path or type(module).__name__

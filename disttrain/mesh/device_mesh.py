@@ -58,17 +58,14 @@ class DeviceMesh(GraphConstant):
               this rank, those of its group.
         Raises: MeshError when they are others. To be called by the ranks of the groups; nothing is sent.
         """
-        given = tuple(group) if isinstance(group, Sequence) else (group,)
-        # Those of torch's that stand for ours are ours; of others it is said whose they are.
+        given = group if isinstance(group, Sequence) else (group,)
         groups = tuple(resolve_group("DeviceMesh.from_group", one) for one in given)
         if not groups or not all(isinstance(one, ProcessGroup) for one in groups):
             problem = "a group was given that this rank is not in." if groups else "no group was given."
             raise MeshError("DeviceMesh.from_group", problem, "Give groups of this rank, one for each axis.")
         if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
-            problem = f"of {len(groups)} groups it is not said how they lie."
-            raise MeshError(
-                "DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=groups[0].world.rank
-            )
+            problem, rank = f"of {len(groups)} groups it is not said how they lie.", groups[0].world.rank
+            raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)
         grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
@@ -348,8 +345,7 @@ class DeviceMesh(GraphConstant):
 
 # Who has been named in a graph that is alive.
 _IN_GRAPHS: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
-# Dynamo calls it, and takes the group for a constant, as the mesh is: of a mesh that a graph has come to by itself,
-# such as that of a DTensor made there, it could not say where the group is from.
+# For Dynamo the group is a constant, as the mesh is: of a DTensor's made there it could not say where it is from.
 DeviceMesh.get_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 hold_in_graphs(
     DeviceMesh,
