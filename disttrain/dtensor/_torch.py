@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 import torch
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch.autograd import forward_ad, graph
+from torch.autograd import Variable, forward_ad, graph
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils as torch_foreach
 from torch.utils import _python_dispatch
@@ -27,10 +27,11 @@ __all__ = [
     "DispatchMode",
     "OpFacts",
     "OpOverload",
-    "become",
     "above_autograd",
     "are_counted_together",
     "as_one_call",
+    "backward_number",
+    "become",
     "binding_of",
     "catch_operator",
     "change_wrapper",
@@ -53,6 +54,7 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "use_foreach_for",
+    "when_backward_ends",
     "without_overrides",
 ]
 
@@ -128,6 +130,16 @@ def is_called_by_autograd() -> bool:
         caller = caller.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
+
+
+def backward_number() -> int:
+    """A number of the backward pass that this thread runs, which no other one has; -1 where it runs none."""
+    return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Run `callback` once when the backward pass that is running now has ended; where it fails, drop it."""
+    Variable._execution_engine.queue_callback(callback)
 
 
 def is_traced() -> bool:

@@ -44,6 +44,11 @@ class Moves:
                 parts[place] = redistribute_local(parts[place], spec, layout)
 
 
+def goes_together(spec: Spec, layout: Layout) -> bool:
+    """True for a move that shares its collective with others like it."""
+    return _reduction_of((0, spec, layout)) is not None
+
+
 def _reduction_of(move: Move) -> tuple[Layout, Layout, torch.dtype] | None:
     """Where the elements of a small tensor that is reduced, and not cut or gathered, come from and go to, as those of a
     tensor without other placements. None for any other move."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from disttrain.dtensor import (
 )
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
+from disttrain.process_group import count_collectives
 from disttrain.testing import run_threads
 from tests.sharding_cases import mesh_of, normal
 
@@ -96,6 +98,110 @@ def test_hooks_after_accumulation_and_of_modules() -> None:
         assert order[:2] == [("before", (Shard(0),)), ("after", (Shard(0),))]
         backward = [("gradient", DTensor), ("passed on", DTensor), ("weight", DTensor), ("both", 2)]
         assert sorted(order[2:], key=str) == sorted(backward, key=str)
+
+    run_threads(2, body)
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed))
+    return model
+
+
+def gradients_of_layers() -> dict[str, torch.Tensor]:
+    model = layers()
+    model(X).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_small_gradients_are_reduced_together_when_a_backward_ends() -> None:
+    expected = gradients_of_layers()
+
+    def body() -> None:
+        mesh = mesh_of((3,))
+        model = distribute_module(layers(), mesh)
+        for round_number in (1, 2):
+            loss = model(sharded(mesh)).square().sum()
+            with count_collectives() as counted:
+                loss.backward()
+            if round_number == 1:
+                assert counted.total.operations == 1
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter.grad, DTensor)
+                assert parameter.grad.placements == (Replicate(),)
+                torch.testing.assert_close(parameter.grad.to_local(), round_number * expected[name])
+
+    run_threads(3, body)
+
+
+def test_hooks_of_one_rank_see_gradients_as_parameters_lie() -> None:
+    """Whoever has them, ranks reduce alike; and a step may be made there."""
+    expected = gradients_of_layers()
+
+    def body() -> None:
+        mesh = mesh_of((3,))
+        model = distribute_module(layers(), mesh)
+        seen: dict[str, torch.Tensor] = {}
+
+        def look(name: str, parameter: Any) -> None:
+            assert not torch.is_grad_enabled()
+            seen[name] = parameter.grad.to_local().clone()
+
+        def step(parameter: Any) -> None:
+            parameter.sub_(parameter.grad)
+            parameter.grad = None
+
+        if mesh.get_local_rank() == 1:
+            for name, parameter in model.named_parameters():
+                parameter.register_post_accumulate_grad_hook(functools.partial(look, name))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        before = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
+        model(sharded(mesh)).square().sum().backward()
+        assert set(seen) == (set(expected) if mesh.get_local_rank() == 1 else set())
+        for name, grad in seen.items():
+            torch.testing.assert_close(grad, expected[name])
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None
+            torch.testing.assert_close(parameter.full_tensor(), before[name] - expected[name])
+
+    run_threads(3, body)
+
+
+def test_a_backward_that_fails_leaves_nothing_that_waits() -> None:
+    expected = gradients_of_layers()
+
+    def body() -> None:
+        mesh = mesh_of((3,))
+        model = distribute_module(layers(), mesh)
+        x = sharded(mesh)
+        handle = x.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x).square().sum().backward()
+        handle.remove()
+        num_grads = {name: 1 + (parameter.grad is not None) for name, parameter in model.named_parameters()}
+        assert 2 in num_grads.values()
+        model(x).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == (Replicate(),)
+            torch.testing.assert_close(parameter.grad.to_local(), num_grads[name] * expected[name])
+
+    run_threads(3, body)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # a cycle, which the test breaks
+def test_gradients_with_gradients_do_not_wait() -> None:
+    def body() -> None:
+        mesh = mesh_of((2,))
+        weight = nn.Parameter(distribute_tensor(normal(5, 3, seed=1), mesh, src_data_rank=None))
+        (sharded(mesh).detach() * weight).square().sum().backward(create_graph=True)
+        assert isinstance(weight.grad, DTensor)
+        assert weight.grad.placements == (Replicate(),)
+        torch.testing.assert_close(weight.grad.full_tensor(), 2 * X.square() * normal(5, 3, seed=1))
+        weight.grad = None
 
     run_threads(2, body)
 
