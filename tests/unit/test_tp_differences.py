@@ -94,7 +94,7 @@ def test_gradients_of_norms_are_whole_when_they_have_come() -> None:
         with CommDebugMode() as comms:
             nn.utils.clip_grad_norm_([block.attention_norm.weight, block.mlp_norm.weight, block.mlp_norm.bias], 1.0)
         # They are not summed up again by whoever reads them.
-        assert (once >= 3, comms.get_comm_counts()) == (True, {})
+        assert (once, comms.get_comm_counts()) == (1, {})
 
     on_two_ranks(on_rank)
 
