@@ -96,10 +96,12 @@ def issue_message(
     if type(tensor) is not Tensor:
         _check_memory(group, operation, (tensor,))
         (tensor,) = settled((tensor,))
-    tensors = (tensor,)
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
-    inputs, outputs = (tensors, ()) if operation == "send" else ((), tensors)
+    inputs: Sequence[torch.Tensor] = ()
+    outputs: Sequence[torch.Tensor] = ()
+    if operation == "send":
+        inputs = (tensor,)
+    else:
+        outputs = (tensor,)
     world = group.world
     call = record = None
     place: Place = (operation, group, 0, inputs, outputs, peer_rank)
