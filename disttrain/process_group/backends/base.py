@@ -81,8 +81,13 @@ class Backend(ABC):
 
     GLOO: ClassVar = "gloo"
     NCCL: ClassVar = "nccl"
+    MPI: ClassVar = "mpi"
+    UCC: ClassVar = "ucc"
+    XCCL: ClassVar = "xccl"
+    UNDEFINED: ClassVar = "undefined"
     default_device_backend_map: ClassVar[Mapping[str, str]] = {"cpu": "gloo", "cuda": "nccl"}
-    """What serves a device type unless somebody says otherwise. These three are torch's names."""
+    """What serves a device type unless somebody says otherwise. This name is torch's, as those above: of them only
+    gloo and nccl are here, the others for who compares what get_backend() gives."""
 
     devices: ClassVar[tuple[str, ...]]
     """Device types that this kind of transport can serve."""
