@@ -11,10 +11,27 @@ from pathlib import Path
 
 from disttrain.move.commands import told_commands
 from disttrain.move.findings import Finding
+from disttrain.move.notebooks import move_notebook
 from disttrain.move.source import move_source
 
-_COMMANDS = {".bash", ".ipynb", ".sbatch", ".sh", ".slurm", ".yaml", ".yml", ".zsh"}
-_NAMED = {"Dockerfile", "Makefile"}
+_PYTHON = {".py", ".pyi"}
+_NOTEBOOK = ".ipynb"
+_COMMANDS = {
+    ".bash",
+    ".cfg",
+    ".dockerfile",
+    ".ini",
+    ".mk",
+    ".pbs",
+    ".sbatch",
+    ".sh",
+    ".slurm",
+    ".toml",
+    ".yaml",
+    ".yml",
+}
+_COMMANDS |= {".zsh"}
+_NAMED = ("Containerfile", "Dockerfile", "Makefile", "Procfile", "justfile")
 _UNREAD = "docs/moving_over.md#what-is-left-to-you"
 
 
@@ -40,13 +57,21 @@ class Change:
 def changes(path: Path) -> Iterator[Change]:
     """Of a file, or of all below a folder, in order; hidden folders and environments are passed over."""
     for one in [path] if path.is_file() else _files(path):
-        is_python = one.suffix in (".py", ".pyi")
-        if is_python or one.suffix in _COMMANDS or one.name in _NAMED:
-            yield _change(one, is_python)
+        suffix = one.suffix or _of_first_line(one)
+        if suffix in _PYTHON or suffix == _NOTEBOOK or suffix in _COMMANDS or one.name.startswith(_NAMED):
+            yield _change(one, suffix)
 
 
-def _change(path: Path, is_python: bool) -> Change:
-    content = path.read_bytes()
+def _of_first_line(path: Path) -> str:
+    """A suffix for a program without one, by the line that says what runs it."""
+    with path.open("rb") as file:
+        start = file.read(2)
+        line = file.readline(200) if start == b"#!" else b""
+    return ".py" if b"python" in line else ".sh" if line else ""
+
+
+def _change(path: Path, suffix: str) -> Change:
+    content, is_python = path.read_bytes(), suffix in _PYTHON
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if is_python else "utf-8"
         text = content.decode(encoding)
@@ -54,6 +79,9 @@ def _change(path: Path, is_python: bool) -> Change:
         unread = Finding(1, "the file", f"It cannot be read: {error}", _UNREAD)
         told = (unread,) if b"torch" in content else ()
         return Change(path, "", "", "utf-8", told, told)
+    if suffix == _NOTEBOOK:
+        moved = move_notebook(text)
+        return Change(path, text, moved.text, encoding, moved.findings, moved.told)
     if not is_python:
         findings = told_commands(text)
         return Change(path, text, text, encoding, findings, findings)
