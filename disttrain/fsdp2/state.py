@@ -79,6 +79,8 @@ class ShardState:
         self.is_silent = False
         """True where no tensor was found in the outputs: none of them tells that the backward begins."""
         self._awaits_post_backward = False
+        self._is_alone = False
+        """True where its last forward was called without the root's: others may not come, and are not gathered for."""
         self._is_root = False
         self._num_methods = 0
         """Methods other than forward that are under way; within them, the module's forward is no new one."""
@@ -105,6 +107,7 @@ class ShardState:
             "is_shown_on_request": False,
             "scheduled": None,
             "_awaits_post_backward": False,
+            "_is_alone": False,
             "_is_root": False,
             "_num_methods": 0,
             "_num_running": 0,
@@ -215,6 +218,8 @@ class ShardState:
         # Recomputation under activation checkpointing comes here during the backward pass, out of the learnt order.
         is_recomputation = backward_is_running()
         is_within = is_recomputation or self._num_methods > 0
+        if not is_within:
+            self._is_alone = not (self._is_root or context.is_in_forward)
         if self._is_root and not is_within:
             context.begin_forward()
             if not context.structure.holds():
@@ -227,7 +232,7 @@ class ShardState:
                 context.root.become_root()
                 # What that does not hold any more is a root of its own.
                 context = self.become_root() if self.context in (None, context) else self.context
-        self.unshard()
+        self.unshard(alone=self._is_alone)
         self.wait_for_unshard()
         if not self._num_running:
             note_values(self.groups)
@@ -343,7 +348,7 @@ class ShardState:
         context.begin_backward()
         self._awaits_post_backward = True
         if self.unshards_in_backward:
-            self.unshard()
+            self.unshard(alone=self._is_alone)
             refuse_stale(self.groups, gathered, type(self.module).__name__)
             self.wait_for_unshard()
         following = context.order.backward_from(self, self.mates)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
 import disttrain
-from disttrain.fsdp2 import CPUOffloadPolicy, share_comm_ctx
+from disttrain.fsdp2 import CPUOffloadPolicy, TransferPolicy, share_comm_ctx
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.scheduled_cases import (
     ONE_F_ONE_B,
@@ -50,3 +51,9 @@ def test_replicas_are_summed_over() -> None:
 @on_ranks(2)
 def test_shards_may_be_kept_on_the_host() -> None:
     check_steps(ZERO_BUBBLE, offload_policy=CPUOffloadPolicy())
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("asked", [{"form": "in_place"}, {"form": "mixed"}, {"together": 2}], ids=str)
+def test_values_do_not_depend_on_the_form_of_transfers(asked: dict[str, Any]) -> None:
+    check_steps(ZERO_BUBBLE, transfer_policy=TransferPolicy(**asked))

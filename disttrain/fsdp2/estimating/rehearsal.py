@@ -24,6 +24,7 @@ from disttrain.fsdp2.estimating.values import (
     SetSizes,
     SizedModule,
 )
+from disttrain.fsdp2.transfers.forms import reduces_in_place
 
 
 @dataclass(eq=False)
@@ -273,7 +274,7 @@ class Rehearsal:
             self._reduce([(group, params)])
             return
         self._owed[joint][group] = params
-        if len(self._owed[joint]) == len(joint.groups):
+        if all(each in self._owed[joint] or not any(p.is_trained for p in each.params) for each in joint.groups):
             self._reduce_owed(joint)
 
     def _reduce_owed(self, joint: SetSizes) -> None:
@@ -299,7 +300,8 @@ class Rehearsal:
             sum(each.reduced_bytes for each in every),
         )
         self._add(PACKED, packed_bytes + reduced_bytes)
-        num_in_place = sum(param.is_in_place for param in every)
+        forms = [[param.is_in_place for param in group.params] for group, _ in parts]
+        num_in_place = sum(param.is_in_place for param in every) if len(parts) == 1 or reduces_in_place(forms) else 0
         num_collectives = num_in_place + (num_in_place < len(every))
         first, _ = parts[0]
         self._send("reduce_scatter", first.num_shards, packed_bytes, num_collectives)

@@ -51,6 +51,12 @@ def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost |
     return tuple(num_bytes / COPY_BYTES_PER_S > latency_s for num_bytes in whole_bytes)
 
 
+def reduces_in_place(forms: Sequence[Sequence[bool]]) -> bool:
+    """Whether what several groups, whose parameters are gathered so, reduce together is in place: where all of it is.
+    Else it is one message."""
+    return all(all(form) for form in forms)
+
+
 def plan_together(whole_bytes: Sequence[int], asked: int | None, cost: TransferCost | None) -> list[int]:
     """How many of the modules that run one after the other, of so many bytes each, are gathered as one, set by set.
 

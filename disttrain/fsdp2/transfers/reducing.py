@@ -12,6 +12,7 @@ from disttrain.fsdp2.collectives import Averaging, ReductionPlan, start_reductio
 from disttrain.fsdp2.comm import UnderWay
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.param import ShardedParam
+from disttrain.fsdp2.transfers.forms import reduces_in_place
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
@@ -23,14 +24,16 @@ Owed = tuple["ParamGroup", Sequence[ShardedParam]]
 class _Part:
     """What one group gives to a reduction."""
 
-    def __init__(self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool) -> None:
+    def __init__(
+        self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool, may_be_in_place: bool
+    ) -> None:
         """Takes the whole gradients. A trained parameter without one takes part with zeros, so that sizes agree on all
         ranks; it gets none unless all receive."""
         self.group = group
         trained = [param for param in params if param.is_trained or param in group.unreduced]
-        in_place = dict(zip(group.params, group.in_place, strict=True))
-        self.params = sorted(trained, key=lambda param: not in_place[param])
-        self.num_in_place = sum(in_place[param] for param in trained)
+        in_place = dict(zip(group.params, group.in_place, strict=True)) if may_be_in_place else {}
+        self.params = sorted(trained, key=lambda param: not in_place.get(param))
+        self.num_in_place = sum(in_place.get(param, False) for param in trained)
         is_whole = self.params == group.params
         self.plan = group.plan if is_whole else plan_of(group, self.params)
         with torch.no_grad():
@@ -57,7 +60,11 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     if scale is None:
         # First, since what these leave to be reduced over the replicas takes part.
         comm.finish_reductions(but_last_sum=True)
-    parts = [_Part(group, params, all_receive=scale is not None) for group, params in owed]
+    # What is in place comes first in a message, of several groups as of one: of these all is, or nothing.
+    may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
+    parts = [
+        _Part(group, params, all_receive=scale is not None, may_be_in_place=may_be_in_place) for group, params in owed
+    ]
     sharding, dtype = first.sharding, first.reduce_dtype
     num_ranks = sharding.num_shards * sharding.num_replicas
     factor = num_ranks if first.divide_factor is None and first.only_sums else first.divide_factor

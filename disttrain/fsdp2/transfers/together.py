@@ -54,11 +54,11 @@ class Together:
 
     def reduce(self, group: ParamGroup, params: Sequence[ShardedParam], scale: float | None = None) -> None:
         """The backward of `group` has ended, and these of its parameters are to be reduced, if any. Collective for the
-        last of the groups."""
+        last of the groups that are trained: nothing tells when a backward is over that never comes to a module."""
         if params or group not in self._owed:
             self._owed[group] = params
         self._scale = scale
-        if len(self._owed) == len(self._groups):
+        if all(each in self._owed or not each.is_trained for each in self._groups):
             self.flush()
 
     def flush(self) -> None:
