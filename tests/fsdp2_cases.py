@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import disttrain
-from disttrain.fsdp2 import early, fully_shard
+from disttrain.fsdp2 import fully_shard
+from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call
 from tests.multirank import models
 
@@ -92,8 +93,8 @@ def recorded() -> Iterator[list[str]]:
 @contextmanager
 def small_parts(num_bytes: int) -> Iterator[None]:
     """Roots reduce parts of their gradients early that have this size."""
-    usual, early.PART_BYTES = early.PART_BYTES, num_bytes
+    usual, forms.PART_BYTES = forms.PART_BYTES, num_bytes
     try:
         yield
     finally:
-        early.PART_BYTES = usual
+        forms.PART_BYTES = usual

@@ -11,29 +11,15 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from disttrain.fsdp2.param import ShardedParam
-
-PART_BYTES = 32 * 2**20
-"""What is smaller is not worth a collective of its own, and goes with what comes after it."""
+from disttrain.fsdp2.transfers.forms import early_parts
 
 
 def parts_by_child(module: nn.Module, params: Sequence[ShardedParam]) -> list[list[ShardedParam]]:
-    """The parameters by the children of `module` that hold them, last child first, as backward reaches them.
-
-    Children are put together until a part has PART_BYTES.
-    """
+    """The parameters by the children of `module` that hold them, last child first, as backward reaches them."""
     children = {below: place for place, child in enumerate(module.children()) for below in child.modules()}
-    ordered = sorted(params, key=lambda param: -min(children.get(owner.module, -1) for owner in param.owners))
-    parts: list[list[ShardedParam]] = [[]]
-    num_bytes, last_child = 0, None
-    for param in ordered:
-        child = min(children.get(owner.module, -1) for owner in param.owners)
-        if num_bytes >= PART_BYTES and child != last_child:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(param)
-        num_bytes += param.num_bytes
-        last_child = child
-    return parts
+    places = [min(children.get(owner.module, -1) for owner in param.owners) for param in params]
+    parts = early_parts(places, [param.num_bytes for param in params])
+    return [[params[place] for place in part] for part in parts]
 
 
 class EarlyParts:

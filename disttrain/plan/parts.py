@@ -51,6 +51,22 @@ def elements_of(sizes: LlamaSizes, tp: int) -> Elements:
     return Elements(block, vocab, vocab + sizes.dim)
 
 
+def parameters_of_block(sizes: LlamaSizes, tp: int) -> list[tuple[int, int]]:
+    """Rows and columns of each parameter of a block that one rank of tensor parallel has: two norms, and matrices."""
+    query, ffn = sizes.query_size // tp, sizes.ffn_size // tp
+    keys = -(-sizes.key_size // tp) if sizes.num_kv_heads >= tp else sizes.key_size
+    norm, out, down = (sizes.dim, 1), (sizes.dim, query), (sizes.dim, ffn)
+    return [norm, norm, *((rows, sizes.dim) for rows in (query, keys, keys, ffn, ffn)), out, down]
+
+
+def parameters_outside(sizes: LlamaSizes, tp: int, stage: StageParts) -> tuple[list[int], list[tuple[int, int]]]:
+    """Likewise of what is in no block, and which child of the model holds each: embedding, blocks, norm, head."""
+    vocab = (-(-sizes.vocab_size // tp), sizes.dim)
+    has_own_head = stage.has_head and not (sizes.is_tied and stage.has_embedding)
+    found = [(0, vocab)] * stage.has_embedding + [(2, (sizes.dim, 1))] * stage.has_head + [(3, vocab)] * has_own_head
+    return [child for child, _ in found], [shape for _, shape in found]
+
+
 def tied_elements(job: Job, choice: Choice) -> int:
     """Of the matrix that a pipeline's first and last stage have a copy of each: one rank's part."""
     is_shared = job.sizes.is_tied and choice.mesh.pp > 1

@@ -102,7 +102,10 @@ def _details(job: Job, plan: Plan) -> str:
         ("all of it", f"{_gib(memory.total_bytes)} GiB", f"{memory.total_bytes / job.usable_bytes:.1%} of room")
     )
     rows += [(name, _seconds(s), f"{s / times.step_s:.1%}") for name, s in times.by_part.items() if s]
-    rows += [_wire(one) for one in plan.traffic]
+    for one in plan.traffic:
+        rows.append(_wire(one))
+        if one.form:
+            rows.append((f"{_INDENT}{one.form}", "", ""))
     return table(("the first one's parts", "", ""), rows, words=(0,))
 
 
@@ -111,8 +114,12 @@ def _wire(one: Traffic) -> tuple[str, str, str]:
     return (
         f"sent along {one.axis}{where}",
         f"{_gib(one.sent_bytes)} GiB",
-        f"{one.num_calls} calls of {_micro(one.latency_s)} at least",
+        f"{one.num_calls} calls{_collectives(one)} of {_micro(one.latency_s)} at least",
     )
+
+
+def _collectives(one: Traffic) -> str:
+    return f" ({one.num_collectives} collectives)" if one.num_collectives != one.num_calls else ""
 
 
 def _micro(seconds: float) -> str:

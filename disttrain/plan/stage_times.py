@@ -8,8 +8,9 @@ from functools import cache
 
 from disttrain.plan.activations import is_lean
 from disttrain.plan.job import Choice, Job
+from disttrain.plan.links import link_of
 from disttrain.plan.parts import StageParts, elements_of, local_key_size
-from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes, link_of
+from disttrain.plan.traffic import BLOCK_GATHERS, activation_bytes
 
 EXPOSED_WITHIN_NODE = 0.35
 """Of tensor parallel's communication: the rest hides behind products, part by part, by copy engines."""

@@ -14,6 +14,7 @@ from disttrain.pipelining.simulator import simulate
 from disttrain.pipelining.timeline import Timeline
 from disttrain.plan.activations import kept_of
 from disttrain.plan.job import Choice, Job
+from disttrain.plan.links import link_of
 from disttrain.plan.parts import (
     StageParts,
     elements_of,
@@ -24,7 +25,7 @@ from disttrain.plan.parts import (
     tied_elements,
 )
 from disttrain.plan.stage_times import StageTimes, block_times, stage_times
-from disttrain.plan.traffic import link_of, ring_bytes
+from disttrain.plan.traffic import ring_bytes
 
 NCCL_SHARE = 24 / 132
 """Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""

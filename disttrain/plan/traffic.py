@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disttrain.plan.activations import kept_of
-from disttrain.plan.collective_times import Link
 from disttrain.plan.job import Choice, Job
+from disttrain.plan.links import link_of
 from disttrain.plan.parts import Elements, StageParts, elements_of, parts_of, tied_elements
+from disttrain.plan.transfers import Counts, transfers_of
 
 BLOCK_GATHERS = 2
 """Of tensor parallel, in each direction of a block, and as many reductions."""
@@ -25,7 +26,8 @@ BLOCK_GATHERS = 2
 class Traffic:
     """Of one axis in a step, by the rank that sends most; `between_share` of its ranks send to another node.
 
-    `latency_s` is what a call takes before its bytes count: of a gather, or of a pipeline's message.
+    `latency_s` is what a call takes before its bytes count: of a gather, or of a pipeline's message. A call is one
+    launch, and as many collectives as bring parameters right into their places. `form` says how parameters go.
     """
 
     axis: str
@@ -34,25 +36,13 @@ class Traffic:
     sent_bytes: int
     between_share: float
     latency_s: float
+    num_collectives: int
+    form: str = ""
 
     @property
     def between_bytes(self) -> float:
         """Out of the node, mean over the ranks of the axis."""
         return self.sent_bytes * self.between_share
-
-
-def link_of(job: Job, choice: Choice, axis: str) -> Link:
-    """A ring that leaves a node does so once for each of its ranks there, which share the node's network evenly with
-    the rings beside it. A pipeline's messages have one rank's share, and one hop."""
-    hardware, mesh = job.hardware, choice.mesh
-    num_ranks, on_node = mesh.size(axis), mesh.num_on_node(axis, job.node_size)
-    steps = (hardware.node_step_s, hardware.network_step_s)
-    if on_node == num_ranks:
-        hops = 2 if axis == "pp" else num_ranks
-        return Link(hardware.node_latency_s, hardware.node_bytes_per_s, hops, 1, *steps)
-    rails, hops = (1, 2) if axis == "pp" else (on_node, num_ranks)
-    rate = min(hardware.node_bytes_per_s, rails * hardware.network_bytes_per_s)
-    return Link(hardware.network_latency_s, rate, hops, -(-hops // rails), *steps)
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
@@ -90,19 +80,20 @@ def _of_shards(
     whole = per_rank * _num_elements(job, elements, stages)
     reduced = choice.num_reductions * whole
     outside = per_rank * sum(elements.outside(stage, is_tied=is_tied) for stage in stages)
-    num_groups = per_rank * sum(stage.num_blocks + 1 for stage in stages)
-    num_reductions = choice.num_reductions * num_groups
-    if choice.schedule is None:
-        # Each microbatch gathers blocks for its forward and for its backward, and the root once.
-        times = choice.num_microbatches
-        gathered, num_gathers = times * (2 * whole - outside), times * (2 * num_groups - 1)
-    else:
-        gathered, num_gathers = whole, num_groups
+    plans = [transfers_of(job, choice, stage) for stage in stages]
+    is_scheduled = choice.schedule is not None
+    # Without a pipeline each microbatch gathers blocks for its forward and for its backward, and the root once.
+    times = 1 if is_scheduled else choice.num_microbatches
+    gathers = sum((plan.gathers(outside_once=not is_scheduled) for plan in plans), Counts()) * (times * per_rank)
+    reductions = sum((plan.reductions(is_scheduled=is_scheduled) for plan in plans), Counts())
+    reductions *= choice.num_reductions * per_rank
+    gathered = whole if is_scheduled else times * (2 * whole - outside)
     sent = ring_bytes(gathered * precision.compute_bytes + reduced * precision.reduce_bytes, mesh.dp)
     shard = reduced / mesh.dp * precision.reduce_bytes
+    copied = 2 * ring_bytes(shard, mesh.replicate)
     return (
-        _traffic(job, choice, "dp", num_gathers + num_reductions, sent),
-        _traffic(job, choice, "replicate", num_reductions, 2 * ring_bytes(shard, mesh.replicate)),
+        _traffic(job, choice, "dp", gathers + reductions, sent, str(plans[0])),
+        _traffic(job, choice, "replicate", Counts(reductions.num_calls, reductions.num_calls), copied),
     )
 
 
@@ -113,18 +104,21 @@ def _of_tensor_parallel(job: Job, choice: Choice, stages: tuple[StageParts, ...]
     # An embedding's result is reduced and a head's input gathered, and so are their gradients the other way.
     ends = 2 * (most.has_embedding + most.has_head)
     calls = choice.num_microbatches * (blocks + ends)
-    return _traffic(job, choice, "tp", calls, calls * activation_bytes(job, choice))
+    return _traffic(job, choice, "tp", Counts(calls, calls), calls * activation_bytes(job, choice))
 
 
 def _of_pipeline(job: Job, choice: Choice, per_rank: int) -> Traffic:
     calls, tied = 2 * per_rank * choice.num_microbatches, tied_elements(job, choice)
     sent_bytes = calls * kept_of(job, choice).message + tied * job.precision.parameter_bytes
-    return _traffic(job, choice, "pp", calls + (tied > 0), sent_bytes)
+    calls += tied > 0
+    return _traffic(job, choice, "pp", Counts(calls, calls), sent_bytes)
 
 
-def _traffic(job: Job, choice: Choice, axis: str, num_calls: int, sent_bytes: float) -> Traffic:
+def _traffic(job: Job, choice: Choice, axis: str, counts: Counts, sent_bytes: float, form: str = "") -> Traffic:
     num_ranks = choice.mesh.size(axis)
     on_node = choice.mesh.num_on_node(axis, job.node_size)
     between = 0.0 if on_node == num_ranks else 1 / on_node
     latency_s = link_of(job, choice, axis).gather_latency_s
-    return Traffic(axis, num_ranks, num_calls, round(sent_bytes), between, latency_s)
+    return Traffic(
+        axis, num_ranks, counts.num_calls, round(sent_bytes), between, latency_s, counts.num_collectives, form
+    )

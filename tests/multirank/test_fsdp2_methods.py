@@ -16,11 +16,11 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
-    early,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.multirank import models
@@ -299,8 +299,8 @@ def test_parameters_of_several_dtypes_in_one_module() -> None:
 def test_a_roots_gradients_are_reduced_as_soon_as_they_are_there() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 7)).double()
-    usual = early.PART_BYTES
-    early.PART_BYTES = 128
+    usual = forms.PART_BYTES
+    forms.PART_BYTES = 128
     try:
         model = copy.deepcopy(plain)
         fully_shard(model[1])
@@ -324,7 +324,7 @@ def test_a_roots_gradients_are_reduced_as_soon_as_they_are_there() -> None:
         plain(tokens).square().mean().backward()
         torch.testing.assert_close(gradients(model), gradients(plain))
     finally:
-        early.PART_BYTES = usual
+        forms.PART_BYTES = usual
 
 
 @on_ranks(2)

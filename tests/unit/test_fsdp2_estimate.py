@@ -24,7 +24,6 @@ from disttrain.fsdp2 import (
     MixedPrecisionPolicy,
     TransferCost,
     TransferPolicy,
-    early,
     estimate,
     fully_shard,
 )
@@ -230,7 +229,7 @@ def test_copies_beside_shards(options: dict[str, object], world: World) -> None:
 
 @pytest.mark.parametrize("part_bytes", [1, 2**40])
 def test_a_root_that_is_reduced_part_by_part(part_bytes: int, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(forms, "PART_BYTES", part_bytes)
     model = shard(Model())
     said = estimate(model)
     assert sum(each.num_calls for each in said.traffic if each.operation == "reduce_scatter") == (

@@ -13,7 +13,8 @@ from torch import nn
 
 import disttrain
 from disttrain import tp
-from disttrain.fsdp2 import MixedPrecisionPolicy, estimate
+from disttrain.fsdp2 import MixedPrecisionPolicy, TransferCost, estimate, fully_shard
+from disttrain.fsdp2.state import state_of
 from disttrain.kernels.linear_loss_plan import BLOCK_BYTES, plan_blocks
 from disttrain.pipelining import Costs, make_schedule, peaks, simulate
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, memory_of, plan_of, traffic_of
@@ -98,6 +99,47 @@ def test_a_rank_holds_what_fully_shard_says(world: World, reduces_each: bool) ->
     along_replicate = [one for one in truth.traffic if one.num_ranks == 2]
     assert by_axis["dp"].sent_bytes == pytest.approx(sum(one.sent_bytes for one in along_dp), rel=1e-3)
     assert by_axis["replicate"].sent_bytes == pytest.approx(sum(one.sent_bytes for one in along_replicate), rel=1e-3)
+
+
+NETWORKS = {
+    "fast": (2e-6, 5e10),
+    "slow": (1e-3, 1e9),
+    "far": (1e-2, 1e9),
+}
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 100_000])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("network", [None, *NETWORKS])
+def test_parameters_go_as_fully_shard_plans_it(
+    world: World, network: str | None, is_tied: bool, vocab_size: int
+) -> None:
+    """Launches and collectives of a step, and the form of each group."""
+    mesh = disttrain.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
+    sizes = replace(SIZES, vocab_size=vocab_size, is_tied=is_tied)
+    hardware, cost = HARDWARE["h200"], None
+    if network is not None:
+        latency_s, bytes_per_s = NETWORKS[network]
+        hardware = replace(
+            hardware, network_latency_s=latency_s, network_step_s=0.0, node_step_s=0.0, network_bytes_per_s=bytes_per_s
+        )
+        cost = TransferCost(latency_s, bytes_per_s * NUM_RANKS / (NUM_RANKS - 1))
+    job = replace(JOB, sizes=sizes, hardware=hardware, node_size=NUM_RANKS if network is None else 1)
+    with torch.device("meta"):
+        model = Model(sizes)
+        if is_tied:
+            model.head.weight = model.embedding.weight
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.blocks, model):
+        # As on GPUs: over Gloo all is flat by itself.
+        state_of(module).device = torch.device("cuda")
+    said = estimate(model, network=cost, optimizer=8)
+    (along_dp,) = traffic_of(job, Choice(MeshSizes(dp=NUM_RANKS), 4, 1))
+    assert along_dp.num_calls == sum(one.num_calls for one in said.traffic)
+    assert along_dp.num_collectives == sum(one.num_collectives for one in said.traffic)
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])

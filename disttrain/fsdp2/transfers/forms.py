@@ -10,7 +10,7 @@ latency; and small modules that run one after the other are gathered as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 COPY_BYTES_PER_S = 1e12
@@ -20,6 +20,10 @@ HOST_COLLECTIVE_S = 20e-6
 matrices have 2048 columns, in place where they have 4096)."""
 TOGETHER_BYTES = 256 * 2**20
 """What modules that are gathered together have at most, since two such sets are there at a time."""
+PART_BYTES = 32 * 2**20
+"""What is smaller of a root is not worth a reduction of its own, and goes with what comes after it in backward."""
+_FEW_LATENCIES = 8
+"""What takes longer than that many latencies goes by itself."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,30 @@ def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost |
         return (sum(whole_bytes) / COPY_BYTES_PER_S > num_params * HOST_COLLECTIVE_S,) * num_params
     latency_s = HOST_COLLECTIVE_S if cost is None else cost.latency_s
     return tuple(num_bytes / COPY_BYTES_PER_S > latency_s for num_bytes in whole_bytes)
+
+
+def may_go_together(num_bytes: int, asked: int | None, costs: Iterable[TransferCost | None]) -> bool:
+    """Whether a module of so many bytes is gathered or reduced with others. `costs` are those over the ranks that share
+    its parameters, and over those that hold copies."""
+    if asked is not None:
+        return asked > 1
+    most = (_FEW_LATENCIES * cost.latency_s * cost.bytes_per_s for cost in costs if cost is not None)
+    return num_bytes <= max(most, default=0.0)
+
+
+def early_parts(children: Sequence[int], num_bytes: Sequence[int]) -> list[list[int]]:
+    """Which parameters of a root, of so many bytes and held by these of its children, are reduced as one, before its
+    backward ends: the last child's first, as backward reaches them. Children are put together until a part is large."""
+    parts: list[list[int]] = [[]]
+    part_bytes, last_child = 0, None
+    for place in sorted(range(len(children)), key=lambda place: -children[place]):
+        if part_bytes >= PART_BYTES and children[place] != last_child:
+            parts.append([])
+            part_bytes = 0
+        parts[-1].append(place)
+        part_bytes += num_bytes[place]
+        last_child = children[place]
+    return parts
 
 
 def reduces_in_place(forms: Sequence[Sequence[bool]]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disttrain.fsdp2.transfers.forms import TransferCost, plan_form, plan_together
+from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
 from disttrain.fsdp2.transfers.together import Together
 
 if TYPE_CHECKING:
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]
 """What transfers cost over the ranks that share parameters, and over those that hold copies; None within a host."""
-_FEW_LATENCIES = 8
-"""What takes longer than that many latencies goes by itself."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,8 @@ def _may_join(state: ShardState, cost_of: CostOf) -> bool:
         return False
     if len({group.sharding for group in state.groups}) > 1:
         return False
-    if state.transfers.together is not None:
-        return state.transfers.together > 1
-    costs = [cost for cost in cost_of(state.groups[0].sharding) if cost is not None]
-    most = max((_FEW_LATENCIES * cost.latency_s * cost.bytes_per_s for cost in costs), default=0.0)
-    return _whole_bytes(state) <= most
+    costs = cost_of(state.groups[0].sharding)
+    return may_go_together(_whole_bytes(state), state.transfers.together, costs)
 
 
 def _kind(state: ShardState) -> tuple[object, ...]:
