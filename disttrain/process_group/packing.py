@@ -45,6 +45,8 @@ def _extend(value: object) -> msgpack.ExtType:
         flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         name = str(value.dtype).removeprefix("torch.")
         return msgpack.ExtType(_TENSOR, pack([name, list(value.shape), flat.numpy().tobytes()]))
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask")
     if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
         return msgpack.ExtType(_ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
     if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:

@@ -50,6 +50,34 @@ def test_every_reduction_by_reduce_scatter_and_all_reduce() -> None:
         torch.testing.assert_close(tensor, whole)
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
+def test_the_least_and_the_greatest_are_torchs_with_nan_and_infinities(op: str, dtype: str) -> None:
+    rank, size = place()
+    values = [0.0, -0.0, 1.5, -2.25, torch.inf, -torch.inf, torch.nan, 1e-7, -6e4]
+    number, reduces = getattr(torch, dtype), torch.minimum if op == "MIN" else torch.maximum
+    # Every pair of values, the one on one of the ranks, the other on all others.
+    first, second = torch.cartesian_prod(*[torch.tensor(values, dtype=number)] * 2).unbind(1)
+    expected = reduces(first, second)
+    for holder in range(size):
+        own = first if rank == holder else second
+        tensor = own.clone()
+        disttrain.all_reduce(tensor, getattr(ReduceOp, op))
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+        part = torch.empty(len(own), dtype=number)
+        disttrain.reduce_scatter_tensor(part, own.repeat(size), getattr(ReduceOp, op))
+        torch.testing.assert_close(part, expected, rtol=0, atol=0, equal_nan=True)
+        tensor = own.clone()
+        disttrain.reduce(tensor, 0, getattr(ReduceOp, op))
+        if rank == 0:
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+    together = [torch.full((2,), torch.nan if rank == 1 else 1.0, dtype=number), torch.zeros(3, dtype=number)]
+    disttrain.all_reduce_coalesced(together, getattr(ReduceOp, op))
+    assert together[0].isnan().all()
+    assert together[1].tolist() == [0.0] * 3
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_what_only_moves_data_takes_every_dtype(dtype: str) -> None:

@@ -69,7 +69,7 @@ def test_a_module_that_is_called_alone_leaves_the_others_sharded(has_gradients: 
 @on_ranks(4)
 def test_partly_in_place_groups_are_reduced_as_one_message() -> None:
     """Shards within a host, copies between hosts: gathers are each module's, reductions those of several."""
-    forms.COPY_BYTES_PER_S = 100 / forms.LIKELY_COST.latency_s
+    forms.COPY_BYTES_PER_S = 100 / forms.HOST_COLLECTIVE_S
     mesh = disttrain.init_device_mesh("cpu", (2, 2))
     mesh.world.default_group.spans_hosts = True
     shards, copies = mesh.get_group(1), mesh.get_group(0)

@@ -106,7 +106,16 @@ def test_sets_are_alike_on_ranks_that_hash_texts_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {object()}, np.array([object()]), np.zeros(2, [("x", "i4")]), 2**70, defaultdict(object)]
+    "value",
+    [
+        object(),
+        {object()},
+        np.array([object()]),
+        np.zeros(2, [("x", "i4")]),
+        2**70,
+        defaultdict(object),
+        np.ma.array([1, 2], mask=[0, 1]),
+    ],
 )
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ShapeError, match="cannot travel"):
