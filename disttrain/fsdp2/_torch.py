@@ -187,7 +187,7 @@ def out_of_graphs(function: _Function) -> _Function:
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(cast(Any, function).__code__, frames._FrameExecStrategy(skip, skip))
-    cast(Any, function)._torchdynamo_disable = True
+    vars(function)["_torchdynamo_disable"] = True
     return function
 
 
