@@ -133,13 +133,12 @@ def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+    return cast(torch.Tensor, getattr(tensor, "_local_tensor", tensor)).data_ptr()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Which storage the tensor has, wherever that lies at the moment."""
-    storage: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
-    return storage
+    return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
 _OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from disttrain.fsdp2._torch import are_same
 
 _SEQUENCES: Final = (tuple, list)
+_CONTAINERS: Final = (tuple, list, dict)
+_WITHOUT_TENSORS: Final = (torch.Tensor, NoneType, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""What needs no look, or has had one."""
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
@@ -47,6 +51,14 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
         else:
             object.__setattr__(changed, key, value)
     return changed
+
+
+def may_hide_tensors(values: Any) -> bool:
+    """True where the nest has a value in which we look for none, such as an object of the user's own class."""
+    if isinstance(values, _WITHOUT_TENSORS):
+        return False
+    items = items_of(values)
+    return any(map(may_hide_tensors, items.values())) if items or isinstance(values, _CONTAINERS) else True
 
 
 def items_of(values: Any) -> dict[Any, Any]:

@@ -44,6 +44,11 @@ class _PostBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # What is handed on is the input itself, whose tangent must be a view of the input's.
+        return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.state.post_backward(at_end=False)
         return (None, *grads)

@@ -1,4 +1,5 @@
-"""Modules whose outputs hold no tensor that we find: in a class of the user's own, say, or in a list that was given in.
+"""Modules of whose outputs we find no tensor, or not all: they are in a class of the user's own, in a list that was
+given in, or an attribute of the module.
 
 No hook of an output tells that the backward of such a module begins. The gradients of its gathered parameters do.
 """
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
 _TELLS = "_disttrain_tells"
 
 
-def watch_gradients(state: ShardState) -> None:
-    """Let the first gradient of a gathered parameter begin the model's backward, where `state` is silent."""
-    if not state.is_silent:
+def watch_gradients(state: ShardState, *, may_be_hidden: bool) -> None:
+    """Let the first gradient of a gathered parameter begin the model's backward.
+
+    Where `state` is silent, or its outputs have values in which tensors `may_be_hidden`.
+    """
+    if not (state.is_silent or may_be_hidden):
         return
 
     def begin(_: object) -> None:

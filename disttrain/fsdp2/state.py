@@ -23,7 +23,7 @@ from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.handed_back import Forwards
 from disttrain.fsdp2.lone_errors import tell_of
 from disttrain.fsdp2.lost_writes import note_values, refuse_writes, written_since
-from disttrain.fsdp2.nests import cast_floats, for_each_tensor
+from disttrain.fsdp2.nests import cast_floats, for_each_tensor, may_hide_tensors
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
 from disttrain.fsdp2.post_backward import watch_inputs
@@ -77,7 +77,7 @@ class ShardState:
         self.scheduled: list[ShardState] | None = None
         """Where a schedule decides when to gather, free and reduce: this state and those below."""
         self.is_silent = False
-        """True where no tensor was found in the outputs: none of them tells that the backward begins."""
+        """True where no tensor of the outputs, if there is one, tells that the backward begins."""
         self._awaits_post_backward = False
         self._is_alone = False
         """True where its last forward was called without the root's: others may not come, and are not gathered for."""
@@ -280,14 +280,15 @@ class ShardState:
         # After an exception there is no backward to keep anything for.
         has_failed = outputs is None and sys.exception() is not None
         grad_will_come = torch.is_grad_enabled() and not has_failed
-        num_outputs = 0
+        num_outputs = num_watched = 0
         written = written_since(() if has_failed or self._num_running > 1 else self.groups)
         self._to_run.discard(module)
         gathered = [group.gathered for group in self.groups]
 
         def hand_out(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal num_outputs
+            nonlocal num_outputs, num_watched
             num_outputs += 1
+            num_watched += tensor.requires_grad
             # A gathered parameter is freed later on: what a module returns of it must not go with it.
             tensor = tensor.clone() if any(group.holds(tensor) for group in self.groups) else tensor
             return self._watch_output(tensor, gathered) if grad_will_come else tensor
@@ -295,11 +296,12 @@ class ShardState:
         if self._policy.output_dtype is not None:
             outputs = cast_floats(outputs, self._policy.output_dtype)
         outputs = for_each_tensor(outputs, hand_out)
-        self.is_silent = grad_will_come and num_outputs == 0
+        is_unheard = not num_watched and any(group.is_trained for group in self.groups)
+        self.is_silent = grad_will_come and (is_unheard or num_outputs == 0)
         if self.scheduled is not None:
             refuse_writes(written, type(module).__name__)
             return outputs
-        watch_gradients(self)
+        watch_gradients(self, may_be_hidden=grad_will_come and may_hide_tensors(outputs))
         # Where no tensor is found in the outputs, nothing will tell that the backward begins.
         is_needed = self.is_kept_unsharded or self._awaits_post_backward or self.is_silent
         self._num_running = max(self._num_running - 1, 0)
@@ -360,9 +362,7 @@ class ShardState:
     @staticmethod
     def _next(chosen: list[ShardState] | None, learnt: ShardState | None) -> list[ShardState]:
         """Whose parameters to gather ahead: what the user has chosen, else what came next in the last iteration."""
-        if chosen is not None:
-            return chosen
-        return [] if learnt is None else [learnt]
+        return chosen if chosen is not None else [] if learnt is None else [learnt]
 
     @property
     def comm(self) -> Comm:

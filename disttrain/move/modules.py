@@ -22,7 +22,6 @@ MODULES = {
     "torch.distributed.checkpoint.hf_storage": "disttrain.checkpoint",
     "torch.distributed.checkpoint.metadata": "disttrain.checkpoint",
     "torch.distributed.checkpoint.planner": "disttrain.checkpoint",
-    "torch.distributed.checkpoint._fsspec_filesystem": "disttrain.checkpoint",
     "torch.distributed.checkpoint.quantized_hf_storage": "disttrain.checkpoint",
     "torch.distributed.checkpoint.staging": "disttrain.checkpoint",
     "torch.distributed.checkpoint.state_dict": "disttrain.checkpoint",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import nn
 from torch.distributions import Normal
 
@@ -52,6 +53,31 @@ class Draws(nn.Module):
         return Normal(self.linear(x), 1.0)
 
 
+class Beside(nn.Module):
+    """A tensor that the loss knows nothing of, and one that is not found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.other = nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Carrier]:
+        return self.other(x), Carrier(self.linear(x).tanh())
+
+
+class Attribute(nn.Module):
+    """Keeps what it computes, and returns it without its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.x = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.x = self.linear(x).tanh()
+        return self.x.detach()
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -66,14 +92,15 @@ class Model(nn.Module):
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     output = model(x)
+    output = output[1] if isinstance(output, tuple) else model if torch.is_tensor(output) else output
     return -output.log_prob(x).mean() if isinstance(output, Normal) else output.x.square().mean()
 
 
-@pytest.mark.parametrize("kind", ["carried", "appends", "distribution", "carried, kept"])
+@pytest.mark.parametrize("kind", ["carried", "appends", "distribution", "beside", "attribute", "carried, kept"])
 def test_training_is_that_of_one_process(kind: str) -> None:
     torch.manual_seed(0)
-    of_kind = {"appends": Appends, "distribution": Draws}.get(kind, Carried)
-    plain = Draws() if of_kind is Draws else Model(of_kind)
+    alone = {"distribution": Draws, "beside": Beside, "attribute": Attribute}
+    plain = alone[kind]() if kind in alone else Model(Appends if kind == "appends" else Carried)
     batches = torch.randn(3, 4, 4, dtype=torch.float64)
 
     def body() -> None:
@@ -139,3 +166,23 @@ def test_what_a_module_writes_to_containers_reaches_the_callers(mode: str) -> No
         assert first[1].dtype == torch.float32
 
     run_threads(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_tangents_pass_what_tells_that_a_backward_is_over() -> None:
+    def body() -> None:
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        model = copy.deepcopy(plain)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        torch.manual_seed(0)
+        x, tangent = torch.randn(2, 3, 4, dtype=torch.float64)
+        found = []
+        for one in (model, plain):
+            with forward_ad.dual_level():
+                found.append(forward_ad.unpack_dual(one(forward_ad.make_dual(x, tangent))).tangent)
+        torch.testing.assert_close(found[0], found[1])
+
+    torch.manual_seed(1)
+    run_threads(1, body)
