@@ -7,14 +7,18 @@ waits, and nothing happens. Nothing of this runs while all is well.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from disttrain.errors import DisttrainError
 from disttrain.process_group.refusals import ANY
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
+    from disttrain.fsdp2.state import ShardState
 
 
 def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> None:
@@ -30,3 +34,11 @@ def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> N
                 each.refuse(operation, error, ANY)
     except DisttrainError as reason:
         error.add_note(f"The other ranks could not be told: {reason}")
+
+
+def tell_of_failure(state: ShardState) -> None:
+    """If the forward of a root, `state`, has failed, with other ranks waiting for what would have come, tell them."""
+    error, context = sys.exception(), state.context
+    goes_on = torch.is_grad_enabled() or context is None or not context.order.is_over
+    if isinstance(error, Exception) and goes_on:
+        tell_of("forward", error, [group for each in state.with_those_below() for group in each.groups])

@@ -21,7 +21,7 @@ from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.handed_back import Forwards
-from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.lone_errors import tell_of_failure
 from disttrain.fsdp2.lost_writes import note_values, refuse_writes, written_since
 from disttrain.fsdp2.nests import cast_floats, for_each_tensor, may_hide_tensors
 from disttrain.fsdp2.param_group import ParamGroup
@@ -271,7 +271,7 @@ class ShardState:
         self._forwards.end()
         context = self.context
         if (self._is_root or context is None) and outputs is None and self.scheduled is None:
-            self._tell_of_failure(context)
+            tell_of_failure(self)
         if context is None:
             return outputs
         ends_iteration = self._is_root and not self._num_methods
@@ -319,13 +319,6 @@ class ShardState:
             refuse_begun(outputs, type(module).__name__)
         refuse_writes(written, type(module).__name__)
         return outputs
-
-    def _tell_of_failure(self, context: RootContext | None) -> None:
-        """If this forward has failed, with other ranks waiting for what would have come, tell them."""
-        error = sys.exception()
-        goes_on = torch.is_grad_enabled() or context is None or not context.order.is_over
-        if isinstance(error, Exception) and goes_on:
-            tell_of("forward", error, [group for state in self.with_those_below() for group in state.groups])
 
     def _frees_after_forward(self) -> bool:
         # The root's backward comes right after its forward: freeing in between would only gather twice.
