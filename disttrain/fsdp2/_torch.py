@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, methodcaller
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,6 +21,7 @@ without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _VERSION = attrgetter("_version")
+_ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -129,11 +130,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Versions, and then addresses; others when the tensors have been written to, or their `.data` replaced."""
     with without_overrides():
-        return (*map(_VERSION, tensors), *map(_address, tensors))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return cast(torch.Tensor, getattr(tensor, "_local_tensor", tensor)).data_ptr()
+        return (*map(_VERSION, tensors), *map(_ADDRESS, tensors))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
