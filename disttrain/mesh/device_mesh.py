@@ -11,9 +11,9 @@ import torch
 
 from disttrain.errors import MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
+from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
-from disttrain.process_group.current import resolve_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,11 +58,7 @@ class DeviceMesh(GraphConstant):
               this rank, those of its group.
         Raises: MeshError when they are others. To be called by the ranks of the groups; nothing is sent.
         """
-        given = group if isinstance(group, Sequence) else (group,)
-        groups = tuple(resolve_group("DeviceMesh.from_group", one) for one in given)
-        if not groups or not all(isinstance(one, ProcessGroup) for one in groups):
-            problem = "a group was given that this rank is not in." if groups else "no group was given."
-            raise MeshError("DeviceMesh.from_group", problem, "Give groups of this rank, one for each axis.")
+        groups = given_groups(group)
         if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
             problem, rank = f"of {len(groups)} groups it is not said how they lie.", groups[0].world.rank
             raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)

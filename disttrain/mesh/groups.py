@@ -1,0 +1,21 @@
+"""Groups as callers of `DeviceMesh.from_group` give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disttrain.errors import MeshError
+from disttrain.process_group import ProcessGroup
+from disttrain.process_group.current import resolve_group
+from disttrain.process_group.world import NonGroupMember
+
+_OPERATION = "DeviceMesh.from_group"
+
+
+def given_groups(group: object) -> tuple[ProcessGroup, ...]:
+    """Those of torch's that stand for ours are ours. Raises MeshError for none, GroupError for others."""
+    given = tuple(group) if isinstance(group, Sequence) else (group,)
+    if not given or any(isinstance(one, NonGroupMember) for one in given):
+        problem = "a group was given that this rank is not in." if given else "no group was given."
+        raise MeshError(_OPERATION, problem, "Give groups of this rank, one for each axis.")
+    return tuple(resolve_group(_OPERATION, one) for one in given)
