@@ -31,6 +31,7 @@ _GIVE_UP: Final = -1
 
 _OVER: Final = object()
 _GIVE_UP_S: Final = 2.0
+_LET_GO_S: Final = 0.2
 _ID_BYTES: Final = 7
 _CLOSE: Final = -2
 """In place of an op: one of those who share the file, `world_size` at least, has closed it."""
@@ -57,9 +58,9 @@ class FileStore(StoreMethods):
                 self._write([0, _OPEN], deadline_s)
 
     def __del__(self) -> None:
-        # As torch's; others of its users look after the file if this fails.
+        # As torch's. It may come while this thread has locked the file through another store: no long wait.
         with suppress(Exception):
-            self.close()
+            self._close(_LET_GO_S)
 
     @property
     def path(self) -> str:
@@ -81,9 +82,12 @@ class FileStore(StoreMethods):
 
     def close(self) -> None:
         """Fail every request under way through this object and all that follow. Idempotent."""
+        self._close(self._timeout_s)
+
+    def _close(self, wait_s: float) -> None:
         if self._is_closed or os.getpid() != self._pid:
             return
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + wait_s
         with self._turn(Op.NUM_KEYS, deadline_s):
             self._is_closed = True
             if self._world_size > 0:
