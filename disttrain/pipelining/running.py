@@ -32,7 +32,8 @@ class Running:
     """One rank's side of it.
 
     Args: schedule  computations only, or with all that an executor needs;  lower  makes the latter of the former;
-          name  tells this pipeline from all others of the job.
+          name  tells this pipeline from all others of the job;  num_early  past how many computations receives move up
+          that no other of the same direction stands before.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Running:
         device: torch.device,
         *,
         is_dynamic: bool,
+        num_early: int,
         uses_copy_engines: bool,
         fuses_sums: bool,
     ) -> None:
@@ -58,6 +60,7 @@ class Running:
         self._schedules = {True: schedule, False: only_forward}
         self._lowered: dict[bool, Schedule] = {}
         self._lower = lower
+        self._num_early = num_early
         self._uses_copy_engines = uses_copy_engines and device.type == "cuda"
         self._mail = mail
         self._executor = Executor(stages, routes, self._mail, device, fuses_sums=fuses_sums)
@@ -98,11 +101,10 @@ class Running:
     def _prepare(self, is_training: bool) -> Schedule:
         lowered = self._lower(self._schedules[is_training])
         verify(lowered)
-        import os
-
-        if n := int(os.environ.get("AHEAD", "0")):
-            lowered = place_receives_early(lowered, n, by_direction=True)
         self._mail.connect(_pairs(lowered))
+        if self._num_early:
+            # Each direction has a group of its own, and ranks agree about each alone.
+            lowered = place_receives_early(lowered, self._num_early, by_direction=True)
         self._lowered[is_training] = lowered
         return lowered
 

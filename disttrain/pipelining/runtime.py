@@ -29,6 +29,8 @@ from disttrain.pipelining.tied import find_problem, tied_forms
 from disttrain.process_group import ProcessGroup, all_gather_object
 
 _OPERATION = "pipelining.step"
+_AHEAD_ON_HOST = 4
+"""Computations: over a network the sender learns of room a latency late, and sends after that."""
 
 
 class PipelineSchedule:
@@ -53,8 +55,9 @@ class PipelineSchedule:
                      step; costs a message through the store each;
           max_unsharded   of sharded stages, as many as this rank may have whole at once; default: all;
           costs      measured times, by which messages are ordered;
-          num_ahead  how many computations ahead of its use a receive is posted; default: 1, on CUDA 0, since a kernel
-                     of NCCL's that waits takes cores from what is computed meanwhile;
+          num_ahead  how many computations ahead of its use a receive is posted; default: 4, since a Gloo sender waits
+                     until it is told of room, on CUDA 0, since a kernel of NCCL's that waits takes cores from what is
+                     computed meanwhile;
           copy_engines  False: on CUDA, leave messages to NCCL also between GPUs of one host;
           fuse_accumulation  True: the products of linear layers add to the gradients of earlier microbatches: faster,
                      with less memory, and rounded once instead of twice, so not bit for bit what autograd makes.
@@ -94,7 +97,8 @@ class PipelineSchedule:
         self._is_dynamic = dynamic_shapes
         self._max_unsharded = max_unsharded
         self._costs = costs
-        self._num_ahead = num_ahead if num_ahead is not None else int(self._device.type != "cuda")
+        default = 0 if self._device.type == "cuda" else _AHEAD_ON_HOST
+        self._num_ahead = num_ahead if num_ahead is not None else default
         self._uses_copy_engines = copy_engines
         self._fuses_sums = fuse_accumulation
         self._rank = self._group.world.rank
@@ -280,6 +284,7 @@ class PipelineSchedule:
                 name,
                 self._device,
                 is_dynamic=self._is_dynamic,
+                num_early=0 if self._device.type == "cuda" or self.schedule.has_messages else self._num_ahead,
                 uses_copy_engines=self._uses_copy_engines,
                 fuses_sums=self._fuses_sums,
             )

@@ -75,6 +75,17 @@ def test_receives_pass_no_message_of_the_same_pair() -> None:
     assert place_receives_early(schedule, 9) == schedule
 
 
+def test_receives_pass_sends_where_each_direction_goes_by_itself() -> None:
+    schedule = insert_messages(make_schedule("1F1B", 2, 2))
+    assert _rows(place_receives_early(schedule, 9, by_direction=True)) == [
+        "0RECV_B0,0RECV_B1,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1",
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1",
+    ]
+    assert _rows(place_receives_early(schedule, 1, by_direction=True))[0] == (
+        "0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1"
+    )
+
+
 def test_early_receives_hide_the_links_time() -> None:
     """A receive that is posted one computation ahead lets its message travel meanwhile."""
     schedule = insert_messages(make_schedule("ForwardOnly", 4, 8))
