@@ -21,18 +21,23 @@ _BAGS: Final = frozenset({"aten._embedding_bag", "aten._embedding_bag_forward_on
 def specs_of_even_bags(
     facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Spec | None, ...] | None:
-    """Each DTensor's spec, and None for offsets, where these alone are plain, and those of equal bags; else None.
+    """Specs of a call of which the offsets alone are plain, and are those of equal bags; None for others.
 
-    On GPUs it waits for the offsets.
+    On GPUs the host waits for the offsets.
     """
     if facts.name not in _BAGS or [is_plain(tensor) for tensor in tensors[:3]] != [False, False, True]:
         return None
     given = dict(zip(facts.arguments, args, strict=False)) | kwargs
-    offsets, indices = given["offsets"], given["indices"]
     if any(is_plain(tensor) for tensor in tensors[3:]) or given.get("include_last_offset") or is_traced():
         return None
-    num_bags, num_indices = offsets.numel(), indices.numel()
-    if offsets.is_meta or num_bags == 0 or num_indices % num_bags:
+    if not _are_even(given["offsets"], given["indices"].numel()):
         return None
+    return tuple(getattr(tensor, "_spec", None) for tensor in tensors)
+
+
+def _are_even(offsets: torch.Tensor, num_indices: int) -> bool:
+    num_bags = offsets.numel()
+    if offsets.is_meta or num_bags == 0 or num_indices % num_bags:
+        return False
     even = torch.arange(num_bags, dtype=offsets.dtype, device=offsets.device) * (num_indices // num_bags)
-    return tuple(getattr(tensor, "_spec", None) for tensor in tensors) if torch.equal(offsets, even) else None
+    return torch.equal(offsets, even)

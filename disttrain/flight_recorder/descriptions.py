@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_SITES: Final = 8192
 """How many call sites and stacks are known at a time; those beyond are learnt anew."""
 _NUM_UNDER_WAY: Final = 64
+_STACK: Final = 8
+"""Where a site has the number of its stack."""
 _MAX_ERROR_CHARS: Final = 500
 
 
@@ -122,12 +124,12 @@ class Descriptions:
         outputs: Sequence[torch.Tensor],
         callers: Callers,
     ) -> Site:
-        """The call site of a key in `sites`, learnt where it is new. Its key begins with operation, group and peer."""
+        """The call site of a key in `sites`, learnt where it is new. Keys begin with operation, group, peer, how."""
         codes, _ = callers
         for site in self.sites.get(key, ()):
             if site.codes == codes:
                 return site
-        operation, group_name, peer_rank = key[:3]
+        operation, group_name, peer_rank, how = key[:4]
         with self._lock:
             if self._num_sites > MAX_SITES or self._ring.is_full:
                 self._forget()
@@ -138,6 +140,8 @@ class Descriptions:
                 tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in inputs or outputs)),
                 None if peer_rank is None else group.ranks[peer_rank],
                 self._stack(callers),
+                how if isinstance(how, str) else "",
+                how if isinstance(how, tuple) else None,
             )
             site = Site([*codes], entry[1], counter, messages)
             # A new list: another thread may be going through the old one.
@@ -183,7 +187,7 @@ class Descriptions:
         numbers.update(range(newest - _NUM_UNDER_WAY, newest))
         described = self._described
         sites = [entry for number, entry in described.items() if number in numbers and entry[0] == "site"]
-        numbers.update(entry[-1] for entry in sites)
+        numbers.update(entry[_STACK] for entry in sites)
         self._described = {number: entry for number, entry in described.items() if number in numbers}
         if self.world is not None:
             self._forget_groups({*(entry[2] for entry in sites), *(group.group_name for group in self.world.groups)})

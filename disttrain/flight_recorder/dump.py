@@ -134,7 +134,7 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
             shapes = (site.input_shapes, site.output_shapes)
             ranks = None if site.ranks == ranks_of.get(site.group_name) else site.ranks
             called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
-            yield ["site", *called, stacks[site.stack]]
+            yield ["site", *called, stacks[site.stack], site.reduction, site.splits or None]
         label = (record.action, record.module)
         if label not in labels:
             labels[label] = len(labels)

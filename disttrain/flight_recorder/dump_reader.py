@@ -26,6 +26,7 @@ from disttrain.flight_recorder.record import (
     Frame,
     GroupProgress,
     Record,
+    Splits,
     Stack,
     State,
     ThreadStack,
@@ -208,17 +209,19 @@ class _Reader:
         match item:
             case ["label", str(action), str(module)]:
                 self.labels.append((action, module))
-            case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack]:
+            case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack, *more]:
                 group_ranks = self.groups[name].ranks if ranks is None else self._ranks(ranks)
                 # Without the stack's number, which differs between ranks.
-                key = (packed(item[:-1]), id(group_ranks), id(_at(self.stacks, stack)))
+                key = (packed([*item[:8], *more]), id(group_ranks), id(_at(self.stacks, stack)))
                 site = self.shared.sites.get(key)
                 if site is None:
                     shapes = tuple(map(as_ints, inputs)), tuple(map(as_ints, outputs))
                     peer = None if peer_rank is None else as_int(peer_rank)
                     axis_name = self.groups[name].axis_name if name in self.groups else ""
                     called = (name, group_ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer)
-                    site = self.shared.sites[key] = CallSite(*called, _at(self.stacks, stack), axis_name)
+                    site = self.shared.sites[key] = CallSite(
+                        *called, _at(self.stacks, stack), axis_name, *more_of_site(more)
+                    )
                 self.sites.append(site)
             case ["stack", [*frames]]:
                 frames_key = packed(frames)
@@ -318,6 +321,14 @@ def as_ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not _INT_ONLY.issuperset(map(type, values)):
         raise TypeError("not a list of whole numbers")
     return tuple(values)
+
+
+def more_of_site(more: Sequence[Any]) -> tuple[str, Splits]:
+    """The reduction and the splits of a site, which early versions did not have. Raises TypeError."""
+    if len(more) < 2:
+        return "", ()
+    reduction, splits = more[:2]
+    return as_text(reduction), () if splits is None else tuple(map(as_ints, splits))
 
 
 def _all_device_times(values: Sequence[list[Any] | None]) -> list[DeviceTimes | None]:

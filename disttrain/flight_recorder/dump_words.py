@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-DUMP_VERSION: Final = 4
+DUMP_VERSION: Final = 5
 """Of the format; it rises when readers must change."""
 
 EXIT: Final = "exit"

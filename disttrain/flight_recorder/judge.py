@@ -14,7 +14,7 @@ from disttrain.flight_recorder.circle import find_circle
 from disttrain.flight_recorder.dump import Dump
 from disttrain.flight_recorder.match import Match
 from disttrain.flight_recorder.membership import find_different_groups
-from disttrain.flight_recorder.mismatch import divergence, find_mismatches
+from disttrain.flight_recorder.mismatch import divergence, find_mismatches, other_shapes
 from disttrain.flight_recorder.record import SEND, Record, ranks_text
 from disttrain.flight_recorder.straggler import find_straggler
 from disttrain.flight_recorder.together import find_gone_together, met_in, never_started
@@ -34,9 +34,8 @@ def judge(found: Match) -> list[Verdict]:
     for find in (_contradictions, _unconnected, find_gone_together, _raised, _incomplete):
         if verdicts := find(found, waits):
             return verdicts
-    return find_straggler(found) or [
-        Verdict(Kind.NOTHING_WRONG, (), f"All {found.world_size} ranks agree, and none waits for another.")
-    ]
+    summary = f"All {found.world_size} ranks agree, and none waits for another."
+    return find_straggler(found) or [Verdict(Kind.NOTHING_WRONG, (), summary, tuple(other_shapes(found)))]
 
 
 def _contradictions(found: Match, waits: Sequence[Wait]) -> list[Verdict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Final
@@ -32,6 +32,7 @@ _FIELDS: Final[tuple[tuple[Kind, str, Callable[[CallSite], Hashable]], ...]] = (
     (Kind.MISMATCHED_OPERATION, "different operations", lambda site: site.operation),
     (Kind.MISMATCHED_ROOT, "different roots", lambda site: site.peer_rank),
     (Kind.MISMATCHED_DTYPE, "different dtypes", lambda site: site.dtypes),
+    (Kind.MISMATCHED_REDUCTION, "different reductions", lambda site: site.reduction),
     (Kind.MISMATCHED_SIZES, "different sizes", _sizes),
 )
 
@@ -46,10 +47,68 @@ def find_mismatches(found: Match) -> list[Verdict]:
                 continue
             if len({_signature(record[0], known) for record in meeting.records.values()}) > 1:
                 verdict = _collective(found, meeting)
-                if verdict is not None:
-                    verdicts.append(verdict)
-                    break
+            else:
+                verdict = _parts(found, meeting)
+            if verdict is not None:
+                verdicts.append(verdict)
+                break
     return verdicts + [verdict for message in found.messages.values() if (verdict := _message(found, message))]
+
+
+def other_shapes(found: Match) -> list[str]:
+    """Tensors of as many elements and other shapes: a sentence about the first such collective of each group.
+
+    They may be meant to be so, and nothing hangs by them.
+    """
+    sentences = []
+    for meetings in found.meetings.values():
+        for meeting in meetings.values():
+            ways: dict[Hashable, list[int]] = {}
+            for rank, record in sorted(meeting.records.items()):
+                ways.setdefault(_shapes(record.site), []).append(rank)
+            if len(ways) > 1:
+                calls = "; ".join(_call(found.dumps, meeting, ranks) for ranks in ways.values())
+                sentences.append(f"ranks called other shapes, of as many elements, as {meeting.title}: {calls}")
+                break
+    return sentences
+
+
+def _shapes(site: CallSite) -> Hashable:
+    if site.operation == "reduce":
+        return site.input_shapes
+    return (site.input_shapes, site.output_shapes) if site.operation in _EVEN else None
+
+
+def _parts(found: Match, meeting: Meeting) -> Verdict | None:
+    """An all_to_all_single of which a rank sends another number of rows than the other expects."""
+    sites = {rank: record.site for rank, record in meeting.records.items()}
+    if not any(site.splits for site in sites.values()):
+        return None
+    rows = {rank: _rows(site) for rank, site in sites.items() if site.operation == "all_to_all_single"}
+    for sender, (_, sent) in sorted(rows.items()):
+        for receiver, (received, _) in sorted(rows.items()):
+            num_sent, num_expected = sent[meeting.ranks.index(receiver)], received[meeting.ranks.index(sender)]
+            if num_sent != num_expected:
+                summary = (
+                    f"Ranks called different sizes as {meeting.title}: rank {sender} sends {num_sent} rows to rank "
+                )
+                summary += f"{receiver}, which expects {num_expected}: "
+                summary += "; ".join(_call(found.dumps, meeting, [rank]) for rank in dict.fromkeys((sender, receiver)))
+                evidence = came_lines(found.dumps, meeting.records)
+                blamed = tuple(sorted({sender, receiver}))
+                return Verdict(Kind.MISMATCHED_SIZES, blamed, f"{summary}.", tuple(evidence))
+    return None
+
+
+def _rows(site: CallSite) -> tuple[Sequence[int], Sequence[int]]:
+    """What a rank receives from each, and sends to each."""
+    if len(site.splits) == 2 and all(len(rows) == len(site.ranks) for rows in site.splits):
+        return site.splits[0], site.splits[1]
+    received, sent = (
+        shapes[0][0] // len(site.ranks) if shapes and shapes[0] else 0
+        for shapes in (site.output_shapes, site.input_shapes)
+    )
+    return (received,) * len(site.ranks), (sent,) * len(site.ranks)
 
 
 def divergence(found: Match, meeting: Meeting) -> list[str]:
@@ -109,7 +168,7 @@ def _collective(found: Match, met: Meeting) -> Verdict | None:
 def _call(dumps: Mapping[int, Dump], meeting: Meeting, ranks: list[int]) -> str:
     site = meeting.records[ranks[0]].site
     root = "" if site.peer_rank is None else f" from rank {site.peer_rank}"
-    call = f"{site.operation}{root}{f' of {site.tensors}' if site.tensors else ''}"
+    call = f"{site.title}{root}{f' of {site.tensors}' if site.tensors else ''}"
     return f"{ranks_text(ranks)} {call} at {place(dumps[ranks[0]], site.stack)}"
 
 

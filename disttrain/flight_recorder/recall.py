@@ -46,6 +46,7 @@ def fields_of_site(site: CallSite) -> dict[str, Any]:
     """What has to be alike on all ranks. Sizes are numbers of elements: shapes may differ."""
     inputs, outputs = ([math.prod(shape) for shape in shapes] for shapes in (site.input_shapes, site.output_shapes))
     fields: dict[str, Any] = {"operation": site.operation, "dtype": ",".join(site.dtypes), "root": site.peer_rank}
+    fields["reduction"] = site.reduction or "SUM"
     if site.operation in _ONE_SIZE | _PARTS:
         fields["sizes"] = inputs
     elif site.operation in _IN_AND_OUT:
@@ -69,4 +70,4 @@ def _text(site: CallSite, module: str) -> str:
     root = "" if site.peer_rank is None else f" with root {site.peer_rank}"
     tensors = f" of {site.tensors}" if site.tensors else ""
     tensors += f" for {module}" if module else ""
-    return f"{site.operation}{root}{tensors} at {own[0] if own else 'an unknown place'}"
+    return f"{site.title}{root}{tensors} at {own[0] if own else 'an unknown place'}"

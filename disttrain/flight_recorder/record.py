@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
+Splits = tuple[tuple[int, ...], ...]
+
 SEND, RECEIVE = "send", "recv"
 """The operations that only two ranks see. All others are collectives of their group."""
 
@@ -49,6 +51,8 @@ class CallSite:
 
     `ranks` are the group's global ranks in group order, `axis_name` is the mesh axis that it was made for; `peer_rank`
     is the global rank of the root, destination or source; `stack` leaves out disttrain's own frames.
+    `reduction` is its name, such as MAX, and empty where it is a sum, or nothing is reduced. `splits` are the rows that
+    the rank receives from each, and those that it sends to each, where parts are not equal.
     """
 
     group_name: str
@@ -60,6 +64,8 @@ class CallSite:
     peer_rank: int | None
     stack: Stack
     axis_name: str = field(default="", compare=False)
+    reduction: str = ""
+    splits: Splits = ()
 
     @property
     def group_title(self) -> str:
@@ -68,6 +74,11 @@ class CallSite:
             return self.group_name
         axis = f"axis {self.axis_name}, " if self.axis_name else ""
         return f"{self.group_name} ({axis}{ranks_text(self.ranks)})"
+
+    @property
+    def title(self) -> str:
+        """The operation, with its reduction where it is no sum."""
+        return f"{self.operation} {self.reduction}" if self.reduction else self.operation
 
     @property
     def is_message(self) -> bool:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from disttrain.errors import DisttrainError
     from disttrain.flight_recorder.dump import Dump
     from disttrain.process_group import ProcessGroup, World
+    from disttrain.process_group.observer import How
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class FlightRecorder:
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
+        how: How = None,
     ) -> tuple[int, int]:
         """Record a call that is about to be handed to its transport. Returns: its number, and the word of its slot."""
         try:
@@ -199,7 +201,7 @@ class FlightRecorder:
             # One by one: in a loop, in lists that grow, they take half as long again.
             # fmt: off
             is_next = site.key == (
-                operation, group.group_name, peer_rank, dtype, brought,
+                operation, group.group_name, peer_rank, how, dtype, brought,
                 second.f_lasti, third.f_lasti, fourth.f_lasti, fifth.f_lasti,
                 sixth.f_lasti, seventh.f_lasti, eighth.f_lasti,
                 second.f_code, third.f_code, fourth.f_code, fifth.f_code,
@@ -207,7 +209,7 @@ class FlightRecorder:
             )
             # fmt: on
         if not is_next:
-            asked = operation, group.group_name, peer_rank, shape, dtype, brought
+            asked = operation, group.group_name, peer_rank, how, shape, dtype, brought
             site = last.following = self._found(first, asked, group, inputs, outputs)
         self._last = site
         if not sequence and (messages := site.messages) is not None:
@@ -310,8 +312,8 @@ class FlightRecorder:
                 return site
         site = self._descriptions.site(key, group, inputs, outputs, callers)
         if len(codes) == EIGHT == self._num_frames and not file.startswith(PACKAGE):
-            operation, group_name, peer_rank, site.shape, dtype, brought = asked
-            site.key = operation, group_name, peer_rank, dtype, brought, *offsets[1:], *codes[1:]
+            operation, group_name, peer_rank, how, site.shape, dtype, brought = asked
+            site.key = operation, group_name, peer_rank, how, dtype, brought, *offsets[1:], *codes[1:]
             site.offset, site.code = offsets[0], codes[0]
         return site
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgpack
 
 MAGIC: Final = b"disttrain flight ring\n".ljust(32, b"\0")
-VERSION: Final = 3
+VERSION: Final = 4
 SUFFIX: Final = ".ring"
 STACKS_SUFFIX: Final = ".stacks"
 

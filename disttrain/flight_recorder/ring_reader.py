@@ -19,7 +19,7 @@ import msgpack
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import ring_layout as layout
 from disttrain.flight_recorder.dump import RING, Dump
-from disttrain.flight_recorder.dump_reader import MAX_FILE_BYTES, as_int, as_ints, as_text, checked_header
+from disttrain.flight_recorder.dump_reader import MAX_FILE_BYTES, as_int, as_ints, as_text, checked_header, more_of_site
 from disttrain.flight_recorder.record import (
     CallSite,
     ChannelProgress,
@@ -172,12 +172,12 @@ class _Entries:
     def take(self, entry: Any) -> None:
         """Add what `entry` says. Raises ValueError, TypeError or LookupError for one that cannot be."""
         match entry:
-            case ["site", int(number), str(group), str(operation), [*ins], [*outs], [*dtypes], peer, int(stack)]:
+            case ["site", int(number), str(group), str(operation), [*ins], [*outs], [*dtypes], peer, int(stack), *more]:
                 shapes = tuple(map(as_ints, ins)), tuple(map(as_ints, outs))
                 peer_rank = None if peer is None else as_int(peer)
                 progress, _ = self.groups[group]
                 called = (group, progress.ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer_rank)
-                self.sites[number] = CallSite(*called, self.stacks[stack], progress.axis_name)
+                self.sites[number] = CallSite(*called, self.stacks[stack], progress.axis_name, *more_of_site(more))
             case ["stack", int(number), [*frames]]:
                 self.stacks[number] = tuple(Frame(as_text(file), as_int(line), as_text(n)) for file, line, n in frames)
             case ["label", int(number), str(action), str(module)]:

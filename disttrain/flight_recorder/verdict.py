@@ -76,6 +76,7 @@ class Kind(StrEnum):
         23,
         "Look at links, switches and firewalls between these hosts, at NCCL_DEBUG=INFO, dmesg (Xid), ibstat.",
     )
+    MISMATCHED_REDUCTION = "mismatched_reduction", 24, "Give the same op on all ranks."
 
     def __new__(cls, value: str, exit_code: int, advice: str) -> Self:
         kind = str.__new__(cls, value)

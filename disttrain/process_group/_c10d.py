@@ -10,7 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -357,6 +357,21 @@ def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
     """Which operation it is, however it was given."""
     return op if isinstance(op, ReduceOp.RedOpType) else cast(Any, op).op
+
+
+_SUM: Final = ReduceOp.SUM
+# By identity: torch's enumerators live as long as their class, and take a microsecond to hash or to name.
+_NAMES: Final = {id(kind): name for name, kind in ReduceOp.RedOpType.__members__.items() if name != "SUM"}
+
+
+def reduction_name(op: Reduction) -> str | None:
+    """Such as `MAX`; None for a sum, which most are."""
+    if op is _SUM:
+        return None
+    name = _NAMES.get(id(op))
+    if name is None:
+        name = reduction_kind(op).name
+    return None if name == "SUM" else name
 
 
 def reduction_factor(op: Reduction) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.durations import Duration, seconds
-from disttrain.process_group._c10d import ReduceOp, Reduction
+from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group.checks import check_contiguous, check_pair, peer_rank
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
@@ -38,7 +38,8 @@ def all_reduce(
         group.refuse("all_reduce", error)
         raise
     both = (tensor,)
-    return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), both, both, async_op)
+    how = reduction_name(op)
+    return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), both, both, async_op, None, how)
 
 
 def reduce(
@@ -65,7 +66,8 @@ def reduce(
     except Exception as error:
         group.refuse("reduce", error)
         raise
-    return issue(group, "reduce", run, (tensor, dst_rank, op, async_op), (tensor,), outputs, async_op, dst_rank)
+    arguments, how = (tensor, dst_rank, op, async_op), reduction_name(op)
+    return issue(group, "reduce", run, arguments, (tensor,), outputs, async_op, dst_rank, how)
 
 
 def broadcast(
@@ -146,7 +148,8 @@ def reduce_scatter_tensor(
     except Exception as error:
         group.refuse("reduce_scatter_tensor", error)
         raise
-    return issue(group, "reduce_scatter_tensor", run, arguments, (input,), (output,), async_op)
+    how = reduction_name(op)
+    return issue(group, "reduce_scatter_tensor", run, arguments, (input,), (output,), async_op, None, how)
 
 
 reduce_scatter_single = reduce_scatter_tensor

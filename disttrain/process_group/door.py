@@ -12,11 +12,19 @@ from disttrain.errors import BackendError, DisttrainError, ShapeError
 from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.fingerprint import compare_calls
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.observer import Call
+from disttrain.process_group.observer import Call, How
 from disttrain.process_group.work import Place, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)
 """What a backend raises itself, before its transport has heard of the call."""
+
+
+def parts_of(received_rows: Sequence[int], sent_rows: Sequence[int]) -> How:
+    """Of an all_to_all_single: None where all parts are equal."""
+    first, size = sent_rows[0] if sent_rows else 0, len(sent_rows)
+    if sent_rows.count(first) == size == received_rows.count(first):
+        return None
+    return tuple(received_rows), tuple(sent_rows)
 
 
 def issue(
@@ -28,8 +36,11 @@ def issue(
     outputs: Sequence[torch.Tensor],
     async_op: bool,
     peer_rank: int | None = None,
+    how: How = None,
 ) -> Work | None:
     """Run one collective of a backend: number it, show it to the observers, translate its errors.
+
+    `how` is for the recorder: what else must fit on all ranks, and no transport looks at.
 
     Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
     for.
@@ -51,7 +62,7 @@ def issue(
     recorder = world.recorder
     record = None
     if recorder is not None:
-        record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank)
+        record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank, how)
     try:
         if world.compares_calls:
             group.waiting_in = sequence

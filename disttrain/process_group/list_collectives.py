@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.errors import ShapeError
-from disttrain.process_group._c10d import ReduceOp, Reduction
+from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group.checks import check_alike, check_list, root_rank, row_counts
 from disttrain.process_group.current import resolve_group
-from disttrain.process_group.door import issue
+from disttrain.process_group.door import issue, parts_of
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
@@ -113,7 +113,8 @@ def reduce_scatter(
     except Exception as error:
         group.refuse("reduce_scatter", error)
         raise
-    return issue(group, "reduce_scatter", run, (output, input_list, op, async_op), input_list, (output,), async_op)
+    arguments, how = (output, input_list, op, async_op), reduction_name(op)
+    return issue(group, "reduce_scatter", run, arguments, input_list, (output,), async_op, None, how)
 
 
 def all_to_all(
@@ -175,7 +176,8 @@ def all_to_all_single(
     except Exception as error:
         group.refuse("all_to_all_single", error)
         raise
-    return issue(group, "all_to_all_single", run, arguments, (input,), (output,), async_op)
+    how = None if output_rows is input_rows else parts_of(output_rows, input_rows)
+    return issue(group, "all_to_all_single", run, arguments, (input,), (output,), async_op, None, how)
 
 
 def _check_rows(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.errors import ShapeError
-from disttrain.process_group._c10d import ReduceOp, Reduction
+from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group.checks import check_contiguous, check_list, check_pair
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
@@ -63,7 +63,8 @@ def reduce_scatter_tensor_coalesced(
         group.refuse(name, error)
         raise
     arguments = (outputs, inputs, op, async_op)
-    return issue(group, name, backend.reduce_scatter_tensors, arguments, inputs, outputs, async_op)
+    how = reduction_name(op)
+    return issue(group, name, backend.reduce_scatter_tensors, arguments, inputs, outputs, async_op, None, how)
 
 
 def all_reduce_coalesced(
@@ -86,7 +87,8 @@ def all_reduce_coalesced(
     except Exception as error:
         group.refuse(name, error)
         raise
-    return issue(group, name, backend.all_reduce_tensors, (tensors, op, async_op), tensors, tensors, async_op)
+    arguments, how = (tensors, op, async_op), reduction_name(op)
+    return issue(group, name, backend.all_reduce_tensors, arguments, tensors, tensors, async_op, None, how)
 
 
 def all_gather_coalesced(

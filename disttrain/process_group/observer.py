@@ -37,6 +37,10 @@ class Observer(Protocol):
         ...
 
 
+How = str | tuple[tuple[int, ...], tuple[int, ...]] | None
+"""The name of a reduction, where it is no sum; the rows that a rank receives and sends, where they are not equal."""
+
+
 class Recorder(Protocol):
     """Keeps every collective of a world. Its methods are on the hot path and must not raise."""
 
@@ -48,6 +52,7 @@ class Recorder(Protocol):
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         peer_rank: int | None,
+        how: How = None,
     ) -> Any:
         """As `Observer.enqueued`, called by `issue` itself. Returns: what `end` is to be given, never None."""
         ...

@@ -12,6 +12,12 @@ import torch
 import disttrain
 from disttrain import ProcessGroup
 from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
+from disttrain.flight_recorder import FlightRecorder
+from disttrain.flight_recorder.dump import encode
+from disttrain.flight_recorder.dump_reader import decode
+from disttrain.flight_recorder.judge import judge
+from disttrain.flight_recorder.match import match
+from disttrain.flight_recorder.verdict import Kind
 from disttrain.testing.pytest_plugin import on_ranks
 
 WITHIN_S = 8
@@ -143,6 +149,53 @@ def test_a_larger_message_that_nobody_waits_for_yet_ends_no_process() -> None:
         with pytest.raises(CollectiveMismatchError, match=r"sizes: \[4\] on rank 0, \[400\] on rank 1"):
             disttrain.all_reduce(ones(400), group=group)
     disttrain.barrier()
+
+
+ENDED: dict[str, tuple[Kind, Callable[[int], Any]]] = {
+    "reductions": (
+        Kind.MISMATCHED_REDUCTION,
+        lambda odd: disttrain.all_reduce(ones(), disttrain.ReduceOp.MAX if odd else disttrain.ReduceOp.SUM),
+    ),
+    "dtypes": (
+        Kind.MISMATCHED_DTYPE,
+        lambda odd: disttrain.all_gather_into_tensor(
+            ones(8).int() if odd else ones(8), ones().int() if odd else ones()
+        ),
+    ),
+    "shapes": (Kind.NOTHING_WRONG, lambda odd: disttrain.all_reduce(torch.ones((2, 2) if odd else 4))),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", list(ENDED))
+def test_calls_that_do_not_fit_and_end_are_named_by_the_analyzer(name: str) -> None:
+    kind, call = ENDED[name]
+    call(disttrain.get_rank())
+    recorder = disttrain.current_world().recorder
+    assert isinstance(recorder, FlightRecorder)
+    told: list[Any] = [None] * 2
+    disttrain.all_gather_object(told, encode(recorder.snapshot("asked for")))
+    dumps = [decode(dump) for dump in told]
+    (verdict,) = judge(match(dumps))
+    assert verdict.kind == kind
+    text = " ".join([verdict.summary, *verdict.evidence])
+    assert f"{name} as #1 of group world" in text or f"other {name}, of as many elements, as #1 of group world" in text
+    assert text.count("test_mismatched_calls.py") >= 2
+
+
+@on_ranks(3)
+def test_reductions_that_do_not_fit_are_told_to_ranks_that_wait() -> None:
+    group = disttrain.new_group()
+    assert isinstance(group, ProcessGroup)
+    disttrain.barrier(group)
+    rank, store = disttrain.get_rank(), disttrain.current_world().store
+    if rank == 2:
+        store.wait(["heard 0", "heard 1"], 30)
+        return
+    op = disttrain.ReduceOp.MAX if rank == 1 else disttrain.ReduceOp.SUM
+    with pytest.raises((CollectiveMismatchError, GroupError), match=r"reduction: SUM on ranks? 0.*, MAX on rank 1"):
+        disttrain.all_reduce(ones(), op, group)
+    store.set(f"heard {rank}", b"")
 
 
 @on_ranks(3)

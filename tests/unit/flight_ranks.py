@@ -47,6 +47,8 @@ class Rank:
         took_s: float = 0.001,
         age_s: float = 30.0,
         error: str | None = None,
+        reduction: str = "",
+        splits: tuple[tuple[int, ...], ...] = (),
     ) -> Rank:
         """Record one more call, `age_s` before the dump."""
         ranks = tuple(range(self.world_size)) if group is None else group
@@ -64,6 +66,8 @@ class Rank:
             dtypes=(dtype,) if operation != "barrier" else (),
             peer_rank=peer,
             stack=(line(at), line(99, "<module>")),
+            reduction=reduction,
+            splits=splits,
         )
         enqueued_s = NOW_S - age_s
         completed_s = None if state is State.ENQUEUED else enqueued_s + took_s

@@ -154,7 +154,13 @@ def test_dumps_of_all_versions_are_read() -> None:
     ]
     assert fourth.records[0].waits_s == NOW_S - 29.5
     assert fourth.records[3:] == third.records[3:]
-    assert encode(fourth) == (FILES / "version-4.flight").read_bytes()
+    fifth = read_dump(FILES / "version-5.flight")
+    assert [(record.site.reduction, record.site.splits) for record in fifth.records[-2:]] == [
+        ("MAX", ()),
+        ("", ((1, 3), (2, 2))),
+    ]
+    assert fifth.records[:-2] == fourth.records
+    assert encode(fifth) == (FILES / "version-5.flight").read_bytes()
 
 
 def test_records_with_times_of_a_device_that_cannot_be_are_left_out() -> None:

@@ -285,7 +285,7 @@ def test_groups_that_are_destroyed_are_forgotten(monkeypatch: pytest.MonkeyPatch
     [
         (b"", "is not a ring"),
         (layout.MAGIC, "is cut off in its head"),
-        (layout.MAGIC + struct.pack("@IIIIQQ", 4, 4, 4, 320, 1, 0), "has format version 4"),
+        (layout.MAGIC + struct.pack("@IIIIQQ", 5, 4, 4, 320, 1, 0), "has format version 5"),
         (layout.MAGIC + struct.pack("@IIIIQQ", 1, 4, 4, 288, 1 << 56, 0), "is of a machine with another byte order"),
         (layout.MAGIC + struct.pack("@IIIIQQ", 1, 1 << 31, 4, 288, 1, 0), "is cut off in its head, or damaged"),
     ],

@@ -152,6 +152,38 @@ def test_a_rank_that_calls_something_else(kind: Kind, odd: dict[str, object]) ->
 
 def test_equal_sizes_in_other_shapes_fit() -> None:
     dumps = [_healthy(rank).call("all_reduce", shape=(2, 2) if rank else (4,)).dump(at=20) for rank in range(3)]
+    (verdict,) = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (Kind.NOTHING_WRONG, ())
+    assert verdict.evidence == (
+        (
+            "ranks called other shapes, of as many elements, as #4 of group world: rank 0 all_reduce of float32[4] at "
+            "/job/train.py:10 in step; ranks 1, 2 all_reduce of float32[2, 2] at /job/train.py:10 in step"
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "odd"),
+    [(Kind.MISMATCHED_DTYPE, {"dtype": "int32"}), (Kind.MISMATCHED_REDUCTION, {"reduction": "MAX"})],
+)
+def test_calls_that_do_not_fit_and_have_ended(kind: Kind, odd: dict[str, str]) -> None:
+    dumps = [_healthy(rank).call("all_reduce", **(odd if rank == 2 else {})).dump(at=20) for rank in range(3)]  # type: ignore[arg-type]
+    (verdict,) = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (kind, (2,))
+    assert ("all_reduce MAX of float32[4]" in verdict.summary) == ("reduction" in odd)
+
+
+def test_parts_of_other_sizes() -> None:
+    rows = {0: ((1, 2, 1), (1, 3, 0)), 1: ((3, 1, 0), (2, 1, 1)), 2: ((0, 1, 3), (1, 1, 2))}
+    dumps = [
+        Rank(rank).call("all_to_all_single", shape=(4,), splits=splits).dump(at=20) for rank, splits in rows.items()
+    ]
+    (verdict,) = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (Kind.MISMATCHED_SIZES, (1, 2))
+    assert "rank 2 sends 1 rows to rank 1, which expects 0: rank 2 all_to_all_single" in verdict.summary
+    rows[1] = ((3, 1, 1), (2, 1, 1))
+    rows[2] = ((0, 1, 2), (1, 1, 2))
+    dumps = [Rank(rank).call("all_to_all_single", splits=splits).dump(at=20) for rank, splits in rows.items()]
     assert _found(*dumps) == [(Kind.NOTHING_WRONG, ())]
 
 

@@ -25,7 +25,7 @@ import torch
 from disttrain.process_group import collectives
 from disttrain.process_group._c10d import ReduceOp, keep_in_order
 from disttrain.process_group.current import current_world
-from disttrain.process_group.door import issue
+from disttrain.process_group.door import issue, parts_of
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
@@ -79,7 +79,8 @@ def start_all_to_all(
     output = sent.new_empty((sum(output_splits), *input.shape[1:]))
     run = group.backend_of("all_to_all_single", input).all_to_all_single
     arguments = (output, sent, output_splits, input_splits, True)
-    return output, _work(issue(group, "all_to_all_single", run, arguments, (sent,), (output,), True))
+    how = parts_of(output_splits, input_splits)
+    return output, _work(issue(group, "all_to_all_single", run, arguments, (sent,), (output,), True, None, how))
 
 
 def _group(operation: str, group_name: str) -> ProcessGroup:
