@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 import disttrain
-from disttrain.dtensor import DTensor, Partial
+from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.placement import NormPartial
 
@@ -159,9 +159,20 @@ def _index(name: str) -> torch.Tensor:
     return torch.tensor([1, 0]) if name == "index_fill_" else torch.tensor([1, 0, 3, 2])
 
 
-def in_parts(whole: torch.Tensor, kind: Partial, mesh: disttrain.DeviceMesh) -> DTensor:
-    """`whole` on a mesh of one axis, partial as `kind` says; each rank has something else."""
-    return DTensor.from_local(_part(whole, kind, mesh.get_local_rank(), mesh.size()), mesh, [kind])
+def in_parts(
+    whole: torch.Tensor, kind: Partial, mesh: disttrain.DeviceMesh, placements: Sequence[Placement] = ()
+) -> DTensor:
+    """`whole`, partial as `kind` says along the mesh's axis, or as `placements` say; each rank has something else."""
+    laid = tuple(placements) or (kind,)
+    local = whole
+    for axis, placement in enumerate(laid):
+        if placement.cut_dim is not None:
+            parts = local.tensor_split(mesh.shape[axis], placement.cut_dim)
+            local = parts[mesh.get_local_rank(axis)]
+    for axis, placement in enumerate(laid):
+        if placement == kind:
+            local = _part(local, kind, mesh.get_local_rank(axis), mesh.shape[axis])
+    return DTensor.from_local(local.clone(), mesh, laid)
 
 
 def _part(whole: torch.Tensor, kind: Partial, position: int, num_ranks: int) -> torch.Tensor:

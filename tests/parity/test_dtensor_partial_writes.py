@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from disttrain.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, implicit_replication
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.placement import NormPartial
 from disttrain.testing import run_threads
@@ -51,19 +51,26 @@ def plain_results(kind: Partial) -> dict[OpOverload, torch.Tensor]:
     return results
 
 
-def faults(op: OpOverload, kind: Partial, wanted: torch.Tensor, mesh: Any, others_are_partial: bool) -> list[str]:
+def faults(
+    op: OpOverload,
+    kind: Partial,
+    wanted: torch.Tensor,
+    mesh: Any,
+    others_are_partial: bool,
+    placements: Sequence[Placement] = (),
+) -> list[str]:
     whole = a_whole(kind)
     made = arguments(op, whole)
     assert made is not None
-    tensor = in_parts(whole, kind, mesh)
+    tensor = in_parts(whole, kind, mesh, placements)
     sharing = tensor.detach()
 
     def laid(value: torch.Tensor) -> Any:
         if value is whole:
             return tensor
         if others_are_partial and value.dtype == torch.float64 and value.shape == whole.shape:
-            return in_parts(value, kind, mesh)
-        return distribute_tensor(value, mesh, [Replicate()], src_data_rank=None)
+            return in_parts(value, kind, mesh, placements)
+        return distribute_tensor(value, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
 
     note = f"{op} on {kind}, others {'alike' if others_are_partial else 'whole'}"
     try:
@@ -71,7 +78,7 @@ def faults(op: OpOverload, kind: Partial, wanted: torch.Tensor, mesh: Any, other
     except Exception as error:  # noqa: BLE001 -- all that went wrong is told at once
         return [f"{note}: {type(error).__name__}: {error}"]
     found = [("it", tensor.full_tensor()), ("what shares its memory", sharing.full_tensor())]
-    assert tensor.placements == (kind,)
+    assert tensor.placements == (tuple(placements) or (kind,))
     return [
         f"{note}: {what} is {value.tolist()} instead of {wanted.tolist()}"
         for what, value in found
@@ -91,6 +98,22 @@ def test_every_operator_that_writes(kind: Partial) -> None:
             for op, wanted in expected.items()
             for others_are_partial in ((False,) if isinstance(kind, NormPartial) else (False, True))
             for fault in faults(op, kind, wanted, mesh, others_are_partial)
+        ]
+
+    assert run_threads(2, body) == [[], []]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[2], KINDS[3], KINDS[7]], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 1), (1, 2)], ids=str)
+def test_every_operator_that_writes_on_axes_of_one_rank(kind: Partial, mesh_shape: tuple[int, int]) -> None:
+    expected = plain_results(kind)
+
+    def body() -> list[str]:
+        mesh = mesh_of(mesh_shape)
+        return [
+            fault
+            for op, wanted in expected.items()
+            for fault in faults(op, kind, wanted, mesh, False, (Shard(0), kind))
         ]
 
     assert run_threads(2, body) == [[], []]
