@@ -14,6 +14,7 @@
     ├── BackendError                 no transport serves the device, or the transport failed
     │   ├── CollectiveTimeoutError       a collective did not end in time
     │   └── CollectiveMismatchError      ranks called different collectives
+    ├── ArgumentError                something else where a tensor, or a list of tensors, belongs (a TypeError too)
     ├── ShapeError                   sizes, dtypes or memory formats that don't fit (a ValueError too)
     ├── MeshError                    a mesh that cannot be, or an axis it does not have (a ValueError too)
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
@@ -147,6 +148,10 @@ class CollectiveTimeoutError(BackendError, TimeoutError):
 
 class CollectiveMismatchError(BackendError):
     """Ranks of one group called different collectives, or the same with different sizes."""
+
+
+class ArgumentError(DisttrainError, TypeError):
+    """Something else where a tensor, or a list of tensors, belongs."""
 
 
 class ShapeError(DisttrainError, ValueError):

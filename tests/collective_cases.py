@@ -296,6 +296,11 @@ def mistakes_are_refused_alike_on_all_ranks() -> None:
             lambda: disttrain.reduce(torch.ones(2).int(), 0, disttrain.premul_sum(2.0)),
         ],
         "not a member": [lambda: disttrain.reduce(ones, 9), lambda: disttrain.gather(ones, dst=9)],
+        "an argument is not what belongs there: 'list' object": [
+            lambda: disttrain.all_reduce([1.0]),  # type: ignore[arg-type]
+            lambda: disttrain.all_gather_into_tensor(ones, [1.0]),  # type: ignore[arg-type]
+            lambda: disttrain.broadcast([1.0], 0),  # type: ignore[arg-type]
+        ],
         "op=.* is unknown": [lambda: disttrain.P2POp(disttrain.all_reduce, ones, 0)],
         "the list of messages is empty": [lambda: disttrain.batch_isend_irecv([])],
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from disttrain.errors import BackendError, GroupError, StoreError
+from disttrain.errors import ArgumentError, BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
@@ -231,7 +231,7 @@ class ProcessGroup:
         return self._backend_classes
 
     def forget_registration(self) -> None:
-        """torch knows the default group no longer, nor any other."""
+        """torch knows no group of ours any longer."""
         self.world.make_ranks_known(lambda group: None)
         self.registration = self.torch_group = None
 
@@ -279,7 +279,13 @@ class ProcessGroup:
         """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
 
         `begins_with` is the collective that `operation` begins with, if it is not one itself.
+        Raises: ArgumentError in place of Python's error, where an argument is no tensor.
         """
+        if not begins_with and isinstance(error, AttributeError | TypeError):
+            problem = f"an argument is not what belongs there: {error}. Give tensors, or a list with one for each rank."
+            error, cause = ArgumentError(operation, problem, rank=self.world.rank), error
+            self.world.refusals.add(self, operation, error, operation, was_counted=False)
+            raise error from cause
         self.world.refusals.add(self, operation, error, begins_with or operation, was_counted=False)
 
     def give_up(self, operation: str, error: Exception) -> None:
