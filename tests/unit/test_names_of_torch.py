@@ -77,8 +77,10 @@ def test_what_is_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not disttrain.is_mpi_available()
     assert not disttrain.is_ucc_available()
     assert not disttrain.is_xccl_available()
-    for name in ("MPI", "UCC", "XCCL", "UNDEFINED"):
-        assert getattr(disttrain.Backend, name) == getattr(torch.distributed.Backend, name)
+    assert disttrain.Backend.MPI == torch.distributed.Backend.MPI
+    assert disttrain.Backend.UCC == torch.distributed.Backend.UCC
+    assert disttrain.Backend.XCCL == torch.distributed.Backend.XCCL
+    assert disttrain.Backend.UNDEFINED == torch.distributed.Backend.UNDEFINED
     assert disttrain.is_nccl_available() == torch.cuda.is_available()
     assert disttrain.get_default_backend_for_device("cpu") == disttrain.Backend.default_device_backend_map["cpu"]
     assert disttrain.get_default_backend_for_device(torch.device("cuda", 1)) == disttrain.Backend.NCCL
