@@ -27,6 +27,7 @@ def as_metadata(manifest: Manifest) -> Any:
 
 
 def _of_tensor(saved: SavedTensor) -> Any:
+    # Here: half a second that who asks for nothing of torch's should not wait.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     chunks = [ChunkStorageMetadata(torch.Size(box.origin), torch.Size(box.shape)) for box in saved.boxes]

@@ -108,9 +108,9 @@ class FileSystemReader(_Place):
 
     def read_metadata(self) -> Any:
         """Names, sizes and dtypes of what is saved, as torch.distributed.checkpoint.metadata.Metadata."""
-        # They need torch.
+        # Here: they need torch, which lists of saves do without.
         from disttrain.checkpoint.calls.metadata import as_metadata
-        from disttrain.checkpoint.calls.opening import open_ours_or_torchs
+        from disttrain.checkpoint.calls.opening import open_ours_or_torchs  # as above
 
         return as_metadata(open_ours_or_torchs(*self.located()).manifest)
 
