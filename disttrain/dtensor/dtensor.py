@@ -121,7 +121,8 @@ class DTensor(Traced, AsParameter, torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
-        check_ours("from_local", "the part", local_tensor)
+        if not is_traced():
+            check_ours("from_local", "the part", local_tensor)
         layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)
         grad_layout = gradient_layout("from_local", layout, grad_placements, local_tensor.ndim)
         if run_check:

@@ -61,7 +61,7 @@ def local_map(
                 wanted = None if in_placements is None else in_placements[place]
                 grads = None if in_grad_placements is None else in_grad_placements[place]
                 flat[place] = _part(place, value, wanted, grads, redistribute_inputs)
-            else:
+            elif not torch.compiler.is_compiling():
                 check_ours("local_map", f"argument {place}", value)
         result = func(*tree_unflatten(flat, tree), **kwargs)
         return _wrapped(result, mesh, out_placements) if found and mesh is not None else result
@@ -71,7 +71,7 @@ def local_map(
 
 
 def _part(place: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistributes: bool) -> torch.Tensor:
-    if wanted is not None and normalized(wanted, tensor.device_mesh.ndim, tensor.ndim) != tensor.placements:
+    if wanted is not None and tuple(wanted) != tensor.placements and _wanted(wanted, tensor) != tensor.placements:
         if not redistributes:
             raise LayoutError(
                 "local_map",
@@ -97,6 +97,11 @@ def _wrapped(result: Any, mesh: DeviceMesh, out_placements: Wanted | tuple[Wante
         if placements is not None:
             flat[place] = DTensor.from_local(value, mesh, placements)
     return tree_unflatten(flat, tree)
+
+
+def _wanted(wanted: Sequence[Placement], tensor: DTensor) -> tuple[Placement, ...]:
+    """As ours, where torch's are given: not asked in graphs, where ours are compared as they are."""
+    return normalized(wanted, tensor.device_mesh.ndim, tensor.ndim)
 
 
 def _per_result(out_placements: Wanted | tuple[Wanted, ...], num_results: int) -> Sequence[Wanted]:

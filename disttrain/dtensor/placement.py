@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 
 
@@ -138,7 +140,8 @@ def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
 
 def converted(placement: Any) -> Any:
     """A placement of torch's as one of ours; anything else as it is."""
-    if isinstance(placement, Placement):
+    # Within a graph they are not asked for: Dynamo takes a class for another there.
+    if isinstance(placement, Placement) or torch.compiler.is_compiling():
         return placement
     kind = type(placement)
     # To ask torch's own classes would load torch.distributed.tensor, which takes half a second.
@@ -161,7 +164,8 @@ def converted_all(placements: Any) -> Any:
 
 
 def _checked(placement: Any, num_dims: int) -> Placement:
-    placement = converted(placement)
+    if not isinstance(placement, Placement):
+        placement = converted(placement)
     if isinstance(placement, Shard | StridedShard):
         if not -num_dims <= placement.dim < num_dims:
             raise ValueError(f"{placement} names a dim that a tensor of {num_dims} dims does not have")
