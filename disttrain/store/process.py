@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import subprocess
 import sys
 import threading
@@ -163,6 +164,9 @@ def spawn_server(
     if certificates is not None and not certificates.cert_file:
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
+    if listen_fd is not None and not _is_socket(listen_fd):
+        problem = f"the descriptor {listen_fd} (master_listen_fd) is no socket."
+        raise SettingError("spawn_server", problem, "Give the fileno() of a socket that is bound, and detach() it.")
     config = ServerConfig(
         host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following, listen_fd
     )
@@ -198,6 +202,13 @@ def spawn_server(
         _let_go(process, to_server, from_server, os.getpid())
         raise
     return ServerProcess(answer[1], answer[2], process, to_server, from_server)
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
 
 
 def _read_answer(descriptor: int, where: str) -> Message:

@@ -384,10 +384,16 @@ def test_a_multi_tenant_master_joins_the_store_that_is_there() -> None:
     first.close()
 
 
-def test_torch_arguments_without_a_meaning_here_are_refused() -> None:
+def test_a_descriptor_that_is_no_socket_is_refused_and_stays_open() -> None:
+    reader, writer = os.pipe()
     with pytest.raises(SettingError, match="master_listen_fd"):
-        TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=3)
-    with pytest.raises(SettingError, match="use_libuv"):
-        TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
+        TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=reader)
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(SettingError, match=f"descriptor {reader} .* is no socket"):
+        TCPStore("127.0.0.1", 0, is_master=True, master_listen_fd=reader)
+
+
+def test_a_client_needs_a_port() -> None:
     with pytest.raises(SettingError, match="port is 0"):
         TCPStore("127.0.0.1", 0)
