@@ -34,7 +34,7 @@ def test_a_key_that_matches_nothing_is_an_error() -> None:
 
 
 def test_there_is_no_current_mesh() -> None:
-    with pytest.raises(MeshError, match="no mesh"):
+    with pytest.raises(MeshError, match="the mesh is None"):
         parallelize_module(nn.Linear(4, 4), None, ColwiseParallel())
 
 
