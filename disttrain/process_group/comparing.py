@@ -168,7 +168,7 @@ class Comparing:
         witness = self._world.witness
         if witness is not None:
             notice = json.dumps({"mismatch": group.group_name, "reason": reason[:_MAX_REASON_CHARS]}).encode()
-            witness.tell(notice, group.end_name)
+            witness.tell(notice, f"mismatch/{group.group_name}")
             witness.hear_again()
         group.end(reason)
 

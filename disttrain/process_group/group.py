@@ -122,11 +122,6 @@ class ProcessGroup:
         connecting = self._connecting
         return (self.sequence + 1, connecting) if connecting else (self.sequence, self.last_operation)
 
-    @property
-    def end_name(self) -> str:
-        """Of the notice that its ranks' calls do not fit: the first that finds it out speaks for all."""
-        return f"mismatch/{self.group_name}"
-
     def check(self) -> None:
         """Raise InterruptedError when the group has been given up."""
         self._scope.check()

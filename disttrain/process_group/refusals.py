@@ -159,11 +159,7 @@ class Refusals:
         is_ours = sequence > refusal.sequence or refusal.begins_with in (operation, ANY)
         # Otherwise it was a call of that rank's own, which nobody waits for.
         if is_ours and witness is not None and not witness.is_withdrawn(refusal.name):
-            reason = f"rank {refusal.rank} refused {refusal.operation}: {refusal.reason}"
-            # Who has refused has heard its own error, and must not go on in a group that is over for the others: what
-            # it had begun there would fail in a thread of the transport's, which ends the process if nobody is told.
-            witness.tell(json.dumps({"mismatch": group.group_name, "reason": reason}).encode(), group.end_name)
-            group.end(reason)
+            group.end(f"rank {refusal.rank} refused {refusal.operation}: {refusal.reason}")
         return True
 
     def close(self) -> None:
