@@ -32,7 +32,6 @@ def test_what_is_small_goes_straight_to_all() -> None:
     part, whole = torch.ones(5), torch.empty(5 * num_ranks)
     large = torch.ones(gloo_direct.GATHERED_BYTES)
     direct = [
-        lambda: disttrain.all_reduce(part),
         lambda: disttrain.all_gather_into_tensor(whole, part),
         lambda: disttrain.all_gather([*whole.chunk(num_ranks)], part),
         lambda: disttrain.reduce_scatter_tensor(part, whole),
@@ -61,18 +60,16 @@ def test_sums_are_in_the_order_of_ranks(name: str, op: str) -> None:
     disttrain.reduce_scatter(listed, [*every[rank]], reduction)
     assert torch.equal(reduced, expected[rank])
     assert torch.equal(listed, expected[rank])
-    disttrain.all_reduce(every[rank], reduction)
-    assert torch.equal(every[rank], expected)
 
 
 @on_ranks(3)
 def test_who_only_sees_that_it_has_ended_has_the_sum() -> None:
-    values = torch.ones(3)
-    work = disttrain.all_reduce(values, async_op=True)
+    value = torch.empty(1)
+    work = disttrain.reduce_scatter_tensor(value, torch.ones(3), async_op=True)
     assert work is not None
     while not work.is_completed():
         pass
-    assert values.tolist() == [3.0] * 3
+    assert value.tolist() == [3.0]
 
 
 @on_ranks(2)
@@ -81,11 +78,11 @@ def test_autograd_does_not_see_it() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     result = weight.exp()
     version = result._version
-    disttrain.all_reduce(result)
+    disttrain.reduce_scatter_tensor(result, torch.ones(6))
     assert result._version == version
-    disttrain.all_reduce(weight)
+    disttrain.reduce_scatter_tensor(weight, torch.ones(6))
     assert weight.tolist() == [2.0] * 3
     with torch.inference_mode():
         values = torch.ones(3)
-    disttrain.all_reduce(values)
+    disttrain.reduce_scatter_tensor(values, torch.ones(6))
     assert values.tolist() == [2.0] * 3

@@ -17,7 +17,7 @@ from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
-from disttrain.process_group.backends.gloo_direct import DirectWork, combine, gathers_directly, reduces_directly
+from disttrain.process_group.backends.gloo_direct import DirectWork, combine, gathers_directly
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.backends.reduction import Natives, Recipe
 from disttrain.process_group.work import JoinedWork, TransportWork
@@ -55,14 +55,6 @@ class GlooBackend(C10dBackend):
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
         self._meet(deadline_s)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
-        if not self._has_others or not reduces_directly(tensor, self._size):
-            return super().all_reduce(tensor, op, async_op)
-        _, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
-        seen = tensor if recipe is None else recipe.seen(tensor)
-        sent = seen if recipe is None else recipe.multiplied(seen)
-        return self._reduced(in_a_row(sent.detach()).repeat(self._size), seen, tensor, op, recipe, async_op)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.

@@ -6,7 +6,8 @@ reduce-scatter (Thakur, Rabenseifner and Gropp, "Optimization of Collective Comm
 compare these algorithms). Here ranks exchange by Gloo's all-to-all, whose messages all travel at once, and add up what
 they got in the order of ranks: each element alike, wherever it lies.
 
-Copies that are sent to all take memory and time, so that large gathers and all-reduces keep to the rings.
+Copies that are sent to all take memory and time, so that large gathers keep to the ring. So do all-reduces: by a ring
+both sides notice where sizes differ, of messages only the side that gets more than it has room for.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from disttrain.process_group.backends.reduction import FOLDS
 
 GATHERED_BYTES = 2 * 2**20
 """Of all ranks' parts together: up to here a gather is direct, beyond it a ring that copies less takes less time."""
-REDUCED_BYTES = 256 * 2**10
-"""Likewise for an all-reduce, of all ranks' tensors together: it receives them all, where a ring would two parts."""
 _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -41,12 +40,8 @@ class DirectWork(FinishingWork):
 
 
 def gathers_directly(part: torch.Tensor, num_ranks: int) -> bool:
-    """Alike on all ranks, as the next."""
+    """Alike on all ranks."""
     return part.numel() * part.element_size() * num_ranks <= GATHERED_BYTES
-
-
-def reduces_directly(tensor: torch.Tensor, num_ranks: int) -> bool:
-    return not tensor.is_sparse and tensor.numel() * tensor.element_size() * num_ranks <= REDUCED_BYTES
 
 
 def combine(parts: Sequence[torch.Tensor], op: Reduction, result: torch.Tensor) -> None:
