@@ -34,7 +34,7 @@ def store_from_plain(plain: list[Any]) -> Store:
     """The same store, to be closed on its own. Raises StoreConnectionError and the like."""
     kind, *rest = plain
     if kind == "prefix":
-        return PrefixStore(rest[0], store_from_plain(rest[1]))
+        return PrefixStore(rest[0], store_from_plain(rest[1])).owning()
     if kind == "file":
         return FileStore(rest[0], timeout=rest[1])
     host, port, standby, timeout_s, token, certificates = rest

@@ -113,12 +113,15 @@ class PrefixStore(Store):
 
     def clone(self) -> Self:
         """The same prefix over a clone of the store."""
-        other = type(self)(self.prefix, self.underlying_store.clone())
-        other._owns_store = True
-        return other
+        return type(self)(self.prefix, self.underlying_store.clone()).owning()
+
+    def owning(self) -> Self:
+        """Itself; `close` closes the store below, too, which nobody else uses."""
+        self._owns_store = True
+        return self
 
     def close(self) -> None:
-        """Close the store if it is our own clone. Idempotent."""
+        """Close the store below if it is our own. Idempotent."""
         if self._owns_store:
             self.underlying_store.close()
 
