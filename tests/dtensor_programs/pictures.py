@@ -102,7 +102,7 @@ def convolve(draw: Draw) -> None:
     num_dims = draw.random.choice((1, 2, 2, 3))
     x = picture(draw, num_dims)
     dtype, channels = x.tensor.dtype, x.shape[1]
-    groups = draw.random.choice([one for one in (1, 1, 2, channels) if channels % one == 0])
+    groups = draw.random.choice([one for one in (1, 1, 2, max(channels, 1)) if channels % one == 0])
     kernel = tuple(draw.random.choice((1, 2, 3)) for _ in range(num_dims))
     options = {"stride": draw.random.choice((1, 2)), "padding": draw.random.choice((0, 1)), "groups": groups}
     options["dilation"] = draw.random.choice((1, 1, 2))
