@@ -10,6 +10,7 @@ import torch
 
 import disttrain
 from disttrain import ReduceOp
+from disttrain.errors import CollectiveMismatchError
 from disttrain.process_group.backends import gloo_direct
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -35,14 +36,15 @@ def test_what_is_small_goes_straight_to_all() -> None:
         lambda: disttrain.all_gather_into_tensor(whole, part),
         lambda: disttrain.all_gather([*whole.chunk(num_ranks)], part),
         lambda: disttrain.reduce_scatter_tensor(part, whole),
-        lambda: disttrain.reduce_scatter_tensor(large, large.repeat(num_ranks)),
         lambda: disttrain.reduce_scatter(part, [*whole.chunk(num_ranks)]),
     ]
     for call in direct:
         assert operations(call) == ["gloo:all_to_all"]
+    # What is large has sizes beside it.
     gathered = torch.empty(num_ranks * large.numel())
-    for call in (lambda: disttrain.all_reduce(large), lambda: disttrain.all_gather_into_tensor(gathered, large)):
-        assert "gloo:all_to_all" not in operations(call)
+    assert operations(lambda: disttrain.reduce_scatter_tensor(large, gathered)) == ["gloo:all_to_all"] * 2
+    assert "gloo:all_gather" in operations(lambda: disttrain.all_gather_into_tensor(gathered, large))
+    assert "gloo:all_to_all" not in operations(lambda: disttrain.all_reduce(large))
 
 
 @on_ranks(3, 4)
@@ -86,3 +88,45 @@ def test_autograd_does_not_see_it() -> None:
         values = torch.ones(3)
     disttrain.reduce_scatter_tensor(values, torch.ones(6))
     assert values.tolist() == [2.0] * 3
+    with torch.device("meta"):
+        for gathered in (values[:2], weight[:2], result[:2]):
+            disttrain.all_gather_into_tensor(gathered, weight[2:])
+            assert gathered.tolist() == [2.0] * 2
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("num_elements", [0, 1, 7, 2**17])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex128])
+def test_every_dtype_and_size_comes_whole(num_elements: int, dtype: torch.dtype) -> None:
+    rank, num_ranks = disttrain.get_rank(), disttrain.get_world_size()
+    part = torch.full((num_elements,), rank).to(dtype)
+    whole, listed = torch.zeros(2, num_ranks * num_elements).to(dtype)
+    disttrain.all_gather_into_tensor(whole, part)
+    disttrain.all_gather([*listed.chunk(num_ranks)], part)
+    expected = torch.arange(num_ranks).repeat_interleave(num_elements).to(dtype)
+    assert torch.equal(whole.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(listed.view(torch.uint8), expected.view(torch.uint8))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("sizes", [(0, 400), (399, 400), (400, 10**6), (900_000, 10**6)])
+@pytest.mark.parametrize("name", ["reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather"])
+def test_other_sizes_are_errors_on_all_ranks(name: str, sizes: tuple[int, int]) -> None:
+    """Also on those that have room for more than the others send, and whichever message comes first."""
+    num_ranks = disttrain.get_world_size()
+    for odd_rank in (0, num_ranks - 1):
+        num_elements = sizes[disttrain.get_rank() != odd_rank]
+        part, whole = torch.ones(num_elements), torch.ones(num_ranks * num_elements)
+        parts = [*whole.view(num_ranks, -1).unbind()]
+        tensors: dict[str, tuple[object, object]] = {
+            "reduce_scatter_tensor": (part, whole),
+            "reduce_scatter": (part, parts),
+            "all_gather_into_tensor": (whole, part),
+            "all_gather": (parts, part),
+        }
+        group = disttrain.new_group()
+        assert isinstance(group, disttrain.ProcessGroup)
+        disttrain.barrier(group)
+        with pytest.raises(CollectiveMismatchError, match="sizes: "):
+            getattr(disttrain, name)(*tensors[name], group=group)
+        disttrain.barrier()

@@ -17,7 +17,14 @@ from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
-from disttrain.process_group.backends.gloo_direct import DirectWork, combine, gathers_directly
+from disttrain.process_group.backends.gloo_direct import (
+    DirectWork,
+    Exchange,
+    Parts,
+    SizeExchange,
+    combine,
+    gathers_directly,
+)
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.backends.reduction import Natives, Recipe
 from disttrain.process_group.work import JoinedWork, TransportWork
@@ -60,14 +67,14 @@ class GlooBackend(C10dBackend):
         # Gloo compares the shapes of parts, and takes no output that stacks them.
         whole, part = in_a_row(output), in_a_row(input)
         if not self._has_others or not gathers_directly(part, self._size):
-            return super().all_gather_into_tensor(whole, part, async_op)
-        return self._exchange(self._flat(whole), self._flat(part).detach().repeat(self._size), async_op)
+            return self._sized(super().all_gather_into_tensor(whole, part, async_op), part)
+        return self._gathered([whole.view(self._size, -1)], part)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         if [output.numel() for output in outputs].count(input.numel()) == len(outputs):
             if self._has_others and gathers_directly(input, self._size):
-                return self.all_to_all(outputs, [input] * self._size, async_op)
-            return super().all_gather(outputs, input, async_op)
+                return self._gathered([output.view(1, -1) for output in outputs], in_a_row(input))
+            return self._sized(super().all_gather(outputs, input, async_op), input)
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
         outputs[self._rank].view(-1).copy_(input.view(-1))
         return JoinedWork([self.broadcast(output, rank, async_op) for rank, output in enumerate(outputs)])
@@ -102,18 +109,15 @@ class GlooBackend(C10dBackend):
     ) -> TransportWork:
         # torch's Gloo has an all-reduce instead, whose handle does not say when it is done, and cannot be given up.
         _, recipe = self._reduction("reduce_scatter_tensor", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
-        sent = in_a_row(input if recipe is None else recipe.multiplied(recipe.seen(input)))
-        return self._reduced(sent, output if recipe is None else recipe.seen(output), output, op, recipe, async_op)
+        sent = in_a_row(input if recipe is None else recipe.multiplied(recipe.seen(input))).view(self._size, -1)
+        return self._reduced(sent, output, op, recipe)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
         _, recipe = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
         sent = [in_a_row(each if recipe is None else recipe.multiplied(recipe.seen(each))) for each in inputs]
-        seen = output if recipe is None else recipe.seen(output)
-        received = seen.new_empty((self._size, seen.numel())).unbind()
-        finish = self._combining(received, seen, output, op, recipe)
-        return DirectWork(self.all_to_all(received, sent, async_op), finish)
+        return self._reduced(sent, output, op, recipe)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -135,43 +139,54 @@ class GlooBackend(C10dBackend):
         started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
         return FinishingWork(started, finish)
 
-    def _reduced(
-        self,
-        sent: torch.Tensor,
-        seen: torch.Tensor,
-        result: torch.Tensor,
-        op: Reduction,
-        recipe: Recipe | None,
-        async_op: bool,
-    ) -> TransportWork:
-        """Send each rank its part of the flat `sent`, and reduce what comes into `result`, by `recipe` into `seen`."""
-        received = torch.empty_like(sent)
-        started = self._exchange(received, sent, async_op)
-        parts = received.view(self._size, -1).unbind()
-        return DirectWork(started, self._combining(parts, seen, result, op, recipe))
+    def _reduced(self, parts: Parts, result: torch.Tensor, op: Reduction, recipe: Recipe | None) -> TransportWork:
+        """Send each rank its part, and reduce what comes into `result`."""
+        seen = result if recipe is None else recipe.seen(result)
+        exchange = self._exchange(parts, seen)
 
-    def _combining(
-        self,
-        parts: Sequence[torch.Tensor],
-        seen: torch.Tensor,
-        result: torch.Tensor,
-        op: Reduction,
-        recipe: Recipe | None,
-    ) -> Finish:
         def finish() -> Sequence[torch.Tensor]:
-            combine(parts, op if recipe is None else recipe.op, in_a_row(seen))
+            combine(exchange.result(self._scope).unbind(), op if recipe is None else recipe.op, in_a_row(seen))
             return (result,) if recipe is None else recipe.finish(seen, result, self._size)
 
-        return finish
+        return DirectWork(exchange.work, finish)
+
+    def _gathered(self, outputs: Sequence[torch.Tensor], part: torch.Tensor) -> TransportWork:
+        """Send each rank the flat `part`. What comes goes into `outputs`, each (ranks, elements), one after another."""
+        exchange = self._exchange(part.expand(self._size, -1), part)
+
+        def finish() -> Sequence[torch.Tensor]:
+            parts = exchange.result(self._scope).split([output.shape[0] for output in outputs])
+            # As in `combine`.
+            with torch.inference_mode():
+                for output, rows in zip(outputs, parts, strict=True):
+                    output.data.copy_(rows)
+            return outputs
+
+        return DirectWork(exchange.work, finish)
 
     @property
     def _has_others(self) -> bool:
         return self._size > 1
 
-    def _exchange(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
-        """Send each rank its part of the flat `input`."""
-        options = self._options(_c10d.AllToAllOptions, async_op)
-        return self._begun(self._transport.alltoall_base(output, input, [], [], options))
+    def _sized(self, started: TransportWork, part: torch.Tensor) -> TransportWork:
+        """A ring's all-gather, once all ranks have said that they gave as much as this one's `part`."""
+        if not self._has_others:
+            return started
+        sizes = SizeExchange([part] * self._size, self._start)
+        return DirectWork(JoinedWork([started, sizes.work]), lambda: sizes.check(part, self._scope))
+
+    def _exchange(self, parts: Parts, like: torch.Tensor) -> Exchange:
+        # Autograd does not see it.
+        detached = parts.detach() if isinstance(parts, torch.Tensor) else [part.detach() for part in parts]
+        return Exchange(detached, like, self._size, self._start)
+
+    def _start(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> TransportWork:
+        """Begin an all-to-all of flat tensors, of parts of these sizes, or of equal ones if there are none."""
+        options = self._options(_c10d.AllToAllOptions, True)
+        moved = self._movable(received), self._movable(sent)
+        return self._begun(self._transport.alltoall_base(*moved, received_sizes, sent_sizes, options))
 
     def barrier(self, device: torch.device) -> TransportWork:
         return self._barrier()

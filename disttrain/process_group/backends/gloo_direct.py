@@ -6,24 +6,34 @@ reduce-scatter (Thakur, Rabenseifner and Gropp, "Optimization of Collective Comm
 compare these algorithms). Here ranks exchange by Gloo's all-to-all, whose messages all travel at once, and add up what
 they got in the order of ranks: each element alike, wherever it lies.
 
-Copies that are sent to all take memory and time, so that large gathers keep to the ring. So do all-reduces: by a ring
-both sides notice where sizes differ, of messages only the side that gets more than it has room for.
+Gloo takes a message that is shorter than the room for it, and says nothing. So the size of each message is sent too, at
+its end, or beside it where it is large and would take long to copy: the receiver sees that all of it has come.
+
+Copies that are sent to all take memory and time, so that large gathers keep to the ring, as do all-reduces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Final
 
 import torch
 
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_kind
+from disttrain.process_group.backends.base import GivableUp
 from disttrain.process_group.backends.c10d_work import FinishingWork
 from disttrain.process_group.backends.reduction import FOLDS
+from disttrain.process_group.work import JoinedWork, TransportWork
 
 GATHERED_BYTES = 2 * 2**20
 """Of all ranks' parts together: up to here a gather is direct, beyond it a ring that copies less takes less time."""
+_COPIED_BYTES: Final = 2**18
+"""Of what a rank sends to all: up to here a copy of it takes less time than messages of its own for the sizes."""
 _NARROW = frozenset({torch.float16, torch.bfloat16})
+_ALIGNMENT: Final = 16
+"""Of messages, in bytes: what the widest dtype needs to be read where it lies. Their last 8 bytes hold the size."""
+_SMALLER: Final = "a message came that is smaller than what this rank waits for"
 
 
 class DirectWork(FinishingWork):
@@ -34,7 +44,7 @@ class DirectWork(FinishingWork):
     def is_completed(self) -> bool:
         if not super().is_completed():
             return False
-        with suppress(RuntimeError):  # the caller's to raise, who waits for it
+        with suppress(RuntimeError, InterruptedError):  # the caller's to raise, who waits for it
             self.wait()
         return True
 
@@ -42,6 +52,96 @@ class DirectWork(FinishingWork):
 def gathers_directly(part: torch.Tensor, num_ranks: int) -> bool:
     """Alike on all ranks."""
     return part.numel() * part.element_size() * num_ranks <= GATHERED_BYTES
+
+
+Parts = torch.Tensor | Sequence[torch.Tensor]
+"""What each rank is sent: rows of (ranks, elements), or flat tensors of one dtype, not all of one size."""
+Start = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], TransportWork]
+"""Begins an all-to-all of flat tensors: received, sent, the sizes of the parts of each, empty where all are alike."""
+
+
+class SizeExchange:
+    """How much each rank sends to each other, said apart from it."""
+
+    def __init__(self, parts: Parts, start: Start) -> None:
+        sizes = torch.tensor([part.numel() * part.element_size() + 1 for part in parts], device="cpu")
+        self._sizes = torch.zeros_like(sizes)
+        self.work = start(self._sizes, sizes, (), ())
+
+    def check(self, like: torch.Tensor, scope: GivableUp) -> Sequence[torch.Tensor]:
+        """Raise unless each rank has sent as many bytes as are in `like`."""
+        return _check_sizes(self._sizes, like, scope)
+
+
+class Exchange:
+    """One message to each rank, begun by `start`, and as many bytes as are in `like` from each."""
+
+    def __init__(self, parts: Parts, like: torch.Tensor, num_ranks: int, start: Start) -> None:
+        self._like = like
+        self._sizes: SizeExchange | None = None
+        num_sent = parts.numel() if isinstance(parts, torch.Tensor) else sum(part.numel() for part in parts)
+        # Alike on all ranks, so that all send sizes in the same way.
+        if num_sent * like.element_size() <= _COPIED_BYTES:
+            row_size = _message_size(like)
+            self._received = _empty(num_ranks, row_size)
+            self._received.view(torch.int64)[:, -1] = 0
+            self.work = _start(start, self._received, [row_size] * num_ranks, _with_sizes(parts))
+        else:
+            self._received = torch.empty(num_ranks, like.numel(), dtype=like.dtype, device="cpu")
+            started = _start(start, self._received, [like.numel()] * num_ranks, parts)
+            self._sizes = SizeExchange(parts, start)
+            self.work = JoinedWork([started, self._sizes.work])
+
+    def result(self, scope: GivableUp) -> torch.Tensor:
+        """What has come, (ranks, elements). Raises unless each rank has sent as much."""
+        if self._sizes is not None:
+            self._sizes.check(self._like, scope)
+            return self._received
+        _check_sizes(self._received.view(torch.int64)[:, -1], self._like, scope)
+        return self._received[:, : self._like.numel() * self._like.element_size()].view(self._like.dtype)
+
+
+def _check_sizes(sizes: torch.Tensor, like: torch.Tensor, scope: GivableUp) -> Sequence[torch.Tensor]:
+    if bool((sizes == like.numel() * like.element_size() + 1).all()):
+        return ()
+    try:
+        # The group ends for what all of them call, if they say it.
+        scope.look(_SMALLER)
+        scope.check()
+    finally:
+        scope.looked()
+    raise RuntimeError(_SMALLER)
+
+
+def _start(start: Start, received: torch.Tensor, sizes: Sequence[int], parts: Parts) -> TransportWork:
+    if isinstance(parts, torch.Tensor):
+        return start(received.view(-1), parts.reshape(-1), (), ())
+    return start(received.view(-1), torch.cat([*parts]), sizes, [part.numel() for part in parts])
+
+
+def _with_sizes(parts: Parts) -> Parts:
+    if isinstance(parts, torch.Tensor):
+        return _messages(parts)
+    return [_messages(part.view(1, -1)).view(-1) for part in parts]
+
+
+def _messages(rows: torch.Tensor) -> torch.Tensor:
+    """Each row, (messages, elements), with its size at the end, (messages, bytes)."""
+    num_bytes = rows.shape[1] * rows.element_size()
+    messages = _empty(rows.shape[0], _message_size(rows[0]))
+    if num_bytes:
+        messages[:, :num_bytes].view(rows.dtype).copy_(rows)
+    # One more, so that no size is what lies there before it comes.
+    messages.view(torch.int64)[:, -1] = num_bytes + 1
+    return messages
+
+
+def _message_size(part: torch.Tensor) -> int:
+    return (part.numel() * part.element_size() + 8 + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _empty(num_rows: int, num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_rows, num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def combine(parts: Sequence[torch.Tensor], op: Reduction, result: torch.Tensor) -> None:
