@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -22,12 +22,18 @@ from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute_many import Moves, goes_together
 
-_AT_ONCE: Final = "_settles_at_once"
 
-
-def settle_at_once(parameter: torch.Tensor) -> None:
-    """Let the gradient of a DTensor not wait for the end of its backward. To be called on all ranks."""
-    vars(parameter)[_AT_ONCE] = True
+@torch.no_grad()
+def settle_together(parameters: Iterable[Any]) -> None:
+    """Bring the gradients of parameters to lie as these do, also what waits for the end of a backward. Collective."""
+    grads = [(parameter, parameter.grad, _wanted(parameter, parameter.grad)) for parameter in parameters]
+    moved = [(parameter, grad, layout) for parameter, grad, layout in grads if layout is not None]
+    for _, grad, layout in moved:
+        before_redistribution(grad, layout)
+    parts = [grad._local_tensor for _, grad, _ in moved]
+    Moves([(place, grad._spec, layout) for place, (_, grad, layout) in enumerate(moved)]).run(parts)
+    for (parameter, grad, layout), part in zip(moved, parts, strict=True):
+        parameter.grad = type(grad)(part, grad._spec.with_layout(layout))
 
 
 class AsParameter:
@@ -86,11 +92,11 @@ def _wanted(parameter: Any, grad: Any) -> Layout | None:
 def _waits(parameter: Any, grad: Any, layout: Layout) -> bool:
     """Leave a gradient to the end of the backward. All ranks decide alike, so that hooks, which one may have, don't
     count."""
-    spec: Spec = grad._spec
     number = backward_number()
-    if number < 0 or vars(parameter).get(_AT_ONCE) or torch.compiler.is_compiling():
+    if number < 0 or torch.compiler.is_compiling() or grad.requires_grad:
         return False
-    if grad.requires_grad or spec.loan is not None or not goes_together(spec, layout):
+    spec: Spec = grad._spec
+    if spec.loan is not None or not goes_together(spec, layout):
         return False
     running = spec.mesh.world.companion(_Running, _Running).backwards
     backward = running.get(number)
@@ -122,14 +128,7 @@ class _Backward:
     def end(self) -> None:
         """Reduce what waits. Collective."""
         waiting, self.waiting = self.waiting, {}
-        grads = [(parameter, parameter.grad, _wanted(parameter, parameter.grad)) for parameter in waiting.values()]
-        moved = [(parameter, grad, layout) for parameter, grad, layout in grads if layout is not None]
-        for _, grad, layout in moved:
-            before_redistribution(grad, layout)
-        parts = [grad._local_tensor for _, grad, _ in moved]
-        Moves([(place, grad._spec, layout) for place, (_, grad, layout) in enumerate(moved)]).run(parts)
-        for (parameter, grad, layout), part in zip(moved, parts, strict=True):
-            parameter.grad = type(grad)(part, grad._spec.with_layout(layout))
+        settle_together(waiting.values())
         for hook in self.hooks:
             hook()
 

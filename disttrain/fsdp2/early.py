@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from disttrain.fsdp2.param import ShardedParam
@@ -45,8 +46,10 @@ class EarlyParts:
         for place, part in enumerate(self._parts):
             for param in part:
                 if param.unsharded is not None and param.unsharded.requires_grad:
-                    param.unsharded.register_post_accumulate_grad_hook(
-                        lambda _, place=place, param=param: self._tick_off(place, param)
+                    # As a plain tensor's: a DTensor's hook may have to wait for the end of the backward.
+                    torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        param.unsharded,
+                        lambda _, place=place, param=param: self._tick_off(place, param),
                     )
 
     def _tick_off(self, place: int, param: ShardedParam) -> None:

@@ -33,7 +33,7 @@ from disttrain.fsdp2.collectives import ALIGNMENT_BYTES, as_bytes
 from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.stale_graphs import versions
-from disttrain.fsdp2.wholes import Wholes, whole_parameter, wrapped
+from disttrain.fsdp2.wholes import Wholes, wrapped
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
@@ -234,7 +234,7 @@ class _GatheredParts(Wholes):
             whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)
         if param.whole_spec is not None:
             whole = wrapped(whole, param.whole_spec)
-        param.unsharded = whole_parameter(whole, requires_grad=param.sharded.requires_grad)
+        param.unsharded = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
         self.parameters.append(param.unsharded)
 
 

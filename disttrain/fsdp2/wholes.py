@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Spec
-from disttrain.dtensor.settled_grads import settle_at_once
 from disttrain.fsdp2.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.param import ShardedParam
 
@@ -59,7 +58,7 @@ class Wholes:
                 local = place[: slot.numel].view(param.shape).data
                 self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
                 whole = local if param.whole_spec is None else wrapped(local, param.whole_spec)
-                self.parameters.append(whole_parameter(whole, requires_grad=param.sharded.requires_grad))
+                self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
         self.is_cut_in_front = all(param.dim == 0 for param in params)
 
     def allocate(self) -> None:
@@ -111,15 +110,6 @@ class Wholes:
             rows.narrow(0, 0, stop - start).copy_(front.narrow(0, start, stop - start))
             columns.append(rows.view(count, slot.padded_numel))
         return torch.cat(columns, dim=1)
-
-
-def whole_parameter(whole: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """A whole, as modules compute with it."""
-    parameter = nn.Parameter(whole, requires_grad=requires_grad)
-    if isinstance(whole, DTensor):
-        # Blocks reduce their gradients before the backward ends.
-        settle_at_once(parameter)
-    return parameter
 
 
 def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:

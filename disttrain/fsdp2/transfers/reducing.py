@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from disttrain.dtensor.settled_grads import settle_together
 from disttrain.fsdp2.collectives import Averaging, ReductionPlan, start_reduction
 from disttrain.fsdp2.comm import UnderWay
 from disttrain.fsdp2.flat import FlatPlan, plan_flat
@@ -60,6 +61,8 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     if scale is None:
         # First, since what these leave to be reduced over the replicas takes part.
         comm.finish_reductions(but_last_sum=True)
+    of_others = (param for _, params in owed for param in params if param.whole_spec is not None)
+    settle_together(param.unsharded for param in of_others if param.unsharded is not None)
     # What is in place comes first in a message, of several groups as of one: of these all is, or nothing.
     may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
     parts = [
