@@ -14,6 +14,7 @@ from disttrain.errors import ArgumentError, BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
+from disttrain.process_group.hosts import leaves_host
 from disttrain.process_group.observer import Call
 from disttrain.process_group.torch_methods import add_torch_methods
 from disttrain.store import PrefixStore
@@ -388,6 +389,7 @@ class ProcessGroup:
             options=self._options,
             scope=self._scope,
             ask_others=partial(self._ask_others, device_type),
+            spans_hosts=partial(leaves_host, self),
         )
 
 

@@ -64,6 +64,30 @@ def test_sums_are_in_the_order_of_ranks(name: str, op: str) -> None:
     assert torch.equal(listed, expected[rank])
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
+def test_small_all_reduces_between_hosts_are_those_within_one(
+    dtype: torch.dtype,
+) -> None:
+    ops = [
+        ReduceOp.SUM,
+        *([] if dtype.is_complex else [ReduceOp.MAX]),
+        *([ReduceOp.AVG] if dtype.is_floating_point else []),
+    ]
+    inner, outer = disttrain.new_group(), disttrain.new_group()
+    assert isinstance(inner, disttrain.ProcessGroup)
+    assert isinstance(outer, disttrain.ProcessGroup)
+    outer.spans_hosts = True
+    disttrain.barrier(outer)  # connects
+    for op in ops:
+        # Whole numbers, whose sums do not depend on an order.
+        values = torch.arange(-3, 9).view(3, 4).add(disttrain.get_rank()).to(dtype)
+        expected = values.clone()
+        disttrain.all_reduce(expected, op, inner)
+        assert operations(lambda: disttrain.all_reduce(values, op, outer)) == ["gloo:all_to_all"]  # noqa: B023  called at once
+        assert torch.equal(values, expected)
+
+
 @on_ranks(3)
 def test_who_only_sees_that_it_has_ended_has_the_sum() -> None:
     value = torch.empty(1)
@@ -110,7 +134,9 @@ def test_every_dtype_and_size_comes_whole(num_elements: int, dtype: torch.dtype)
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("sizes", [(0, 400), (399, 400), (400, 10**6), (900_000, 10**6)])
-@pytest.mark.parametrize("name", ["reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather"])
+@pytest.mark.parametrize(
+    "name", ["reduce_scatter_tensor", "reduce_scatter", "all_gather_into_tensor", "all_gather", "all_reduce"]
+)
 def test_other_sizes_are_errors_on_all_ranks(name: str, sizes: tuple[int, int]) -> None:
     """Also on those that have room for more than the others send, and whichever message comes first."""
     num_ranks = disttrain.get_world_size()
@@ -118,14 +144,16 @@ def test_other_sizes_are_errors_on_all_ranks(name: str, sizes: tuple[int, int]) 
         num_elements = sizes[disttrain.get_rank() != odd_rank]
         part, whole = torch.ones(num_elements), torch.ones(num_ranks * num_elements)
         parts = [*whole.view(num_ranks, -1).unbind()]
-        tensors: dict[str, tuple[object, object]] = {
+        tensors: dict[str, tuple[object, ...]] = {
             "reduce_scatter_tensor": (part, whole),
             "reduce_scatter": (part, parts),
             "all_gather_into_tensor": (whole, part),
             "all_gather": (parts, part),
+            "all_reduce": (part,),
         }
         group = disttrain.new_group()
         assert isinstance(group, disttrain.ProcessGroup)
+        group.spans_hosts = True
         disttrain.barrier(group)
         with pytest.raises(CollectiveMismatchError, match="sizes: "):
             getattr(disttrain, name)(*tensors[name], group=group)

@@ -52,6 +52,7 @@ class Membership:
     `store` is the group's own part of the job's store; `ranks` are global ranks in group order; `options` is what the
     user gave as `pg_options`, for the backend to understand; `scope` says when the group has been given up meanwhile.
     `ask_others` lets the other members make theirs too, if they have not come to it: call it while you wait for them.
+    `spans_hosts` says, once all are there, whether members are on several hosts.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Membership:
     options: object | None = None
     scope: GivableUp = field(default_factory=GivableUp)
     ask_others: Callable[[], None] = lambda: None
+    spans_hosts: Callable[[], bool] = lambda: False
 
     @property
     def size(self) -> int:

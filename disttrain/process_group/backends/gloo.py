@@ -24,6 +24,7 @@ from disttrain.process_group.backends.gloo_direct import (
     SizeExchange,
     combine,
     gathers_directly,
+    reduces_directly,
 )
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
 from disttrain.process_group.backends.reduction import Natives, Recipe
@@ -39,6 +40,7 @@ _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
 class GlooBackend(C10dBackend):
     _num_failures = 0
     """How many of Gloo's threads had failed when this one's transport was made."""
+    _spans_hosts = False
     devices = ("cpu",)
     natives = Natives(
         _FLOATS | _INTEGERS, averages=_FLOATS, premultiplies=frozenset(), is_bitwise=True, keeps_nans=False
@@ -62,6 +64,14 @@ class GlooBackend(C10dBackend):
             self._store, membership.rank, membership.size, membership.timeout_s, _listening_address(), interfaces
         )
         self._meet(deadline_s)
+        self._spans_hosts = membership.spans_hosts()
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
+        if not (self._spans_hosts and reduces_directly(tensor, self._size)):
+            return super().all_reduce(tensor, op, async_op)
+        _, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
+        term = in_a_row(tensor if recipe is None else recipe.multiplied(recipe.seen(tensor)))
+        return self._reduced(term.expand(self._size, -1), tensor, op, recipe)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.

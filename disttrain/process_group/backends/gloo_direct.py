@@ -9,7 +9,8 @@ they got in the order of ranks: each element alike, wherever it lies.
 Gloo takes a message that is shorter than the room for it, and says nothing. So the size of each message is sent too, at
 its end, or beside it where it is large and would take long to copy: the receiver sees that all of it has come.
 
-Copies that are sent to all take memory and time, so that large gathers keep to the ring, as do all-reduces.
+Copies that are sent to all take memory and time, so that large gathers keep to the ring, as do large all-reduces, and
+within a host all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from disttrain.process_group.work import JoinedWork, TransportWork
 
 GATHERED_BYTES = 2 * 2**20
 """Of all ranks' parts together: up to here a gather is direct, beyond it a ring that copies less takes less time."""
+REDUCED_BYTES = 2**18
+"""Of all ranks together: up to here an all-reduce between hosts is direct; a ring sends fewer bytes."""
 _COPIED_BYTES: Final = 2**18
 """Of what a rank sends to all: up to here a copy of it takes less time than messages of its own for the sizes."""
 _NARROW = frozenset({torch.float16, torch.bfloat16})
@@ -52,6 +55,11 @@ class DirectWork(FinishingWork):
 def gathers_directly(part: torch.Tensor, num_ranks: int) -> bool:
     """Alike on all ranks."""
     return part.numel() * part.element_size() * num_ranks <= GATHERED_BYTES
+
+
+def reduces_directly(tensor: torch.Tensor, num_ranks: int) -> bool:
+    """Whether an all-reduce between hosts is; alike on all ranks. Within a host a ring takes less of the processor."""
+    return tensor.layout == torch.strided and tensor.numel() * tensor.element_size() * num_ranks <= REDUCED_BYTES
 
 
 Parts = torch.Tensor | Sequence[torch.Tensor]
