@@ -38,7 +38,9 @@ class Symbols:
     """Turns code objects and offsets into lines and names; remembers each, since training is a loop."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[CodeType, int], tuple[str, int, str]] = {}
+        # By the address of the code, which is kept beside it: code that Dynamo writes may hold constants that have no
+        # hash, and then has none itself.
+        self._lines: dict[tuple[int, int], tuple[CodeType, tuple[str, int, str]]] = {}
 
     def stack(self, callers: Callers) -> Lines:
         """Their lines, without disttrain's own frames."""
@@ -46,10 +48,11 @@ class Symbols:
         return tuple(line for line in lines if not line[0].startswith(PACKAGE))
 
     def _line(self, code: CodeType, offset: int) -> tuple[str, int, str]:
-        line = self._lines.get((code, offset))
-        if line is None:
-            line = self._lines[code, offset] = code.co_filename, _number(code, offset), code.co_qualname
-        return line
+        key = id(code), offset
+        known = self._lines.get(key)
+        if known is None:
+            known = self._lines[key] = code, (code.co_filename, _number(code, offset), code.co_qualname)
+        return known[1]
 
 
 def _number(code: CodeType, offset: int) -> int:

@@ -97,7 +97,7 @@ class PrepareModuleInput(ParallelStyle):
             first_name = first_input_name(module)
         prepare = PrepareInputs(positional, named, self.shared_by, first_name)
         hook_before(module, prepare)
-        for sharing in prepare.sharing.values():
+        for sharing in prepare.sharings:
             hook_after(module, sharing.release, always=True)
         return module
 
@@ -176,6 +176,7 @@ class _Conversion:
     def __init__(self, axis: Axis, given: Placement | None, wanted: Placement | None, use_local: bool) -> None:
         self.axis, self.given, self.use_local = axis, given, use_local
         self.wanted = wanted or given
+        self.sharing: Sharing | None = None
 
     def __call__(self, value: Any) -> Any:
         if self.given is None or self.wanted is None or value is None:
@@ -208,18 +209,20 @@ class PrepareInputs:
     ) -> None:
         """`first_name`: that of the one input that `positional` is for, where others may come as well."""
         self.positional, self.named, self.first_name = positional, dict(named), first_name
-        self.sharing = {
-            conversion: Sharing(conversion.axis, conversion.gathered_from, shared_by)
-            for conversion in (*(positional or ()), *named.values())
-            if conversion.gathered_from is not None
-        }
+        # Each lies with its conversion, not in a dict by it: Dynamo guards the keys of a dict by their identity, and
+        # would compile each block of a model anew.
+        self.sharings: list[Sharing] = []
+        for conversion in (*(positional or ()), *named.values()):
+            if conversion.gathered_from is not None:
+                conversion.sharing = Sharing(conversion.axis, conversion.gathered_from, shared_by)
+                self.sharings.append(conversion.sharing)
         if positional is not None and first_name is not None:
             self.named.setdefault(first_name, positional[0])
 
     def find_layers(self, module: nn.Module) -> None:
         """Before a graph is made of the module: it would hold what is only so in the first call."""
-        if len(self.sharing) == 1:
-            next(iter(self.sharing.values())).find_layers(module)
+        if len(self.sharings) == 1:
+            self.sharings[0].find_layers(module)
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         if self.positional is not None and inputs:
@@ -242,7 +245,7 @@ class PrepareInputs:
         return inputs, by_name
 
     def _converted(self, module: nn.Module, conversion: _Conversion, value: Any) -> Any:
-        sharing = self.sharing.get(conversion)
+        sharing = conversion.sharing
         # What torch's own modules call beneath a compiled one, such as this, Dynamo may take for a graph of its own:
         # the forward is another then, and the layers' results would be outputs that nobody takes.
         is_alone = torch.compiler.is_dynamo_compiling() and graph_root() == _OWN_ROOT

@@ -110,6 +110,26 @@ def test_a_compiled_module_that_gathers_its_input() -> None:
 
 
 @on_ranks(2, timeout_s=110)
+def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(Feeding() for _ in range(3))).double()
+    model = parallelize_module(copy.deepcopy(alone), mesh, feeding_plan(sequence=True, prefix="*."))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    # As an embedding gives it; else the first block's graph would be one without the gradient of its input.
+    x = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    expected, result = alone(x), gathered(1)(model(scattered(1)(x, mesh)), mesh)
+    torch.testing.assert_close(result, expected)
+    expected.sin().sum().backward()
+    result.sin().sum().backward()
+    check_gradients(model, alone)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
+
+
+@on_ranks(2, timeout_s=110)
 @pytest.mark.parametrize("how", ["the sequence in place", "its first child"])
 def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> None:
     """Dynamo passes over the frames of torch's modules, so that the child's hook begins a graph."""

@@ -8,7 +8,7 @@ import sys
 import traceback
 import weakref
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 
 import pytest
 import torch
@@ -135,6 +135,21 @@ def test_stacks_are_the_innermost_frames_outside_disttrain() -> None:
         (record,) = recorder.snapshot("asked for").records
     assert {(frame.file, frame.function.rpartition(".")[2]) for frame in record.site.stack} == {(HERE, "nested")}
     assert 3 <= len(record.site.stack) <= 6
+
+
+def _calling() -> None:
+    disttrain.barrier()
+
+
+def test_callers_whose_code_has_no_hash() -> None:
+    """As that of Dynamo's, among whose constants there may be a dict."""
+    code = _calling.__code__.replace(co_consts=(*_calling.__code__.co_consts, {}))
+    recorder = FlightRecorder()
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        FunctionType(code, globals())()
+        dump = recorder.snapshot("asked for")
+    assert [record.site.stack[0][2] for record in dump.records] == ["_calling"]
 
 
 def test_threads_and_an_exception_are_in_the_dump() -> None:
