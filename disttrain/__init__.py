@@ -131,13 +131,13 @@ __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 _OF_TORCH = {
     "_all_gather_base": "process_group.collectives",
     "_coalescing_manager": "process_group.coalescing",
-    "_get_default_group": "process_group.current",
-    "_get_default_store": "process_group.current",
-    "_get_process_group_store": "process_group.current",
-    "_rank_not_in_group": "process_group.current",
+    "_get_default_group": "process_group.questions",
+    "_get_default_store": "process_group.questions",
+    "_get_process_group_store": "process_group.questions",
+    "_rank_not_in_group": "process_group.questions",
     "_reduce_scatter_base": "process_group.collectives",
-    "_resolve_process_group": "process_group.current",
-    "_set_pg_timeout": "process_group.current",
+    "_resolve_process_group": "process_group.questions",
+    "_set_pg_timeout": "process_group.questions",
 }
 """torch's private names that programs call."""
 

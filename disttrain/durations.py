@@ -15,13 +15,18 @@ _NOT_AT_ALL_S = 1e-3
 
 def seconds_or_none_at_all(operation: str, duration: Duration) -> float:
     """As `seconds`, but zero means not to wait, as torch's stores have it."""
-    is_zero = duration == timedelta() if isinstance(duration, timedelta) else duration == 0
+    given: object = duration
+    is_zero = isinstance(given, float | int | timedelta) and not given
     return _NOT_AT_ALL_S if is_zero else seconds(operation, duration)
 
 
 def seconds(operation: str, duration: Duration) -> float:
     """`duration` in seconds; raises SettingError unless it is positive."""
-    value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    try:
+        value = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = f"the timeout is {duration!r}, which is no duration."
+        raise SettingError(operation, problem, "Give seconds or a timedelta.") from error
     if not value > 0:
         raise SettingError(
             operation, f"the timeout is {duration!r}; it must be positive.", "Give seconds or a timedelta."

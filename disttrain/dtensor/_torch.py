@@ -24,7 +24,7 @@ __all__ = [
     "BOUND_FUNCTIONS", "BOUND_LINALG", "BOUND_METHODS", "DispatchMode", "OpFacts", "OpOverload", "above_autograd",
     "are_counted_together", "as_one_call", "backward_number", "become", "binding_of", "catch_operator",
     "change_wrapper", "composed", "composed_in_inference", "facts_of", "handle_of", "hint_of",
-    "is_called_by_autograd", "is_kept_for_later", "is_traced", "is_transformed", "keep_dynamo_out", "make_wrapper",
+    "is_called_by_autograd", "is_kept_for_later", "is_traced", "is_transformed", "make_wrapper",
     "no_torch_function", "off_the_record", "put_on_record", "refuse_caching", "tree_flatten", "tree_leaves",
     "tree_unflatten", "use_foreach_for", "when_backward_ends", "without_overrides",
 ]  # fmt: skip
@@ -212,17 +212,6 @@ def _tell_dynamo() -> None:
 # To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
 # it reads what comes before and after.
 _tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def keep_dynamo_out(*functions: Any) -> None:
-    """Let `functions`, and what they call, run as they are where compiled code calls them outside of its graphs.
-
-    Dynamo looks at every frame that begins beneath a compiled function; torch's own subclasses it knows.
-    """
-    known: Any = torch._C._dynamo.eval_frame
-    leave = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
-    for function in functions:
-        known.set_code_exec_strategy(function.__code__, leave)
 
 
 def refuse_caching(reason: str) -> NoReturn:

@@ -12,7 +12,6 @@ from disttrain.dtensor._torch import (
     as_one_call,
     handle_of,
     is_traced,
-    keep_dynamo_out,
     make_wrapper,
     no_torch_function,
     use_foreach_for,
@@ -37,6 +36,7 @@ from disttrain.dtensor.shard_sizes import contiguous_strides
 from disttrain.dtensor.traced import Traced
 from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
+from disttrain.process_group._torch import keep_dynamo_out
 
 
 class DTensor(Traced, AsParameter, torch.Tensor):

@@ -24,7 +24,7 @@ from disttrain.kernels.attention_plan import Call, Machine, candidates
 from disttrain.kernels.attention_rules import Rule, name_of
 from disttrain.kernels.attention_runs import RUNS
 from disttrain.kernels.choice import has_triton
-from disttrain.process_group import current_world, is_initialized
+from disttrain.process_group.current import current_world, has_world
 from disttrain.settings import KERNELS
 
 NUM_ROUNDS: Final = 5
@@ -156,7 +156,7 @@ def _may_measure(tensors: Tensors) -> bool:
 
 def _agreed(shape: str, own: str) -> str:
     """What the first rank has found for this shape."""
-    if not is_initialized():
+    if not has_world():
         return own
     world = current_world()
     if world.world_size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -372,11 +373,15 @@ def init_device_mesh(
     """All ranks of the job as a grid of `mesh_shape`, in row-major order; joins the job first where that was not done.
 
     `backend_override` gives axes, by name or index, groups of their own over other transports: "gloo", "nccl", "fake",
-    which sends nothing, or such a name and its options.
-    Raises: MeshError when the shape does not multiply to the number of ranks.
+    which sends nothing, or such a name and its options. Raises: MeshError when the shape is not that of all ranks.
     """
     world = _world()
-    shape = tuple(mesh_shape)
+    try:
+        shape = tuple(map(operator.index, mesh_shape))
+        hash(device_type)
+    except TypeError as error:
+        problem = f"device_type={device_type!r} and mesh_shape={mesh_shape!r} are given: {error}."
+        raise MeshError("init_device_mesh", problem, 'Give a type, as "cpu", and numbers.', rank=world.rank) from error
     if math.prod(shape) != world.world_size:
         raise MeshError(
             "init_device_mesh",
@@ -385,8 +390,8 @@ def init_device_mesh(
             rank=world.rank,
         )
     names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    mesh = DeviceMesh._of(world, device_type, MeshLayout(tuple(range(world.world_size)), shape, names), None)
-    return mesh._with_backends(backend_override)
+    layout = MeshLayout(tuple(range(world.world_size)), shape, names)
+    return DeviceMesh._of(world, device_type, layout, None)._with_backends(backend_override)
 
 
 def _world() -> World:

@@ -32,13 +32,6 @@ from disttrain.process_group.current import (
     current_world,
     destroy_process_group,
     entered_world,
-    get_backend,
-    get_backend_config,
-    get_global_rank,
-    get_group_rank,
-    get_node_local_rank,
-    get_pg_count,
-    get_process_group_ranks,
     get_rank,
     get_world_size,
     init_process_group,
@@ -73,6 +66,15 @@ from disttrain.process_group.objects import (
 )
 from disttrain.process_group.observer import Call, Observer
 from disttrain.process_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from disttrain.process_group.questions import (
+    get_backend,
+    get_backend_config,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_pg_count,
+    get_process_group_ranks,
+)
 from disttrain.process_group.subgroups import (
     abort_process_group,
     new_subgroups,

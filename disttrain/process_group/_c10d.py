@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
-from disttrain.errors import StoreTimeoutError
+from disttrain.errors import ArgumentError, StoreTimeoutError
 from disttrain.store import Store
 from disttrain.store.slices import in_slices
 
@@ -351,12 +351,19 @@ def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
     For floating point and complex tensors. `factor` is a number, or a tensor of one element on the tensors' device.
     """
     make: Any = c10d._make_nccl_premul_sum  # the stubs leave it out
-    return cast(ReduceOp, make(factor))
+    if (isinstance(factor, torch.Tensor) and factor.numel() != 1) or not isinstance(factor, torch.Tensor | float | int):
+        raise ArgumentError("premul_sum", f"factor={factor!r} is no number.", "Give one, or a tensor of one element.")
+    return cast(ReduceOp, make(factor if isinstance(factor, torch.Tensor) else float(factor)))
 
 
 def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
-    """Which operation it is, however it was given."""
-    return op if isinstance(op, ReduceOp.RedOpType) else cast(Any, op).op
+    """Which operation it is, however it was given. Raises TypeError for what is none."""
+    if isinstance(op, ReduceOp.RedOpType):
+        return op
+    whole: Any = op
+    if not isinstance(whole, ReduceOp):
+        raise TypeError(f"{op!r} is no ReduceOp")
+    return cast(ReduceOp.RedOpType, cast(Any, op).op)
 
 
 _SUM: Final = ReduceOp.SUM

@@ -12,9 +12,9 @@ from disttrain.process_group.backends import BACKENDS, Backend
 from disttrain.settings import DEBUG, TORCHELASTIC_RUN_ID
 
 
-def is_backend_available(backend: str) -> bool:
+def is_backend_available(backend: object) -> bool:
     """Whether a transport of that name is known and can be used on this machine."""
-    kind = BACKENDS.get(backend.lower())
+    kind = BACKENDS.get(backend.lower()) if isinstance(backend, str) else None
     return kind is not None and kind.is_available()
 
 
@@ -53,7 +53,11 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
     Raises BackendError for a device that none serves.
     """
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        problem = f"{device!r} is no device."
+        raise BackendError("get_default_backend_for_device", problem, 'Give "cpu", "cuda", or one of these.') from error
     name = Backend.default_device_backend_map.get(kind)
     if name is None:
         problem = f"no transport serves {kind!r}."

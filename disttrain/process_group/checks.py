@@ -79,6 +79,12 @@ def check_alike(operation: str, group: ProcessGroup, output: torch.Tensor, input
         check_contiguous(operation, group, "input", input)
 
 
+def check_is_list(name: str, tensors: object) -> None:
+    """Raise TypeError for one tensor in place of a list: it would be taken for a list of its rows."""
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{name} is one tensor, of shape {tuple(tensors.shape)}, and no list of tensors")
+
+
 def check_list(
     operation: str,
     group: ProcessGroup,
@@ -93,6 +99,7 @@ def check_list(
 
     The one at `like_place` has the size of `like` too; with `has_one_size`, all have.
     """
+    check_is_list(name, tensors)
     if len(tensors) != group.group_size:
         raise ShapeError(
             operation,

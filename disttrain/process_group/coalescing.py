@@ -9,6 +9,7 @@ import torch
 
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
+from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.backends import Backend
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.group import ProcessGroup
@@ -69,7 +70,12 @@ def coalescing_manager(
     Collective: as the operations in it. One thread at a time.
     """
     group = resolve_group("coalescing_manager", group)
-    backend = group.backend("coalescing_manager", (device or group.barrier_device).type)
+    if device is None:
+        device = group.barrier_device
+    else:
+        with arguments_of("coalescing_manager", group.world.rank, "Give a torch.device."):
+            device = torch.device(device)
+    backend = group.backend("coalescing_manager", device.type)
     return Coalesced(group, backend, async_ops=async_ops)
 
 

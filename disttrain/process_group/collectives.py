@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from disttrain.durations import Duration, seconds
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
+from disttrain.process_group._torch import keep_dynamo_out, outside_graphs
 from disttrain.process_group.checks import check_contiguous, check_pair, peer_rank
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
@@ -30,18 +32,24 @@ def all_reduce(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_reduce", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.all_reduce(tensor, op, group, async_op)
     try:
         if not tensor.is_contiguous() and not group.backend_of("all_reduce", tensor).reduces_sparse(tensor, op):
             check_contiguous("all_reduce", group, "tensor", tensor)
         backend = group.backend_of("all_reduce", tensor)
+        how = reduction_name(op)
     except Exception as error:
         group.refuse("all_reduce", error)
         raise
     both = (tensor,)
-    how = reduction_name(op)
     return issue(group, "all_reduce", backend.all_reduce, (tensor, op, async_op), both, both, async_op, None, how)
 
 
+@outside_graphs
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -63,10 +71,10 @@ def reduce(
         check_contiguous("reduce", group, "tensor", tensor)
         run = group.backend_of("reduce", tensor).reduce
         outputs = (tensor,) if group.group_rank == dst_rank else ()
+        arguments, how = (tensor, dst_rank, op, async_op), reduction_name(op)
     except Exception as error:
         group.refuse("reduce", error)
         raise
-    arguments, how = (tensor, dst_rank, op, async_op), reduction_name(op)
     return issue(group, "reduce", run, arguments, (tensor,), outputs, async_op, dst_rank, how)
 
 
@@ -85,6 +93,11 @@ def broadcast(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("broadcast", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.broadcast(tensor, src, group, async_op, group_src)
     try:
         root_rank = peer_rank("broadcast", group, src, group_src, "src")
         if not tensor.is_contiguous():
@@ -111,6 +124,11 @@ def all_gather_into_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_gather_into_tensor", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     try:
         check_pair("all_gather_into_tensor", group, output_tensor, input_tensor, gathers=True)
         backend = group.backend_of("all_gather_into_tensor", input_tensor)
@@ -140,21 +158,27 @@ def reduce_scatter_tensor(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("reduce_scatter_tensor", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.reduce_scatter_tensor(output, input, op, group, async_op)
     try:
         check_pair("reduce_scatter_tensor", group, output, input, gathers=False)
         backend = group.backend_of("reduce_scatter_tensor", input)
         arguments = (output, input, op, async_op)
         run = backend.reduce_scatter_tensor
+        how = reduction_name(op)
     except Exception as error:
         group.refuse("reduce_scatter_tensor", error)
         raise
-    how = reduction_name(op)
     return issue(group, "reduce_scatter_tensor", run, arguments, (input,), (output,), async_op, None, how)
 
 
 reduce_scatter_single = reduce_scatter_tensor
 
 
+@outside_graphs
 def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -187,3 +211,6 @@ def barrier(
 # Their names in earlier versions of torch.
 _all_gather_base = all_gather_into_tensor
 _reduce_scatter_base = reduce_scatter_tensor
+
+# Beside a graph they run as they are.
+keep_dynamo_out(all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor)

@@ -11,18 +11,19 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
+from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.hosts import tell_host
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
-from disttrain.settings import FLIGHT_RECORDER, LOCAL_RANK, TIMEOUT_S
+from disttrain.settings import FLIGHT_RECORDER, TIMEOUT_S
 from disttrain.store import HashStore, PrefixStore, Store
 
 _RECORDER: Final = "disttrain.flight_recorder.triggers"
@@ -41,6 +42,8 @@ class _Default:
     def __init__(self) -> None:
         self.process_world: World | None = None
         self.thread = _ThreadWorld()
+        self.left_torchs: int | None = None
+        """Which default group of torch's there was when the process left its last world; None for none."""
         self.has_thread_worlds = False
         """Whether a thread has ever had one: as long as none has, nobody looks, which takes as long as a small call."""
         self.num_inits: Counter[str] = Counter()
@@ -82,7 +85,7 @@ def init_process_group(
              GroupError when the process is a rank already.
     Collective: every rank of the job.
     """
-    if is_initialized():
+    if has_world():
         raise GroupError(
             "init_process_group",
             "this process is a rank already.",
@@ -151,19 +154,24 @@ def enter_process_world(world: World, *, register_with_torch: bool | None = Fals
 def destroy_process_group(group: ProcessGroup | NonGroupMember | None = None) -> None:
     """Let go of `group`, or of the whole world when it is None or the default group.
 
+    Where another library has initialised torch.distributed, and nobody disttrain, it is torch's group that ends.
     Collectives over Gloo whose handles nobody has kept get five seconds to end; then a warning says how many did not.
     """
+    if group is None and (theirs := _torch_alone()) is not None:
+        theirs.destroy_process_group()
+        return
     world = current_world("destroy_process_group")
     if isinstance(group, NonGroupMember):
         return  # there is nothing of it here
     if group is not None and group is not world.default_group:
-        world.destroy_group(group)
+        world.destroy_group(resolve_group("destroy_process_group", group))
         return
     world.destroy()
     if _default.thread.world is world:
         _default.thread.world = None
     else:
         _default.process_world = None
+        _default.left_torchs = _torchs_default()
 
 
 @contextmanager
@@ -178,9 +186,34 @@ def entered_world(world: World) -> Iterator[World]:
             destroy_process_group()
 
 
+def has_world() -> bool:
+    """Whether this thread or process is a rank of a world of disttrain's."""
+    return (_default.thread.world or _default.process_world) is not None
+
+
+def _torch_alone() -> Any:
+    """torch.distributed, where another library has initialised it, and nobody disttrain before or since; else None."""
+    if has_world() or (default := _torchs_default()) is None or default == _default.left_torchs:
+        return None
+    return torch.distributed
+
+
+def _torchs_default() -> int | None:
+    """Which is torch's default group, if it has one."""
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return id(torch.distributed.group.WORLD) if is_there else None
+
+
 def current_world(operation: str = "current_world") -> World:
-    """The world of this thread or process. Raises GroupError before init_process_group."""
+    """The world of this thread or process; `from_torch`'s, where another library has initialised torch.distributed.
+
+    Raises GroupError before init_process_group.
+    """
     world = _default.thread.world or _default.process_world
+    if world is None and _torch_alone() is not None:
+        # What joins asks here for the current world itself.
+        importlib.import_module("disttrain.process_group.interop").from_torch()
+        world = _default.process_world
     if world is None:
         raise GroupError(
             operation,
@@ -245,95 +278,22 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """True between init_process_group and destroy_process_group."""
-    return (_default.thread.world or _default.process_world) is not None
+    """True between init_process_group and destroy_process_group, torch.distributed's among them."""
+    return (_default.thread.world or _default.process_world or _torch_alone()) is not None
 
 
 def get_rank(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """This process's rank in the group; -1 when it is not a member."""
+    if group is None and (theirs := _torch_alone()) is not None:
+        return int(theirs.get_rank())  # without joining: one rank alone may ask
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_rank", group).group_rank
 
 
 def get_world_size(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """Number of ranks in the group; -1 when this process is not a member."""
+    if group is None and (theirs := _torch_alone()) is not None:
+        return int(theirs.get_world_size())
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_world_size", group).group_size
-
-
-def get_backend(group: ProcessGroup | None = None) -> str:
-    """The group's transports: "gloo" or "nccl" where it has one for all its devices, else as "cpu:gloo,cuda:nccl"."""
-    name = resolve_group("get_backend", group).backend_name
-    kinds = {part.rpartition(":")[2] for part in name.split(",")}
-    return kinds.pop() if len(kinds) == 1 else name
-
-
-def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """The group's transports by device type, such as "cpu:gloo,cuda:nccl"."""
-    return resolve_group("get_backend_config", group).backend_name
-
-
-def get_pg_count() -> int:
-    """How many groups this rank has, the default group among them."""
-    return len(current_world("get_pg_count").groups)
-
-
-def _set_pg_timeout(timeout: Duration, group: ProcessGroup | None = None) -> None:
-    """torch's name for `ProcessGroup.set_timeout`."""
-    resolve_group("_set_pg_timeout", group).set_timeout(seconds("_set_pg_timeout", timeout))
-
-
-def _rank_not_in_group(group: ProcessGroup | NonGroupMember | None) -> bool:
-    """torch's question: is it NON_GROUP_MEMBER?"""
-    return isinstance(group, NonGroupMember)
-
-
-def _get_default_group() -> ProcessGroup:
-    """torch's name for `group.WORLD` where there is one. Raises GroupError before init_process_group."""
-    return current_world("_get_default_group").default_group
-
-
-def _get_default_store() -> Store:
-    """torch's name for the store of the default group."""
-    return current_world("_get_default_store").store
-
-
-def _get_process_group_store(group: ProcessGroup | None) -> Store:
-    """torch's name for the store of a group: the job's, whichever it is."""
-    resolve_group("_get_process_group_store", group)
-    return current_world("_get_process_group_store").store
-
-
-def _resolve_process_group(group_name: str) -> ProcessGroup:
-    """torch's name for the group of a name. Raises GroupError when there is none."""
-    return current_world("_resolve_process_group").find_group("_resolve_process_group", group_name)
-
-
-def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """The global ranks of the group's members, in group order."""
-    return list(resolve_group("get_process_group_ranks", group).ranks)
-
-
-def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The global rank of the group's member `group_rank`. Raises GroupError when it is out of range."""
-    return group.ranks[group.checked_group_rank("get_global_rank", group_rank)]
-
-
-def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """The rank in the group of `global_rank`. Raises GroupError when it is not a member."""
-    return group.group_rank_of("get_group_rank", global_rank)
-
-
-def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process's rank on its node, as its launcher says. Raises GroupError without launcher and `fallback_rank`."""
-    local_rank = LOCAL_RANK.read()
-    if local_rank is None:
-        local_rank = fallback_rank
-    if local_rank is None:
-        raise GroupError(
-            "get_node_local_rank",
-            "LOCAL_RANK is not set, so that no launcher has started this process.",
-            "Start it with disttrain-launch, or give fallback_rank.",
-        )
-    return local_rank
 
 
 def new_group(
@@ -355,8 +315,10 @@ def new_group(
     Returns: the group, or NON_GROUP_MEMBER on ranks that are not in it.
     """
     timeout_s = None if timeout is None else seconds("new_group", timeout)
-    members = sorted(ranks) if ranks is not None and sort_ranks else ranks
-    return current_world("new_group").new_group(members, timeout_s, backend, pg_options)
+    world = current_world("new_group")
+    with arguments_of("new_group", world.rank, "Give the ranks as a list of numbers."):
+        members = sorted(ranks) if ranks is not None and sort_ranks else ranks
+        return world.new_group(members, timeout_s, backend, pg_options)
 
 
 __all__ = [
@@ -366,13 +328,6 @@ __all__ = [
     "destroy_process_group",
     "enter_process_world",
     "entered_world",
-    "get_backend",
-    "get_backend_config",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "group",

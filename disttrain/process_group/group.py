@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from disttrain.errors import ArgumentError, BackendError, GroupError, StoreError
+from disttrain.errors import BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
+from disttrain.process_group.arguments import answer_to
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.hosts import leaves_host
@@ -173,7 +175,7 @@ class ProcessGroup:
 
     def group_rank_of(self, operation: str, rank: int) -> int:
         """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
-        group_rank = self.group_ranks.get(rank)
+        group_rank = self.group_ranks.get(rank) if getattr(rank, "__hash__", None) else None
         if group_rank is None:
             raise GroupError(
                 operation,
@@ -185,7 +187,11 @@ class ProcessGroup:
 
     def checked_group_rank(self, operation: str, group_rank: int) -> int:
         """`group_rank` itself; raises GroupError when it is out of range."""
-        if not 0 <= group_rank < self.group_size:
+        try:
+            is_member = 0 <= operator.index(group_rank) < self.group_size
+        except TypeError:  # it is no whole number
+            is_member = False
+        if not is_member:
             raise GroupError(
                 operation,
                 f"group rank {group_rank} is out of range for group {self.group_name} of size {self.group_size}.",
@@ -275,14 +281,12 @@ class ProcessGroup:
         """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
 
         `begins_with` is the collective that `operation` begins with, if it is not one itself.
-        Raises: ArgumentError in place of Python's error, where an argument is no tensor.
+        Raises: ArgumentError in place of Python's error, for an argument of the wrong kind.
         """
-        if not begins_with and isinstance(error, AttributeError | TypeError):
-            problem = f"an argument is not what belongs there: {error}. Give tensors, or a list with one for each rank."
-            error, cause = ArgumentError(operation, problem, rank=self.world.rank), error
-            self.world.refusals.add(self, operation, error, operation, was_counted=False)
-            raise error from cause
-        self.world.refusals.add(self, operation, error, begins_with or operation, was_counted=False)
+        answer = answer_to(operation, error, self.world.rank) or error
+        self.world.refusals.add(self, operation, answer, begins_with or operation, was_counted=False)
+        if answer is not error:
+            raise answer from error
 
     def give_up(self, operation: str, error: Exception) -> None:
         """End the group on all ranks: this one has failed in `operation`, and cannot come to what the others wait for.

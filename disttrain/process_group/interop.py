@@ -10,7 +10,7 @@ from disttrain.errors import GroupError
 from disttrain.process_group import _c10d, beside_torch, rendezvous
 from disttrain.process_group.backends import BACKENDS
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.current import current_world, enter_process_world, is_initialized
+from disttrain.process_group.current import current_world, enter_process_world, has_world
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.hosts import tell_host
 from disttrain.process_group.world import NonGroupMember, World
@@ -40,7 +40,7 @@ def from_torch(pg: Any = None) -> ProcessGroup:
             "Call it on members only.",
             rank=torch.distributed.get_rank(),
         )
-    if not is_initialized():
+    if not has_world():
         enter_process_world(_join())
     world = current_world("from_torch")
     default = torch.distributed.group.WORLD

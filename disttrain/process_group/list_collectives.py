@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
-from disttrain.process_group.checks import check_alike, check_list, root_rank, row_counts
+from disttrain.process_group._torch import keep_dynamo_out, outside_graphs
+from disttrain.process_group.checks import check_alike, check_is_list, check_list, root_rank, row_counts
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue, parts_of
 from disttrain.process_group.group import ProcessGroup
@@ -29,6 +31,11 @@ def all_gather(
     Collective: every rank of the group, in the same order, with the same sizes in `tensor_list`.
     """
     group = resolve_group("all_gather", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.all_gather(tensor_list, tensor, group, async_op)
     try:
         check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
         run = group.backend_of("all_gather", tensor).all_gather
@@ -38,6 +45,7 @@ def all_gather(
     return issue(group, "all_gather", run, (tensor_list, tensor, async_op), (tensor,), tensor_list, async_op)
 
 
+@outside_graphs
 def gather(
     tensor: torch.Tensor,
     gather_list: Sequence[torch.Tensor] | None = None,
@@ -65,6 +73,7 @@ def gather(
     return issue(group, "gather", run, (tensor, outputs, dst_rank, async_op), (tensor,), outputs, async_op, dst_rank)
 
 
+@outside_graphs
 def scatter(
     tensor: torch.Tensor,
     scatter_list: Sequence[torch.Tensor] | None = None,
@@ -92,6 +101,7 @@ def scatter(
     return issue(group, "scatter", run, (tensor, inputs, src_rank, async_op), inputs, (tensor,), async_op, src_rank)
 
 
+@outside_graphs
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -110,13 +120,14 @@ def reduce_scatter(
     try:
         check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
         run = group.backend_of("reduce_scatter", output).reduce_scatter
+        arguments, how = (output, input_list, op, async_op), reduction_name(op)
     except Exception as error:
         group.refuse("reduce_scatter", error)
         raise
-    arguments, how = (output, input_list, op, async_op), reduction_name(op)
     return issue(group, "reduce_scatter", run, arguments, input_list, (output,), async_op, None, how)
 
 
+@outside_graphs
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -132,6 +143,7 @@ def all_to_all(
     """
     group = resolve_group("all_to_all", group)
     try:
+        check_is_list("output_tensor_list", output_tensor_list)
         if not output_tensor_list:
             check_list("all_to_all", group, "output_tensor_list", output_tensor_list, torch.empty(0))
         like = output_tensor_list[0]
@@ -162,6 +174,11 @@ def all_to_all_single(
     Collective: every rank of the group, in the same order.
     """
     group = resolve_group("all_to_all_single", group)
+    if is_dynamo_compiling():
+        # Loaded by whoever compiles: operators of graphs are made of what is here.
+        from disttrain.process_group.functional import in_place
+
+        return in_place.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     try:
         check_alike("all_to_all_single", group, output, input)
         shape, input_shape, size = output.shape, input.shape, group.group_size
@@ -204,6 +221,8 @@ def _list_at_root(
     root: int,
 ) -> Sequence[torch.Tensor]:
     """The root's list, checked; nothing elsewhere."""
+    if tensors is not None:
+        check_is_list(name, tensors)
     if group.group_rank == root:
         check_list(operation, group, name, tensors or (), own, has_one_size=True)
         assert tensors is not None
@@ -217,3 +236,7 @@ def _list_at_root(
         )
     check_alike(operation, group, own, own)
     return ()
+
+
+# Beside a graph they run as they are.
+keep_dynamo_out(all_gather, all_to_all_single)

@@ -11,13 +11,15 @@ import torch
 
 from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
-from disttrain.process_group.checks import check_contiguous, check_list, check_pair
+from disttrain.process_group._torch import outside_graphs
+from disttrain.process_group.checks import check_contiguous, check_is_list, check_list, check_pair
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
 
 
+@outside_graphs
 def all_gather_into_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -41,6 +43,7 @@ def all_gather_into_tensor_coalesced(
     return issue(group, name, backend.all_gather_into_tensors, (outputs, inputs, async_op), inputs, outputs, async_op)
 
 
+@outside_graphs
 def reduce_scatter_tensor_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
@@ -59,14 +62,14 @@ def reduce_scatter_tensor_coalesced(
     try:
         _check(name, group, outputs, inputs, gathers=False)
         backend = group.backend_of(name, inputs[0])
+        arguments, how = (outputs, inputs, op, async_op), reduction_name(op)
     except Exception as error:
         group.refuse(name, error)
         raise
-    arguments = (outputs, inputs, op, async_op)
-    how = reduction_name(op)
     return issue(group, name, backend.reduce_scatter_tensors, arguments, inputs, outputs, async_op, None, how)
 
 
+@outside_graphs
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor],
     op: Reduction = ReduceOp.SUM,
@@ -84,13 +87,14 @@ def all_reduce_coalesced(
     try:
         _check_several(name, group, tensors)
         backend = group.backend_of(name, tensors[0])
+        arguments, how = (tensors, op, async_op), reduction_name(op)
     except Exception as error:
         group.refuse(name, error)
         raise
-    arguments, how = (tensors, op, async_op), reduction_name(op)
     return issue(group, name, backend.all_reduce_tensors, arguments, tensors, tensors, async_op, None, how)
 
 
+@outside_graphs
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[torch.Tensor]],
     input_tensor_list: Sequence[torch.Tensor],
@@ -106,8 +110,9 @@ def all_gather_coalesced(
     """
     name = "all_gather_coalesced"
     group = resolve_group(name, group)
-    outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]
     try:
+        check_is_list("output_tensor_lists", output_tensor_lists)
+        outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]
         _check_several(name, group, input_tensor_list)
         lengths = [len(tensors) for tensors in output_tensor_lists]
         if lengths != [len(input_tensor_list)] * group.group_size:
@@ -130,6 +135,7 @@ def all_gather_coalesced(
 
 
 def _check_several(operation: str, group: ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    check_is_list("the list", tensors)
     if not tensors:
         raise ShapeError(operation, "there is no tensor.", "Give at least one.", rank=group.world.rank)
     for tensor in tensors:
@@ -144,6 +150,8 @@ def _check(
     *,
     gathers: bool,
 ) -> None:
+    check_is_list("the list of outputs", outputs)
+    check_is_list("the list of inputs", inputs)
     if len(outputs) != len(inputs) or not inputs:
         raise ShapeError(
             operation,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.errors import ShapeError
+from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.checks import peer_rank, root_rank
 from disttrain.process_group.collectives import all_gather_into_tensor, broadcast
 from disttrain.process_group.current import resolve_group
@@ -34,6 +35,7 @@ def all_gather_object(object_list: MutableSequence[Any], obj: Any, group: Proces
     """
     group = resolve_group("all_gather_object", group)
     with _before(group, "all_gather_object", "all_gather_into_tensor"):
+        _check_target("object_list", object_list)
         _check_places("all_gather_object", group, "object_list", object_list, group.group_size)
         device = _device(group)
         packed = _packed(obj)
@@ -65,6 +67,7 @@ def gather_object(
         dst_rank = root_rank("gather_object", group, dst, group_dst, "dst")
         is_root = group.group_rank == dst_rank
         if is_root:
+            _check_target("object_gather_list", object_gather_list)
             _check_places("gather_object", group, "object_gather_list", object_gather_list or (), group.group_size)
         device = _device(group)
         packed = _packed(obj)
@@ -98,6 +101,7 @@ def broadcast_object_list(
     group = resolve_group("broadcast_object_list", group)
     with _before(group, "broadcast_object_list", "broadcast"):
         src_rank = root_rank("broadcast_object_list", group, src, group_src, "src")
+        _check_target("object_list", object_list)
         device = device or _device(group)
         is_root = group.group_rank == src_rank
         packed = _packed(list(object_list)) if is_root else b""
@@ -126,6 +130,7 @@ def scatter_object_list(
     packed: list[bytes] = []
     with _before(group, "scatter_object_list", "broadcast"):
         src_rank = root_rank("scatter_object_list", group, src, group_src, "src")
+        _check_target("scatter_object_output_list", scatter_object_output_list)
         if not scatter_object_output_list:
             _check_places("scatter_object_list", group, "scatter_object_output_list", (), 1)
         device = _device(group)
@@ -160,10 +165,12 @@ def send_object_list(
     Raises: as send; ShapeError, there too, when they cannot be packed.
     """
     group = resolve_group("send_object_list", group)
-    peer = peer_rank("send_object_list", group, dst, group_dst, "dst")
-    device = device or _device(group)
-    packed = _packed(list(object_list))
-    for data in (torch.tensor([len(packed)], device=device), _padded(packed, len(packed), device)):
+    with arguments_of("send_object_list", group.world.rank):
+        peer = peer_rank("send_object_list", group, dst, group_dst, "dst")
+        device = device or _device(group)
+        packed = _packed(list(object_list))
+        messages = torch.tensor([len(packed)], device=device), _padded(packed, len(packed), device)
+    for data in messages:
         isend(data, group=group, group_dst=peer).wait()
     _raise_own("send_object_list", group, packed)
 
@@ -182,8 +189,10 @@ def recv_object_list(
     Returns: the sender's global rank. Raises: as recv; ShapeError when the lists differ in length.
     """
     group = resolve_group("recv_object_list", group)
-    device = device or _device(group)
-    size = torch.zeros(1, dtype=torch.int64, device=device)
+    with arguments_of("recv_object_list", group.world.rank):
+        _check_target("object_list", object_list)
+        device = device or _device(group)
+        size = torch.zeros(1, dtype=torch.int64, device=device)
     work = irecv(size, src, group, group_src=group_src)
     work.wait()
     sender = work.source_rank()
@@ -249,7 +258,15 @@ def _check_packed(operation: str, group: ProcessGroup, sender: int, data: bytes)
         )
 
 
-def _check_places(operation: str, group: ProcessGroup, name: str, values: Sequence[Any], num_places: int) -> None:
+def _check_target(name: str, values: object) -> None:
+    """Raise TypeError for what objects cannot be put into; None is an empty list."""
+    if isinstance(values, torch.Tensor) or (values is not None and not hasattr(values, "__setitem__")):
+        raise TypeError(f"{name} is a {type(values).__name__}, and no list")
+
+
+def _check_places(operation: str, group: ProcessGroup, name: str, values: Any, num_places: int) -> None:
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__getitem__"):
+        raise TypeError(f"{name} is a {type(values).__name__}, and no list")
     if len(values) != num_places:
         raise ShapeError(
             operation,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from disttrain.errors import GroupError, ShapeError
+from disttrain.process_group._torch import outside_graphs
+from disttrain.process_group.arguments import answer_to, arguments_of
 from disttrain.process_group.checks import check_contiguous, peer_rank
 from disttrain.process_group.coalescing import Coalesced
 from disttrain.process_group.current import resolve_group
@@ -16,6 +18,7 @@ from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import TransportWork, Work
 
 
+@outside_graphs
 def isend(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -30,13 +33,18 @@ def isend(
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
     group = resolve_group("send", group)
-    # What `_peer` does, but for a call's time.
-    peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
-    if peer is None or peer == group.group_rank or not tensor.is_contiguous():
-        peer = _peer("send", group, tensor, dst, group_dst, "dst")
-    return issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag)
+    try:
+        # What `_peer` does, but for a call's time.
+        peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
+        if peer is None or peer == group.group_rank or not tensor.is_contiguous():
+            peer = _peer("send", group, tensor, dst, group_dst, "dst")
+        run = group.backend_of("send", tensor).send
+    except (AttributeError, TypeError) as error:
+        raise _answer("send", group, error) from error
+    return issue_message(group, "send", run, tensor, peer, tag)
 
 
+@outside_graphs
 def irecv(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -50,11 +58,16 @@ def irecv(
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
     group = resolve_group("recv", group)
-    # As above.
-    peer = group.group_ranks.get(src) if src is not None and group_src is None else None
-    if peer is None or peer == group.group_rank or not tensor.is_contiguous():
-        return issue_message(group, "recv", *_receiving(group, tensor, src, group_src), tag)
-    return issue_message(group, "recv", group.backend_of("recv", tensor).recv, tensor, peer, tag)
+    try:
+        # As above.
+        peer = group.group_ranks.get(src) if src is not None and group_src is None else None
+        if peer is None or peer == group.group_rank or not tensor.is_contiguous():
+            run, tensor, peer = _receiving(group, tensor, src, group_src)
+        else:
+            run = group.backend_of("recv", tensor).recv
+    except (AttributeError, TypeError) as error:
+        raise _answer("recv", group, error) from error
+    return issue_message(group, "recv", run, tensor, peer, tag)
 
 
 def start_sending(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Work:
@@ -67,6 +80,7 @@ def start_receiving(tensor: torch.Tensor, group: ProcessGroup, peer: int) -> Wor
     return issue_message(group, "recv", group.backend_of("recv", tensor).recv, tensor, peer)
 
 
+@outside_graphs
 def send(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -77,10 +91,15 @@ def send(
     """isend, then wait for it."""
     # Not by isend itself: the recorder looks at who has called this.
     group = resolve_group("send", group)
-    peer = _peer("send", group, tensor, dst, group_dst, "dst")
-    issue_message(group, "send", group.backend_of("send", tensor).send, tensor, peer, tag).wait()
+    try:
+        peer = _peer("send", group, tensor, dst, group_dst, "dst")
+        run = group.backend_of("send", tensor).send
+    except (AttributeError, TypeError) as error:
+        raise _answer("send", group, error) from error
+    issue_message(group, "send", run, tensor, peer, tag).wait()
 
 
+@outside_graphs
 def recv(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -90,7 +109,11 @@ def recv(
 ) -> int:
     """irecv, then wait for it. Returns: the sender's global rank."""
     group = resolve_group("recv", group)
-    work = issue_message(group, "recv", *_receiving(group, tensor, src, group_src), tag)
+    try:
+        receiving = _receiving(group, tensor, src, group_src)
+    except (AttributeError, TypeError) as error:
+        raise _answer("recv", group, error) from error
+    work = issue_message(group, "recv", *receiving, tag)
     work.wait()
     return work.source_rank()
 
@@ -111,15 +134,18 @@ class P2POp:
     ) -> None:
         """Raises GroupError for another `op`, or a peer that cannot be."""
         self.group = resolve_group("P2POp", group)
-        if op not in (isend, irecv):
+        if op is not isend and op is not irecv:
             raise GroupError(
                 "P2POp", f"op={op!r} is unknown.", "Give disttrain.isend or irecv.", rank=self.group.world.rank
             )
         self.op = op
         self.tensor = tensor
         self.tag = tag
-        self.group_peer = peer_rank("P2POp", self.group, peer, group_peer, "peer")
-        _check_message("P2POp", self.group, self.group_peer, tensor)
+        try:
+            self.group_peer = peer_rank("P2POp", self.group, peer, group_peer, "peer")
+            _check_message("P2POp", self.group, self.group_peer, tensor)
+        except (AttributeError, TypeError) as error:
+            raise _answer("P2POp", self.group, error) from error
 
     @property
     def peer(self) -> int:
@@ -127,13 +153,15 @@ class P2POp:
         return self.group.ranks[self.group_peer]
 
 
+@outside_graphs
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Start several messages together, in any order; a ring that sends and receives does not lock itself.
 
     On NCCL they are one launch. Returns: a handle for each. Raises GroupError for an empty list, or messages of
     several groups or kinds of device.
     """
-    others = [type(message) for message in p2p_op_list if type(message) is not P2POp]
+    with arguments_of("batch_isend_irecv", remedy="Give a list of disttrain.P2POp."):
+        others = [type(message) for message in p2p_op_list if type(message) is not P2POp]
     for kind in others:
         problem = f"a message is a {kind.__module__}.{kind.__qualname__}, and none of disttrain's."
         raise GroupError("batch_isend_irecv", problem, "Make each by disttrain.P2POp.")
@@ -160,6 +188,12 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
             else:
                 issue_message(group, "recv", backend.recv, tensor, peer, message.tag)
     return batch.works
+
+
+def _answer(operation: str, group: ProcessGroup, error: Exception) -> Exception:
+    """What an error of Python's means where tensor and peer are looked at."""
+    remedy = "Give a tensor, and its other end's rank as a number."
+    return answer_to(operation, error, group.world.rank, remedy) or error
 
 
 def _receiving(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
+from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.current import current_world, new_group, resolve_group
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember
 from disttrain.settings import LOCAL_WORLD_SIZE
 
 Made = ProcessGroup | NonGroupMember
+
+_LISTS: Final = "Give a list for each group, of its ranks as numbers."
 
 
 def new_subgroups(
@@ -30,7 +34,7 @@ def new_subgroups(
     """
     whole = resolve_group("new_subgroups", group)
     size = LOCAL_WORLD_SIZE.read() if group_size is None else group_size
-    if not size or size < 0 or whole.group_size % size:
+    if not isinstance(size, int) or not size or size < 0 or whole.group_size % size:
         raise GroupError(
             "new_subgroups",
             f"group_size={size} does not divide the {whole.group_size} ranks of group {whole.group_name}.",
@@ -64,8 +68,10 @@ def _subgroups(
     *,
     sort_ranks: bool = True,
 ) -> tuple[Made, list[Made]]:
-    every = [rank for ranks in cuts for rank in ranks]
-    if not every or len(set(every)) != len(every):
+    with arguments_of(operation, current_world(operation).rank, _LISTS):
+        every = [rank for ranks in cuts for rank in ranks]
+        is_twice = len(set(every)) != len(every)
+    if not every or is_twice:
         raise GroupError(
             operation,
             f"{[list(ranks) for ranks in cuts]} has no rank, or one rank twice.",
@@ -90,9 +96,9 @@ def split_group(
     Returns: this rank's group, None when it is in none. Raises: GroupError for ranks that are not in the parent.
     """
     parent = resolve_group("split_group", parent_pg)
-    cuts = [
-        [parent.ranks[parent.checked_group_rank("split_group", r)] for r in sorted(cut)] for cut in split_ranks or ()
-    ]
+    with arguments_of("split_group", parent.world.rank, _LISTS):
+        given = [sorted(cut) for cut in split_ranks or ()]
+        cuts = [[parent.ranks[parent.checked_group_rank("split_group", rank)] for rank in cut] for cut in given]
     own = _subgroups("split_group", cuts, timeout, backend, pg_options, sort_ranks=False)[0]
     return own if isinstance(own, ProcessGroup) else None
 

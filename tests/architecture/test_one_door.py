@@ -12,6 +12,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_DOOR = {"disttrain/settings.py"}
 TORCH_DOORS = {
     "disttrain/process_group/_c10d.py",  # transports
+    "disttrain/process_group/_torch.py",  # what Dynamo does not read
     "disttrain/compiling/_torch.py",  # dispatch modes, compiled modules
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels

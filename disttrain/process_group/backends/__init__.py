@@ -56,6 +56,8 @@ def choose_backends(wanted: str | None) -> dict[str, type[Backend]]:
             if BACKENDS[name].is_available()
             for device in BACKENDS[name].devices
         }
+    if not isinstance(wanted, str):
+        raise BackendError("init_process_group", f"backend={wanted!r} is no name.", 'Say for instance "cpu:gloo".')
     chosen: dict[str, type[Backend]] = {}
     for part in wanted.lower().split(","):
         device, _, name = part.strip().rpartition(":")

@@ -1,0 +1,44 @@
+"""What Dynamo is told of functions that it shall not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def keep_dynamo_out(*functions: Any) -> None:
+    """Let `functions`, and what they call, run as they are where compiled code calls them outside of its graphs.
+
+    Dynamo looks at every frame that begins beneath a compiled function; torch's own subclasses it knows.
+    """
+    known: Any = torch._C._dynamo.eval_frame
+    leave = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
+    for function in functions:
+        known.set_code_exec_strategy(function.__code__, leave)
+
+
+def outside_graphs(function: _Function) -> _Function:
+    """`function`, which Dynamo does not read: it breaks the graph there, or says why where there must be one graph.
+
+    torch.compiler.disable would load Dynamo, and take time at every call.
+    """
+    keep_dynamo_out(function)
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = (
+        "of disttrain's collectives that write in place, a graph holds all_reduce, broadcast, all_gather of equal "
+        "parts, all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single, all without async_op. Call others "
+        "outside of the compiled function, or take one of disttrain.process_group.functional"
+    )
+    return function
+
+
+@outside_graphs
+def run_outside(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """What `function` returns, called as without a compiler."""
+    return function(*arguments)

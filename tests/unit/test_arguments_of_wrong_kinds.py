@@ -1,0 +1,100 @@
+"""Arguments of the wrong kind get an answer, whichever function and whichever argument it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import disttrain
+from disttrain.errors import ArgumentError, DisttrainError
+from disttrain.process_group import World, entered_world
+from disttrain.store import HashStore
+
+SUM = disttrain.ReduceOp.SUM
+
+
+def ones(num: int = 4) -> torch.Tensor:
+    return torch.ones(num)
+
+
+def four() -> list[torch.Tensor]:
+    return [ones() for _ in range(4)]
+
+
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "all_gather": lambda: (four(), ones()),
+    "all_gather_coalesced": lambda: ([[ones()] for _ in range(4)], [ones()]),
+    "all_gather_into_tensor": lambda: (ones(16), ones()),
+    "all_gather_into_tensor_coalesced": lambda: ([ones(16)], [ones()]),
+    "all_gather_object": lambda: ([None] * 4, 1),
+    "all_reduce": lambda: (ones(), SUM),
+    "all_reduce_coalesced": lambda: ([ones()], SUM),
+    "all_to_all": lambda: (four(), four()),
+    "all_to_all_single": lambda: (ones(), ones(), [1] * 4, [1] * 4),
+    "batch_isend_irecv": lambda: ([disttrain.P2POp(disttrain.isend, ones(), 1)],),
+    "broadcast": lambda: (ones(), 0),
+    "broadcast_object_list": lambda: ([1],),
+    "gather": lambda: (ones(), four(), 0),
+    "gather_object": lambda: (1, [None] * 4, 0),
+    "get_global_rank": lambda: (None, 1),
+    "get_group_rank": lambda: (None, 1),
+    "init_device_mesh": lambda: ("cpu", (2, 2)),
+    "irecv": lambda: (ones(), 1),
+    "isend": lambda: (ones(), 1),
+    "monitored_barrier": lambda: (None, 1.0),
+    "new_group": lambda: ([0, 1], 5.0, "fake"),
+    "new_subgroups": lambda: (2,),
+    "new_subgroups_by_enumeration": lambda: ([[0, 1], [2, 3]],),
+    "P2POp": lambda: (disttrain.isend, ones(), 1),
+    "recv": lambda: (ones(), 1),
+    "reduce": lambda: (ones(), 0, SUM),
+    "reduce_scatter": lambda: (ones(), four(), SUM),
+    "reduce_scatter_tensor": lambda: (ones(), ones(16), SUM),
+    "reduce_scatter_tensor_coalesced": lambda: ([ones()], [ones(16)], SUM),
+    "scatter": lambda: (ones(), four(), 0),
+    "scatter_object_list": lambda: ([None], [1, 2, 3, 4], 0),
+    "send": lambda: (ones(), 1),
+    "send_object_list": lambda: ([1], 1),
+    "split_group": lambda: (None, [[0, 1], [2, 3]]),
+}
+WRONG: tuple[Any, ...] = ([1], 7.5, "abc", ones(3), torch.ones(4, 4), [None] * 4, object(), np.ones(4), ("a",) * 4)
+
+
+def _world() -> World:
+    return World(HashStore(), 0, 4, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", list(ARGUMENTS))
+def test_wrong_kinds_are_answered(name: str) -> None:
+    """Some of them are right in some places; then nothing is to be said."""
+    num_answers = 0
+    with entered_world(_world()):
+        function = getattr(disttrain, name)
+        for place in range(len(ARGUMENTS[name]())):
+            for wrong in WRONG:
+                arguments = list(ARGUMENTS[name]())
+                arguments[place] = wrong
+                try:
+                    function(*arguments)
+                except DisttrainError as error:
+                    num_answers += 1
+                    assert error.remedy  # noqa: PT017  what is raised is one of many
+    assert num_answers
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("send", lambda: disttrain.isend([1], 1)),  # type: ignore[arg-type]
+        ("tensor_list is one tensor", lambda: disttrain.all_gather(torch.ones(4, 4), ones())),  # type: ignore[arg-type]
+        ("is no ReduceOp", lambda: disttrain.all_reduce(ones(), "sum")),  # type: ignore[arg-type]
+        ("and no list", lambda: disttrain.all_gather_object((None,) * 4, 1)),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_said(name: str, call: Callable[[], object]) -> None:
+    with entered_world(_world()), pytest.raises(ArgumentError, match=name):
+        call()
