@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.balance import BlockCosts, balance, check_boundaries
 from disttrain.pipelining.parts import Parts, estimated_costs, find_parts
 from disttrain.pipelining.stages import SplitModel, find_tied, wired
 
 
+@arguments_of("pipelining.split_blocks", remedy="Give a model, a number, a name, and lists of numbers, or BlockCosts.")
 def split_blocks(
     model: nn.Module,
     num_stages: int,

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import schedules
 from disttrain.pipelining.placement import Placement
@@ -53,6 +54,7 @@ RECIPES = (
 )
 
 
+@arguments_of("pipelining.make_schedule", remedy="Give a schedule's name.")
 def find_recipe(name: str) -> Recipe:
     """Raises: ScheduleError with the names there are."""
     by_key = {_key(spelling): recipe for recipe in RECIPES for spelling in (recipe.name, *recipe.aliases)}
@@ -68,6 +70,7 @@ def find_recipe(name: str) -> Recipe:
     )
 
 
+@arguments_of("pipelining.make_schedule", remedy="Give a schedule's name, and whole numbers.")
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The order of computations of the schedule called `name`; `lower` adds the rest.
 

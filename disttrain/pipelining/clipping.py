@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.runtime import PipelineSchedule
@@ -38,6 +39,12 @@ def clip_grad_norm_(
              `norm_type` is none, or when a schedule has run no step.
     Collective: every rank of the pipeline, those without gradients too.
     """
+    with arguments_of(_OPERATION, remedy="Give tensors, or the schedule, and numbers."):
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not isinstance(parameters, PipelineSchedule | torch.Tensor):
+            parameters = list(dict.fromkeys(parameters))
+            if any(not isinstance(parameter, torch.Tensor) for parameter in parameters):
+                raise TypeError("a parameter is no tensor")
     if not norm_type > 0:
         raise ScheduleError(_OPERATION, f"norm_type is {norm_type}.", "Give a number above 0, or inf.")
     if isinstance(parameters, PipelineSchedule):
@@ -48,7 +55,7 @@ def clip_grad_norm_(
     else:
         group = resolve_group(_OPERATION, group)
         device = group.world.device
-        own = [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
+        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         counted = own
     # torch knows no largest element of nothing.
     grads = [one.grad for one in counted if one.grad is not None and one.grad.numel()]

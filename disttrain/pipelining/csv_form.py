@@ -9,6 +9,7 @@ import csv
 import io
 import itertools
 
+from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.action import INPUT_GRADIENTS, MESSAGES, TIED, WEIGHT_GRADIENTS, Action, Op, parse_action
 from disttrain.pipelining.placement import Placement
@@ -22,6 +23,7 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
+@arguments_of("pipelining.from_csv", remedy="Give the text of a schedule.")
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """The schedule that the rows describe; `verify` says whether it is right.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError, ShapeError
 from disttrain.pipelining._torch import flatten, flatten_with_paths, unflatten
@@ -47,6 +48,7 @@ class Microbatches(list[Any]):
     """
 
 
+@arguments_of(_SPLIT, remedy="Give a tuple of arguments, a dict of others, a number, and specs that are nested so.")
 def split_args_kwargs_into_chunks(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
@@ -88,6 +90,7 @@ def split_args_kwargs_into_chunks(
     )
 
 
+@arguments_of(_MERGE, remedy="Give a list of the outputs of microbatches.")
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     """The outputs of microbatches as that of the batch.
 
@@ -96,6 +99,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     so must all that is no tensor. With `Microbatches` as the spec nothing is joined.
     Raises: ScheduleError when outputs are not nested alike, or differ where they must not.
     """
+    if isinstance(chunks, torch.Tensor | Mapping):
+        raise TypeError(f"the outputs are a {type(chunks).__name__}, and no list")
     if not chunks:
         raise ScheduleError(_MERGE, "There is nothing to merge.", "Give the outputs of at least one microbatch.")
     if chunk_spec is Microbatches:

@@ -13,7 +13,8 @@ from disttrain.pipelining.catalogue import find_recipe, make_schedule
 from disttrain.pipelining.csv_form import from_csv
 from disttrain.pipelining.refusing import refusing
 from disttrain.pipelining.runtime import PipelineSchedule
-from disttrain.pipelining.stage import PipelineStage
+from disttrain.pipelining.stage import PipelineStage, stages_of
+from disttrain.process_group.current import resolve_group
 
 
 class NamedSchedule(PipelineSchedule):
@@ -32,9 +33,9 @@ class NamedSchedule(PipelineSchedule):
         scale_grads: bool = True,
         **options: Any,
     ) -> None:
-        stage = stages if isinstance(stages, PipelineStage) else next(iter(stages), None)
-        if stage is None:
-            raise ScheduleError(type(self).__name__, "this rank has no stage.", "Give each rank at least one.")
+        with refusing(resolve_group(type(self).__name__, None), type(self).__name__):
+            stages = stages_of(type(self).__name__, stages)
+        stage = stages[0]
         num_ranks, num_stages = stage.group_size, stage.num_stages
         with refusing(stage.group, type(self).__name__):
             if num_stages % num_ranks:

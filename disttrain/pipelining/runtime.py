@@ -24,7 +24,7 @@ from disttrain.pipelining.refusing import refusing
 from disttrain.pipelining.routes import RankFacts, Routes, StageFacts, agree
 from disttrain.pipelining.running import Running, tell_failure
 from disttrain.pipelining.schedule import Schedule
-from disttrain.pipelining.stage import PipelineStage
+from disttrain.pipelining.stage import PipelineStage, stages_of
 from disttrain.pipelining.tied import find_problem, tied_forms
 from disttrain.process_group import ProcessGroup, all_gather_object
 
@@ -80,9 +80,7 @@ class PipelineSchedule:
         copy_engines: bool = True,
         fuse_accumulation: bool = False,
     ) -> None:
-        stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
-        if not stages:
-            raise ScheduleError(schedule.name, "this rank has no stage.", "Give each rank at least one.")
+        stages = stages_of(schedule.name, stages)
         self.stages = {stage.stage_index: stage for stage in stages}
         self.schedule = schedule
         self.scale_grads = scale_grads

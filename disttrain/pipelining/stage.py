@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
 from disttrain.mesh import DeviceMesh
@@ -70,12 +71,13 @@ class PipelineStage:
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device)
         self.group = group
-        self.inputs = None if inputs is None else tuple(inputs)
-        self.tied = dict(tied or {})
         self._get_mesh = get_mesh
         with refusing(group, _OPERATION):
+            with arguments_of(_OPERATION, group.world.rank, "Give a torch.device, a list of Values, a dict of names."):
+                self.device = torch.device(device)
+                self.inputs = None if inputs is None else tuple(inputs)
+                self.tied = dict({} if tied is None else tied)
             self._check(dw_builder)
         self.input_form = None if input_args is None else form_of(as_arguments(input_args))[0].without_grad()
         self.output_form = None if output_args is None else form_of(output_args)[0].without_grad()
@@ -161,3 +163,19 @@ class PipelineStage:
 def as_arguments(value: Any) -> tuple[Any, ...]:
     """What a stage returns as the next one's positional arguments."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def stages_of(operation: str, stages: Any) -> list[PipelineStage]:
+    """This rank's stages, one or several. Raises ScheduleError without any, and for what is no stage of disttrain's."""
+    given = list(stages) if isinstance(stages, Iterable) else [stages]
+    for stage in given:
+        if not isinstance(stage, PipelineStage):
+            kind = type(stage)
+            raise ScheduleError(
+                operation,
+                f"a stage is a {kind.__module__}.{kind.__qualname__}, and none of disttrain's.",
+                "Make each by disttrain.pipelining.PipelineStage, or by build_stage of a SplitModel or Pipe.",
+            )
+    if not given:
+        raise ScheduleError(operation, "this rank has no stage.", "Give each rank at least one.")
+    return given

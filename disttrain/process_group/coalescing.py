@@ -7,9 +7,9 @@ from typing import Self
 
 import torch
 
+from disttrain.arguments import arguments_of
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
-from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.backends import Backend
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.group import ProcessGroup

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import torch
 
+from disttrain.arguments import arguments_of
 from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group import rendezvous
-from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.hosts import tell_host

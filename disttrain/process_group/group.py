@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from disttrain.arguments import answer_to
 from disttrain.errors import BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
-from disttrain.process_group.arguments import answer_to
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.hosts import leaves_host

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from disttrain.arguments import arguments_of
 from disttrain.errors import ShapeError
-from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.checks import peer_rank, root_rank
 from disttrain.process_group.collectives import all_gather_into_tensor, broadcast
 from disttrain.process_group.current import resolve_group

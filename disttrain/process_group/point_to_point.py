@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from disttrain.arguments import answer_to, arguments_of
 from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group._torch import outside_graphs
-from disttrain.process_group.arguments import answer_to, arguments_of
 from disttrain.process_group.checks import check_contiguous, peer_rank
 from disttrain.process_group.coalescing import Coalesced
 from disttrain.process_group.current import resolve_group

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from disttrain.arguments import arguments_of
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
-from disttrain.process_group.arguments import arguments_of
 from disttrain.process_group.current import current_world, new_group, resolve_group
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember

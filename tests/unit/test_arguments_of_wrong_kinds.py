@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.pipelining as torchs
 
 import disttrain
-from disttrain.errors import ArgumentError, DisttrainError
+from disttrain.errors import ArgumentError, DisttrainError, ScheduleError
+from disttrain.pipelining import (
+    PipelineSchedule,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    clip_grad_norm_,
+    get_schedule_class,
+    make_schedule,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    split_blocks,
+)
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 
@@ -98,3 +111,35 @@ def test_wrong_kinds_are_answered(name: str) -> None:
 def test_what_is_said(name: str, call: Callable[[], object]) -> None:
     with entered_world(_world()), pytest.raises(ArgumentError, match=name):
         call()
+
+
+def _stage() -> PipelineStage:
+    return PipelineStage(torch.nn.Linear(2, 2), 0, 4, "cpu")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: Schedule1F1B(wrong, 4),
+        lambda wrong: Schedule1F1B(_stage(), wrong),
+        lambda wrong: ScheduleInterleaved1F1B([wrong], 4),
+        lambda wrong: PipelineSchedule(wrong, make_schedule("1F1B", 4, 4)),
+        lambda wrong: PipelineStage(torch.nn.Linear(2, 2), 0, 4, wrong),
+        get_schedule_class,
+        lambda wrong: make_schedule("1F1B", wrong, 4),
+        lambda wrong: split_blocks(wrong, 2),
+        merge_chunks,
+        lambda wrong: split_args_kwargs_into_chunks((ones(),), {}, wrong),
+        lambda wrong: clip_grad_norm_([wrong, None], 1.0),  # type: ignore[list-item],
+    ],
+)
+def test_pipelines_answer_too(call: Callable[[Any], object]) -> None:
+    for wrong in (7.5, torch.ones(4, 4).long(), object(), {"a": 1}):
+        with entered_world(_world()), pytest.raises(DisttrainError):
+            call(wrong)
+
+
+def test_torchs_stage_is_no_stage_of_ours() -> None:
+    stage = object.__new__(torchs.PipelineStage)
+    with entered_world(_world()), pytest.raises(ScheduleError, match=r"torch\.distributed\.pipelining.*disttrain's"):
+        Schedule1F1B(stage, 4)

@@ -29,6 +29,7 @@ def arguments_of(operation: str, rank: int | None = None, remedy: str = _REMEDY)
     try:
         yield
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if answer := answer_to(operation, error, rank, remedy):
+        answer = answer_to(operation, TypeError(str(error)) if type(error) is ValueError else error, rank, remedy)
+        if answer is not None:
             raise answer from error
         raise
