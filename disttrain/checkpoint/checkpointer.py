@@ -10,6 +10,7 @@ from typing import Any, Self, get_args
 
 from torch.optim import Optimizer
 
+from disttrain.arguments import arguments_of
 from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
 from disttrain.checkpoint.claims import Claim
@@ -47,9 +48,11 @@ class Checkpointer:
         storage: Storage | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
-        if keep is not None and keep < 1:
+        with arguments_of("Checkpointer", remedy="Give numbers of saves and of steps."):
+            is_kept, is_every = keep is None or int(keep) >= 1, int(every) >= 1
+        if not is_kept:
             raise CheckpointError("Checkpointer", f"keep is {keep}.", "Keep at least 1 save; None keeps all.")
-        if every < 1:
+        if not is_every:
             raise CheckpointError(
                 "Checkpointer", f"every is {every}.", "Save every step (1), every second one (2), ..."
             )

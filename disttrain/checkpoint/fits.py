@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from disttrain.arguments import arguments_of
 from disttrain.checkpoint.dtypes import dtype_named
 from disttrain.checkpoint.manifest import Manifest
 from disttrain.checkpoint.stateful import PerRank
@@ -52,11 +53,13 @@ class Rules:
     @classmethod
     def of(cls, allow: Iterable[Misfit], convert: str | Iterable[str], rename: Rename | None) -> Rules:
         """Raises CheckpointError for what is no kind of misfit."""
-        allowed = frozenset(allow)
+        with arguments_of("load", remedy="Give lists of kinds of misfits, and of names."):
+            allowed = frozenset(allow)
+            convert = (convert,) if isinstance(convert, str) else tuple(convert)
         wrong = sorted(allowed.difference(MISFITS))
         if wrong:
             raise CheckpointError("load", f"allow has {wrong}.", f"There are {', '.join(MISFITS)}.")
-        return cls(allowed, (convert,) if isinstance(convert, str) else tuple(convert), rename)
+        return cls(allowed, convert, rename)
 
     def may_convert(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.convert)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from disttrain.arguments import arguments_of
+from disttrain.checkpoint.kinds import check_model, listed
 from disttrain.checkpoint.stateful import Unfilled, Value, make_plain
 from disttrain.dtensor import DTensor
 from disttrain.errors import CheckpointError
@@ -51,8 +53,11 @@ def set_training_state(model: nn.Module, optimizers: Optimizer | Iterable[Optimi
     No step need have been taken before. Raises CheckpointError when names don't fit, or when parameters that are in one
     group had different options.
     """
-    load_model_state(model, state["model"])
-    names, entries = _parameter_names(model), state["optimizer"]
+    check_model("set_training_state", model)
+    with arguments_of("set_training_state", remedy="Give what training_state has returned."):
+        parts = state["model"], state["optimizer"]
+    load_model_state(model, parts[0])
+    names, entries = _parameter_names(model), parts[1]
     wanted = {_name(names, parameter) for _, _, parameter in _members(optimizers)}
     if wanted != set(entries):
         raise CheckpointError(
@@ -61,7 +66,7 @@ def set_training_state(model: nn.Module, optimizers: Optimizer | Iterable[Optimi
             f"{sorted(set(entries) - wanted)} that they have not.",
             "Give the same parameters to the optimizers.",
         )
-    for optimizer in _listed(optimizers):
+    for optimizer in listed("training_state", optimizers):
         for group in optimizer.param_groups:
             members = [_name(names, parameter) for parameter in group["params"]]
             _set_options(group, members, [entries[name]["options"].value for name in members])
@@ -134,6 +139,7 @@ class _Maker:
 
 
 def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    check_model("training_state", model)
     return {parameter: _unwrapped(name) for name, parameter in model.named_parameters()}
 
 
@@ -143,12 +149,8 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
 def _members(optimizers: Optimizer | Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], torch.Tensor]]:
-    for optimizer in _listed(optimizers):
+    for optimizer in listed("training_state", optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 yield optimizer, group, parameter

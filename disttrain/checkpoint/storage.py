@@ -171,9 +171,11 @@ def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, P
 
     Raises CheckpointError for a URL that fsspec does not know, or when fsspec is not installed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError("checkpoint", f"{path!r} is no path.", "Give a path or a URL.")
     text = str(path)
     if storage is not None or "://" not in text:
-        return storage or LocalStorage(), Path(path)
+        return LocalStorage() if storage is None else storage, Path(path)
     try:
         # fsspec is an optional extra, and heavy.
         from disttrain.checkpoint.fsspec_storage import open_url

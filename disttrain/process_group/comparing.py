@@ -109,11 +109,13 @@ class Comparing:
         with suppress(StoreError):
             self._world.store.append("left", json.dumps([self._world.rank, come_to]) + "\n")
 
-    def answers(self, group: ProcessGroup, sequence: int, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
+    def answers(
+        self, group: ProcessGroup, sequence: int, ranks: Sequence[int] | None = None, timeout_s: float = ANSWER_S
+    ) -> dict[int, Answer]:
         """What those members, of `ranks` if that is given, say that answer in time."""
         witness = self._world.witness
         about = json.dumps([group.group_name, sequence])
-        said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, ANSWER_S, about)
+        said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, timeout_s, about)
         return {rank: json.loads(answer) for rank, answer in said.items()}
 
     def answer(self, about: str) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Placement
+from disttrain.errors import ShardingError
 from disttrain.tp._torch import hook_after, hook_before
 from disttrain.tp.axis import Axis
 from disttrain.tp.layers import as_dtensor, given_out
@@ -66,3 +67,9 @@ def first_input_name(module: nn.Module) -> str:
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One placement, or one per tensor."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def check_module(operation: str, module: Any) -> None:
+    """Raise ShardingError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise ShardingError(operation, f"a {type(module).__name__} is given, and no module.", "Give an nn.Module.")

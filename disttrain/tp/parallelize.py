@@ -12,6 +12,7 @@ from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import absent_children
 from disttrain.tp.axis import Axis
+from disttrain.tp.modules import check_module
 from disttrain.tp.params import check_none_is_left
 from disttrain.tp.plan_checks import check_plan
 from disttrain.tp.prepare import find_shared_layers
@@ -38,6 +39,7 @@ def parallelize_module(
     Collective: every rank of the axis.
     """
     axis = Axis.of("parallelize_module", device_mesh)
+    check_module("parallelize_module", module)
     styles = {"": parallelize_plan} if isinstance(parallelize_plan, ParallelStyle) else parallelize_plan
     if not isinstance(styles, Mapping) or not all(isinstance(style, ParallelStyle) for style in styles.values()):
         raise ShardingError(

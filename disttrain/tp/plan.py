@@ -17,6 +17,7 @@ from disttrain.dtensor import Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.linears import Matrix, matrix_of
+from disttrain.tp.modules import check_module
 from disttrain.tp.plan_table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.sequence import SequenceParallel
@@ -47,6 +48,7 @@ def plan_for(
     Raises: ShardingError when no such module is found, one holds an attention and an MLP, or an attention does not say
             its head_dim.
     """
+    check_module("plan_for", model)
     is_foreign = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
     cuts_sequence = not is_foreign if sequence_parallel is None else sequence_parallel
     dim = _hidden_size(model)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.pipelining as torchs
 
 import disttrain
+from disttrain import checkpoint, tp
 from disttrain.errors import ArgumentError, DisttrainError, ScheduleError
 from disttrain.pipelining import (
     PipelineSchedule,
@@ -143,3 +144,31 @@ def test_torchs_stage_is_no_stage_of_ours() -> None:
     stage = object.__new__(torchs.PipelineStage)
     with entered_world(_world()), pytest.raises(ScheduleError, match=r"torch\.distributed\.pipelining.*disttrain's"):
         Schedule1F1B(stage, 4)
+
+
+def _model() -> torch.nn.Module:
+    return torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: checkpoint.save({}, wrong),
+        lambda wrong: checkpoint.load({}, checkpoint_id=wrong),
+        checkpoint.load_full,
+        checkpoint.Checkpointer,
+        checkpoint.get_model_state_dict,
+        lambda wrong: checkpoint.get_model_state_dict(_model(), options=wrong),
+        lambda wrong: checkpoint.get_optimizer_state_dict(_model(), wrong),
+        lambda wrong: checkpoint.set_model_state_dict(_model(), [wrong]),  # type: ignore[arg-type]
+        lambda wrong: checkpoint.set_state_dict(wrong, [], model_state_dict={}, optim_state_dict={}),
+        checkpoint.training_state,
+        lambda wrong: checkpoint.training_state(_model(), wrong),
+        lambda wrong: tp.parallelize_module(wrong, disttrain.init_device_mesh("cpu", (4,)), tp.ColwiseParallel()),
+        tp.plan_for,
+    ],
+)
+def test_checkpoints_and_plans_answer_too(call: Callable[[Any], object]) -> None:
+    for wrong in (7.5, torch.ones(4, 4).long(), object(), {"a": 1}):
+        with entered_world(_world()), pytest.raises(DisttrainError):
+            call(wrong)

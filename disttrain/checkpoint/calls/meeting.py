@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def meet(
             given = place.path
         if given is None:
             raise CheckpointError(operation, "neither of path and checkpoint_id are given.", _ONE)
-        found, where = locate(Path(given) if not isinstance(given, str) else given, storage)
+        found, where = locate(Path(given) if isinstance(given, os.PathLike) else given, storage)
     group = None if no_dist else _part_of_world(operation, process_group)
     return Meeting(Council(operation, alone=no_dist, group=group), found, where, is_torchs=path is None)
 

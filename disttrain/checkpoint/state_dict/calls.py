@@ -12,10 +12,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from disttrain.checkpoint.kinds import check_dict, check_model
+from disttrain.checkpoint.kinds import listed as listed_of
 from disttrain.checkpoint.state_dict.models import by_name, load_model, model_state_dict
 from disttrain.checkpoint.state_dict.optimizers import load_optimizers, optimizers_state_dict
 from disttrain.checkpoint.state_dict.options import StateDictOptions
-from disttrain.errors import StateDictError
+from disttrain.errors import ArgumentError, StateDictError
 from disttrain.garbage import uncollected
 
 
@@ -35,7 +37,8 @@ def get_state_dict(
     Raises:  StateDictError for a parameter that is not the model's, or that two optimizers have.
     Collective with full_state_dict: every rank.
     """
-    chosen, listed = _chosen(options), _listed(optimizers)
+    check_model("get_state_dict", model)
+    chosen, listed = _chosen(options), listed_of("get_state_dict", optimizers)
     with uncollected():
         model_state = _model_state(model, chosen, submodules)
         return model_state, optimizers_state_dict(model, listed, chosen) if listed else {}
@@ -45,6 +48,7 @@ def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """The first of what `get_state_dict` returns."""
+    check_model("get_model_state_dict", model)
     with uncollected():
         return _model_state(model, _chosen(options), submodules)
 
@@ -57,7 +61,8 @@ def get_optimizer_state_dict(
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """The second of what `get_state_dict` returns; `submodules` changes nothing, as in torch."""
-    chosen, listed = _chosen(options), _listed(optimizers)
+    check_model("get_optimizer_state_dict", model)
+    chosen, listed = _chosen(options), listed_of("get_optimizer_state_dict", optimizers)
     if submodules:
         _warn_of_submodules()
     _need(listed, "get_optimizer_state_dict")
@@ -82,7 +87,10 @@ def set_state_dict(
     Raises:  StateDictError for names and shapes that don't fit, unless strict is False.
     Collective with broadcast_from_rank0: every rank.
     """
-    chosen, listed = _chosen(options), _listed(optimizers)
+    check_model("set_state_dict", model)
+    check_dict("set_state_dict", "model_state_dict", model_state_dict)
+    check_dict("set_state_dict", "optim_state_dict", optim_state_dict)
+    chosen, listed = _chosen(options), listed_of("set_state_dict", optimizers)
     has_model = bool(model_state_dict) or chosen.broadcast_from_rank0
     if not has_model:
         _need(listed, "set_state_dict")
@@ -97,6 +105,8 @@ def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> Any:
     """Give a model what `get_model_state_dict` returned; see `set_state_dict`."""
+    check_model("set_model_state_dict", model)
+    check_dict("set_model_state_dict", "model_state_dict", model_state_dict)
     chosen = _chosen(options)
     with uncollected():
         return load_model(model, by_name(model, model_state_dict), chosen)
@@ -110,7 +120,9 @@ def set_optimizer_state_dict(
     options: StateDictOptions | None = None,
 ) -> None:
     """Give optimizers what `get_optimizer_state_dict` returned; see `set_state_dict`."""
-    chosen, listed = _chosen(options), _listed(optimizers)
+    check_model("set_optimizer_state_dict", model)
+    check_dict("set_optimizer_state_dict", "optim_state_dict", optim_state_dict)
+    chosen, listed = _chosen(options), listed_of("set_optimizer_state_dict", optimizers)
     _need(listed, "set_optimizer_state_dict")
     with uncollected():
         load_optimizers(model, listed, optim_state_dict, chosen)
@@ -123,6 +135,8 @@ def _model_state(model: nn.Module, options: StateDictOptions, submodules: Iterab
 
 
 def _chosen(options: StateDictOptions | None) -> StateDictOptions:
+    if not isinstance(options, StateDictOptions | None):
+        raise ArgumentError("StateDictOptions", f"options is {options!r}.", "Give a StateDictOptions.")
     chosen = options or StateDictOptions()
     if chosen.broadcast_from_rank0 and not chosen.full_state_dict:
         raise StateDictError(
@@ -131,10 +145,6 @@ def _chosen(options: StateDictOptions | None) -> StateDictOptions:
             "Set full_state_dict=True, too.",
         )
     return chosen
-
-
-def _listed(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def _need(optimizers: list[Optimizer], operation: str) -> None:
