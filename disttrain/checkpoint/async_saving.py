@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -21,6 +22,8 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.alike import shared_names
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.copies_compared import digest_of_all, warn_of_copies
+from disttrain.checkpoint.digests import Digests
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
@@ -31,6 +34,7 @@ from disttrain.checkpoint.saving import (
     digest_of,
     findings,
     items_of,
+    look_at,
     metadata_of,
     packed_groups,
     warn_of_no_tensor,
@@ -53,13 +57,19 @@ WhenBusy = Literal["wait", "skip", "newest"]
 @dataclass(frozen=True)
 class _Plan:
     """What this rank writes as long as its outline has the digest `own`; `digest` is equal on all ranks; `shared`:
-    see `shared_names`."""
+    see `shared_names`; `copies`: likewise of plain tensors; `differing`: those that were not alike when it was made."""
 
     own: bytes
     digest: bytes
     part: RankPlan
     contents: Contents | None
     shared: list[tuple[int, list[str]]]
+    copies: list[tuple[int, list[str]]]
+    differing: list[str]
+
+    def has_missed(self, ended: Iterable[PendingSave]) -> bool:
+        """Whether tensors have come to differ since it was made."""
+        return not {name for save in ended for name in save.differing} <= {*self.differing}
 
 
 class AsyncSaver:
@@ -140,11 +150,11 @@ class AsyncSaver:
             if described.digest != plan.own:
                 raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
             target = target_of(session.save_id(pending.number))
-            self._stage(session, plan, pending, slot, target, keep, described.tree, list(optimizers))
+            self._stage(session, plan, pending, slot, target, keep, described, list(optimizers))
         except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
             self._finisher.submit(session.refuse, pending.number, as_ours(error))
         untold, self._untold = self._untold, []
-        _tell_of_memory(untold)
+        _tell_of(untold, council.rank)
         return pending
 
     def finish(self) -> None:
@@ -158,8 +168,9 @@ class AsyncSaver:
         not told yet. Idempotent."""
         self.finish()
         failures, ended = self._failures(), list(self._under_way)
+        rank = 0 if self._session is None else self._session.rank
         self._reset(joins=True)
-        _tell_of_memory([*self._untold, *ended])
+        _tell_of([*self._untold, *ended], rank)
         self._untold.clear()
         if failures:
             raise _told(failures)
@@ -187,7 +198,9 @@ class AsyncSaver:
         else:
             newest = max(save.number for save in self._under_way) if is_busy else None
             drops = newest if self._when_busy == "newest" else None
-            own = Turn(drops=drops, plans=self._plan is None or described.digest != self._plan.own)
+            plan = self._plan
+            is_old = plan is None or described.digest != plan.own or plan.has_missed(self._untold)
+            own = Turn(drops=drops, plans=is_old)
         return self._session.agreed(number, own)
 
     def _failures(self) -> list[tuple[PendingSave, CheckpointError]]:
@@ -231,21 +244,30 @@ class AsyncSaver:
             self._storage.recipe()
             if council.party is not None:
                 store_to_plain(council.party.store)
-            return [described.digest, findings(described.tree)]
+            return [described.digest, findings(described.tree), digest_of_all(described.digests.read())]
 
         def decide(ballots: list[list[Any]]) -> list[Any]:
-            digests, found = zip(*ballots, strict=True)
+            digests, found, of_copies = zip(*ballots, strict=True)
             warn_of_no_tensor(found)
             if claim is not None:
                 claim.ensure()
-            return [uuid4().hex, len(set(digests)) == 1, xxhash.xxh3_128_digest(b"".join(digests))]
+            are_alike, copies_are_alike = (len(set(one)) == 1 for one in (digests, of_copies))
+            return [uuid4().hex, are_alike, copies_are_alike, xxhash.xxh3_128_digest(b"".join(digests))]
 
-        token, are_alike, digest = council.agree(work, decide)
-        outline = described.outline
-        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+        token, are_alike, copies_are_alike, digest = council.agree(work, decide)
+        outline, copies = described.outline, described.digests.read()
+        outlines: list[Outline] = [outline] * council.size
+        differing: list[str] = []
+        if not are_alike:
+            outlines, differing = all_outlines(council, outline, {}, copies)
+        elif not copies_are_alike:
+            differing = council.agree(lambda: [{}, copies], lambda rows: look_at(council, rows))
         contents = contents_of(outlines) if council.rank == 0 else None
+        part = plan_save(outlines, differing)[council.rank]
         shared = shared_names([outline.compared for outline in outlines])[council.rank] if council.size > 1 else []
-        self._plan = _Plan(described.digest, digest, plan_save(outlines)[council.rank], contents, shared)
+        alike = [[name for name in outline.plain_tensors if name not in differing] for outline in outlines]
+        of_copies = shared_names(alike)[council.rank] if council.size > 1 else []
+        self._plan = _Plan(described.digest, digest, part, contents, shared, of_copies, differing)
         if self._session is None:
             self._session = Session(council.party, token, self._memory)
 
@@ -267,16 +289,18 @@ class AsyncSaver:
         slot: Slot,
         target: Target,
         keep: int | None,
-        tree: Tree,
+        described: _Described,
         optimizers: Sequence[Optimizer],
     ) -> None:
+        tree = described.tree
         items = in_file_order(items_of(tree, plan.part))
         image = image_of(items, metadata_of(target.save_id)) if items else None
         assert isinstance(self._storage, Portable)
         recipe, number = self._storage.recipe(), self._slots.index(slot)
         shared = packed_groups(tree, plan.shared)
         job = Job(pending.number, target, keep, plan.digest, number, image, plan.contents, recipe, shared)
-        submission = Submission(self._stager, session, pending, slot, items, image, job)
+        digests = described.digests
+        submission = Submission(self._stager, session, pending, slot, items, image, job, plan.copies, digests)
         if image is not None:
             pending.total_bytes = image.num_bytes
             submission.begin(optimizers)
@@ -295,6 +319,12 @@ class _Described:
             self.digest = digest_of(self.outline)
         except Exception as error:  # noqa: BLE001  raised where all ranks are together
             self.error = error
+        self._has_others = council.size > 1
+
+    @cached_property
+    def digests(self) -> Digests:
+        """Of plain tensors that others may have, as they are when this is first asked for."""
+        return Digests(self.tree.taken_as_alike(self.outline) if self._has_others else {})
 
 
 def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> CheckpointError:
@@ -308,8 +338,10 @@ def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> Checkpoint
     return told
 
 
-def _tell_of_memory(ended: Sequence[PendingSave]) -> None:
+def _tell_of(ended: Sequence[PendingSave], rank: int) -> None:
     for save in ended:
+        if rank == 0:
+            warn_of_copies(save.differing, are_mixed=True)
         if save.memory_problem:
             problem = f"{save.path} is saved, but not with all its copies in memory: {save.memory_problem}"
             warnings.warn(problem, RuntimeWarning, stacklevel=2)

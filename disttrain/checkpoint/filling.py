@@ -62,7 +62,7 @@ def fill(
     can_share, are_alike = council.agree(prepare, _compared)
     outlines: Sequence[Outline] = []
     if can_share:
-        outlines = [outline] * council.size if are_alike else all_outlines(council, outline)
+        outlines = [outline] * council.size if are_alike else all_outlines(council, outline, {}, {})[0]
 
     own = targets
     spreading: Spreading | None = None

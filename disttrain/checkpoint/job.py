@@ -9,13 +9,14 @@ from typing import Any
 
 from disttrain.checkpoint.alike import Group
 from disttrain.checkpoint.commit import Contents, Target
+from disttrain.checkpoint.copies_compared import Replicas
 from disttrain.checkpoint.image import Image
 
 ARENA, SAVE, FAIL, END = "arena", "save", "fail", "end"
 """What a training process says: here is memory; save what is there; the save of this number cannot be; that was all."""
 
-BYTES, KEPT, COMMITTED, DROPPED, FAILED = "bytes", "kept", "committed", "dropped", "failed"
-"""What a writer says: how far it is; what of its copies in memory; how a save has ended."""
+BYTES, KEPT, DIFFER, COMMITTED, DROPPED, FAILED = "bytes", "kept", "differ", "committed", "dropped", "failed"
+"""What a writer says: how far it is; what of its copies in memory; which plain tensors differ; how a save has ended."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Job:
 
     `digest` is equal on ranks that go by the same plan; `contents` is there on rank 0; `image` is None on a rank that
     has nothing to write; `keep`: how many of a Checkpointer's saves stay; `storage`: how to make it, see
-    `Portable.recipe`; `shared`: the plain values that other ranks have as well.
+    `Portable.recipe`; `shared`: the plain values that other ranks have as well; `copies`: likewise plain tensors, but
+    for those of which the plan knows that they differ.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Job:
     contents: Contents | None
     storage: tuple[str, dict[str, Any]]
     shared: Sequence[Group] = ()
+    copies: Sequence[Replicas] = ()
 
     def to_plain(self) -> list[Any]:
         return [
@@ -43,13 +46,13 @@ class Job:
             self.target.is_marked, self.keep, self.digest,
             self.arena, None if self.image is None else self.image.to_plain(),
             None if self.contents is None else self.contents.to_plain(), list(self.storage),
-            [list(group) for group in self.shared],
+            [list(group) for group in self.shared], [list(group) for group in self.copies],
         ]  # fmt: skip
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Job:
         number, path, save_id, claim, overwrites, is_marked, keep, digest, arena, image, contents, *rest = plain
-        (name, arguments), shared = rest
+        (name, arguments), shared, copies = rest
         return cls(
             number,
             Target(Path(path), save_id, claim, overwrites, is_marked),
@@ -60,4 +63,5 @@ class Job:
             None if contents is None else Contents.from_plain(contents),
             (name, arguments),
             [Group(*group) for group in shared],
+            [Replicas(*group) for group in copies],
         )

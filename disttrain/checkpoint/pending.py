@@ -14,7 +14,8 @@ class PendingSave(Future[Path | None]):
 
     None for a save that was skipped or given up for a newer one (`was_dropped`); it may raise CheckpointError.
     `staged` is a future, too: the values may be changed. `num_bytes` of this rank's `total_bytes` have been written.
-    `memory_problem` says why copies in memory (see `PeerMemory`) could not be kept, if so.
+    `memory_problem` says why copies in memory (see `PeerMemory`) could not be kept, if so; `differing` names plain
+    tensors that have come to differ among ranks since the save was planned.
     """
 
     def __init__(self, path: Path, number: int = -1) -> None:
@@ -26,6 +27,7 @@ class PendingSave(Future[Path | None]):
         self.total_bytes = 0
         self.was_dropped = False
         self.memory_problem = ""
+        self.differing: list[str] = []
         self._mutex = threading.RLock()
 
     @property

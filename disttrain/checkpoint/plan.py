@@ -7,8 +7,8 @@ function of one rank's wishes and the manifest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disttrain.checkpoint.box import Box
@@ -42,8 +42,13 @@ class Outline:
     @property
     def compared(self) -> list[str]:
         """What is looked at before a save: values, and plain tensors that are like values, such as counters and
-        states of generators. Floats of several elements, such as averages of batches, may be each rank's own."""
-        return [*self.values, *(name for name, sharding in self.tensors.items() if _is_like_a_value(sharding))]
+        states of generators. Others, such as averages of batches, may be each rank's own: see `copies_compared.py`."""
+        return [*self.values, *(name for name, sharding in self.tensors.items() if is_like_a_value(sharding))]
+
+    @property
+    def plain_tensors(self) -> list[str]:
+        """What all ranks that have it are taken to have alike."""
+        return [name for name, sharding in self.tensors.items() if sharding.is_plain]
 
     def to_plain(self) -> list[Any]:
         tensors = {name: sharding.to_plain() for name, sharding in self.tensors.items()}
@@ -55,7 +60,8 @@ class Outline:
         return cls({name: Sharding.from_plain(item) for name, item in tensors.items()}, values, per_rank, same_as)
 
 
-def _is_like_a_value(sharding: Sharding) -> bool:
+def is_like_a_value(sharding: Sharding) -> bool:
+    """Whether all ranks must have it alike."""
     if not sharding.is_plain:
         return False
     shape, dtype = sharding.shape, sharding.dtype
@@ -70,11 +76,35 @@ class RankPlan:
     values: list[str] = field(default_factory=list)
 
 
-def plan_save(outlines: Sequence[Outline]) -> list[RankPlan]:
+def with_one_way(outlines: Sequence[Outline]) -> list[Outline]:
+    """The same, but for tensors that are a first tensor's second name on some ranks, and are their own, or another's
+    second name, elsewhere: these stand for themselves on all."""
+    firsts: dict[str, set[str]] = {}
+    for outline in outlines:
+        for name, first in (*((name, name) for name in outline.tensors), *outline.same_as.items()):
+            firsts.setdefault(name, set()).add(first)
+    untied = {name for name, several in firsts.items() if len(several) > 1}
+    if not untied:
+        return list(outlines)
+    return [
+        replace(
+            outline,
+            tensors={
+                **outline.tensors,
+                **{name: outline.tensors[first] for name, first in outline.same_as.items() if name in untied},
+            },
+            same_as={name: first for name, first in outline.same_as.items() if name not in untied},
+        )
+        for outline in outlines
+    ]
+
+
+def plan_save(outlines: Sequence[Outline], differing: Container[str] = ()) -> list[RankPlan]:
     """What each rank writes, given what each has. Every element of every tensor is written by exactly one rank.
 
     What one rank alone holds it writes; the rest goes, largest first, to the holder with the fewest bytes. A plain
-    value is written by the first rank that has it. Raises CheckpointError when ranks have different things by one name.
+    value is written by the first rank that has it, and so is each tensor that is `differing` among ranks. Raises
+    CheckpointError when ranks have different things by one name.
     """
     _check_kinds(outlines)
     plans = [RankPlan() for _ in outlines]
@@ -83,7 +113,7 @@ def plan_save(outlines: Sequence[Outline]) -> list[RankPlan]:
     for name, shardings in _merged(outlines).items():
         item_size = dtype_named(next(iter(shardings)).dtype).itemsize
         for box, holders in _parts(name, shardings).items():
-            if len(holders) == 1:
+            if len(holders) == 1 or name in differing:
                 plans[holders[0]].parts.append((name, box))
                 load_bytes[holders[0]] += box.num_elements * item_size
             else:

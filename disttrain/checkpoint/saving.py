@@ -18,8 +18,10 @@ from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.alike import Group, described_values, refuse_differing
 from disttrain.checkpoint.claims import Claim
 from disttrain.checkpoint.commit import Contents, Target, check_names, commit, temporary_folder
+from disttrain.checkpoint.copies_compared import differing_copies, digest_of_all, warn_of_copies
+from disttrain.checkpoint.digests import Digests
 from disttrain.checkpoint.manifest import FORMAT, VERSION
-from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
+from disttrain.checkpoint.plan import Outline, RankPlan, plan_save, with_one_way
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage import Storage
 from disttrain.checkpoint.taking_apart import holds, take_apart
@@ -48,33 +50,40 @@ def save_folder(
 
     tree = Tree(council.operation)
     outline = Outline()
+    copies: dict[str, bytes] = {}
     with ExitStack() as held, uncollected():
 
         def describe() -> list[Any]:
-            nonlocal tree, outline
+            nonlocal tree, outline, copies
             tree = take_apart(council.operation, state)
             outline = tree.outline()
-            return [path.name, digest_of(outline), digest_of_values(tree, outline.compared), findings(tree)]
+            if council.size > 1:
+                copies = Digests(tree.taken_as_alike(outline)).read()
+            of_values = digest_of_values(tree, outline.compared)
+            return [path.name, digest_of(outline), of_values, findings(tree), digest_of_all(copies)]
 
         def begin(described: list[list[Any]]) -> list[Any]:
-            names, digests, of_values, found = zip(*described, strict=True)
+            names, digests, of_values, found, of_copies = zip(*described, strict=True)
             check_names(names)
             warn_of_no_tensor(found)
             if claim is not None:
                 claim.ensure()
             target = target_of(uuid4().hex)
             held.enter_context(temporary_folder(storage, target))
-            return [target.save_id, len(set(digests)) == 1, len(set(of_values)) == 1]
+            return [target.save_id, *(len(set(one)) == 1 for one in (digests, of_values, of_copies))]
 
-        save_id, are_alike, values_are_alike = council.agree(describe, begin)
+        save_id, are_alike, values_are_alike, copies_are_alike = council.agree(describe, begin)
         values = {} if values_are_alike else packed_values(tree, outline.compared)
-        if are_alike and not values_are_alike:
-            council.agree(lambda: described_values(values), lambda found: refuse_differing(council.operation, found))
-        outlines = [outline] * council.size if are_alike else all_outlines(council, outline, values)
+        outlines: list[Outline] = [outline] * council.size
+        differing: list[str] = []
+        if not are_alike:
+            outlines, differing = all_outlines(council, outline, values, copies)
+        elif not (values_are_alike and copies_are_alike):
+            differing = council.agree(lambda: [described_values(values), copies], lambda rows: look_at(council, rows))
         target = target_of(save_id)
 
         def write() -> list[Any]:
-            plan = plan_save(outlines)[council.rank]
+            plan = plan_save(outlines, differing)[council.rank]
             items = items_of(tree, plan)
             return write_items(storage, target.folder, council.rank, items, metadata_of(save_id)).to_plain()
 
@@ -145,20 +154,28 @@ def warn_of_no_tensor(found: Sequence[Sequence[Any]]) -> None:
     )
 
 
-def all_outlines(council: Council, outline: Outline, values: Mapping[str, bytes] | None = None) -> list[Outline]:
-    """Everybody's outline, where they differ (ranks with different parts of a model).
+def look_at(council: Council, rows: Sequence[Sequence[Any]]) -> list[str]:
+    """On rank 0, from what each rank has found of its values and of its plain tensors. Returns which of the latter
+    differ; raises CheckpointError where ranks have different values by one name."""
+    refuse_differing(council.operation, [described for described, _ in rows])
+    differing = differing_copies([copies for _, copies in rows])
+    warn_of_copies(differing)
+    return differing
 
-    Raises CheckpointError where ranks have different plain values by one name, of those in `values`.
-    """
 
-    def decide(ballots: list[list[Any]]) -> tuple[list[Any], list[int]]:
-        refuse_differing(council.operation, [described for _, described in ballots])
-        return _shared([plain for plain, _ in ballots])
+def all_outlines(
+    council: Council, outline: Outline, values: Mapping[str, bytes], copies: Mapping[str, bytes]
+) -> tuple[list[Outline], list[str]]:
+    """Everybody's outline, where they differ (ranks with different parts of a model), and what `look_at` says of
+    values and plain tensors."""
 
-    unique: list[Any]
-    unique, places = council.agree(lambda: [outline.to_plain(), described_values(values or {})], decide)
-    outlines = [Outline.from_plain(plain) for plain in unique]
-    return [outlines[place] for place in places]
+    def decide(ballots: list[list[Any]]) -> tuple[list[Any], list[int], list[str]]:
+        differing = look_at(council, [row for _, *row in ballots])
+        return *_shared([plain for plain, *_ in ballots]), differing
+
+    unique, places, differing = council.agree(lambda: [outline.to_plain(), described_values(values), copies], decide)
+    outlines = with_one_way([Outline.from_plain(plain) for plain in unique])
+    return [outlines[place] for place in places], differing
 
 
 def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:

@@ -18,7 +18,7 @@ import xxhash
 from disttrain.checkpoint.agreement import Party
 from disttrain.checkpoint.arena import Arena
 from disttrain.checkpoint.assembly import speak_for
-from disttrain.checkpoint.job import BYTES, COMMITTED, DROPPED, FAIL, FAILED, KEPT, SAVE, Job
+from disttrain.checkpoint.job import BYTES, COMMITTED, DIFFER, DROPPED, FAIL, FAILED, KEPT, SAVE, Job
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.pending import PendingSave
 from disttrain.checkpoint.writer_link import WriterLink
@@ -137,6 +137,8 @@ class Session:
             pending.num_bytes = rest[0]
         elif kind == KEPT:
             pending.memory_problem = rest[0]
+        elif kind == DIFFER:
+            pending.differing = rest[0]
         elif kind == COMMITTED:
             self._end(number, pending.path)
         elif kind == DROPPED:

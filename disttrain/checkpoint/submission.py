@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.arena import Arena
+from disttrain.checkpoint.copies_compared import Replicas
+from disttrain.checkpoint.digests import Digests
 from disttrain.checkpoint.image import Image
 from disttrain.checkpoint.job import Job
 from disttrain.checkpoint.pending import PendingSave
@@ -33,7 +35,8 @@ class Slot:
 
 @dataclass
 class Submission:
-    """One save's way into an arena: begun by the caller, ended by a thread that may wait."""
+    """One save's way into an arena: begun by the caller, ended by a thread that may wait. `shared`: of which plain
+    tensors, by groups of ranks, the digests go with it."""
 
     stager: Stager
     session: Session
@@ -42,6 +45,8 @@ class Submission:
     items: list[Item]
     image: Image | None
     job: Job
+    shared: Sequence[tuple[int, Sequence[str]]]
+    digests: Digests
     copies: list[Item] | None = None
 
     def __post_init__(self) -> None:
@@ -68,13 +73,15 @@ class Submission:
                 self._stage_copies(self.copies)
             for event in self._events:
                 event.synchronize()
+            found = self.digests.read()
         except Exception as error:  # noqa: BLE001  all ranks must hear of it
             self.session.refuse(self.job.number, as_ours(error))
             return
         self.copies = None
         self.items.clear()
         self.pending.mark_staged()
-        self.session.submit(self.job, self.slot.arena)
+        copies = [Replicas(number, names, [found.get(name, b"") for name in names]) for number, names in self.shared]
+        self.session.submit(replace(self.job, copies=copies), self.slot.arena)
 
     def _make_arena(self) -> None:
         assert self.image is not None

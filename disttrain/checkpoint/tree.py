@@ -15,7 +15,7 @@ import torch
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.dtypes import dtype_name
 from disttrain.checkpoint.layout import Sharding, parts_at
-from disttrain.checkpoint.plan import Outline
+from disttrain.checkpoint.plan import Outline, is_like_a_value
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor import DTensor, Partial
 from disttrain.dtensor.foreign import check_ours
@@ -79,6 +79,15 @@ class Tree:
             else:
                 values[name] = leaf.value if isinstance(leaf, Value) else leaf
         return values
+
+    def taken_as_alike(self, outline: Outline) -> dict[str, torch.Tensor]:
+        """The plain tensors that are not `compared`."""
+        ways = {name: outline.tensors[outline.same_as.get(name, name)] for name in (*outline.tensors, *outline.same_as)}
+        return {
+            name: self.leaves[name]
+            for name, way in ways.items()
+            if way.is_plain and not (self.leaves[name].is_cpu and is_like_a_value(way))
+        }
 
     def make_for(self, name: str) -> Make | None:
         """How to make a tensor for a leaf that the state does not have; None where no place is open for it."""

@@ -23,8 +23,9 @@ from typing import Any
 from disttrain.checkpoint.alike import Group, differing_groups, refuse_differing
 from disttrain.checkpoint.assembly import DEAD, Assembly, speak_for
 from disttrain.checkpoint.commit import check_names, check_target, commit, retire_old, temporary_folder
+from disttrain.checkpoint.copies_compared import Replicas, differing_copies
 from disttrain.checkpoint.image import Image, Written, file_name
-from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DROPPED, END, FAIL, FAILED, KEPT, Job
+from disttrain.checkpoint.job import ARENA, BYTES, COMMITTED, DIFFER, DROPPED, END, FAIL, FAILED, KEPT, Job
 from disttrain.checkpoint.memory_saving import Copies, arranged
 from disttrain.checkpoint.peer_memory import NodeMemory
 from disttrain.checkpoint.removal import remove_all
@@ -130,12 +131,12 @@ class Writer:
                 nonlocal storage
                 storage = self._storage(name, arguments)
                 ready = [] if self._copies is None else self._copies.make_ready()
-                values = [[group.number, group.digest()] for group in job.shared]
-                return [job.digest, job.target.path.name, values, ready]
+                values, copies = ([[one.number, one.digest()] for one in many] for many in (job.shared, job.copies))
+                return [job.digest, job.target.path.name, values, copies, ready]
 
-            def begin(ballots: list[list[Any]]) -> tuple[Any, list[int]] | None:
+            def begin(ballots: list[list[Any]]) -> tuple[Any, list[int], list[int]] | None:
                 assert storage is not None
-                digests, names, values, ready = zip(*ballots, strict=True)
+                digests, names, values, copies, ready = zip(*ballots, strict=True)
                 check_names(names)
                 _check_plans(digests)
                 self._store.delete_key(fate_key(job.number - 8))
@@ -143,15 +144,17 @@ class Writer:
                     return None
                 arrangement = [] if self._copies is None else arranged(ready)
                 held.enter_context(temporary_folder(storage, job.target))
-                return arrangement, differing_groups(values)
+                return arrangement, differing_groups(values), differing_groups(copies)
 
             begun = self._assembly.agree(prepare, begin)
             if begun is None:
                 self._say(DROPPED, job.number)
                 return
-            arrangement, differing = begun
-            if differing:
-                self._compare_values([group for group in job.shared if group.number in differing])
+            arrangement, values, copies = begun
+            if values:
+                self._compare_values([group for group in job.shared if group.number in values])
+            if copies:
+                self._compare_copies(job.number, [group for group in job.copies if group.number in copies])
             assert storage is not None
             if self._copies is not None:
                 self._copies.begin(arrangement)
@@ -167,6 +170,11 @@ class Writer:
             return {name: value for group in groups for name, value in group.described().items()}
 
         self._assembly.agree(describe, lambda found: refuse_differing("async_save", found))
+
+    def _compare_copies(self, number: int, groups: list[Replicas]) -> None:
+        """Of plain tensors with different digests: say which differ."""
+        by_name = {name: digest for group in groups for name, digest in group.by_name().items()}
+        self._say(DIFFER, number, self._assembly.agree(lambda: by_name, differing_copies))
 
     def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
         """What `Portable.recipe` has described."""

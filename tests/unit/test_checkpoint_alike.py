@@ -17,8 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain import get_rank
-from disttrain.checkpoint import PerRank, RngState, Stateful, Value, get_state_dict, load, load_full, save
+from disttrain.checkpoint import (
+    PerRank,
+    RngState,
+    Stateful,
+    Value,
+    get_state_dict,
+    load,
+    load_full,
+    save,
+)
 from disttrain.checkpoint.alike import described_values, differing_groups, refuse_differing, shared_names
+from disttrain.checkpoint.digests import weighed
+from disttrain.checkpoint.plan import SPLIT_BYTES
 from disttrain.errors import CheckpointError
 from disttrain.process_group.packing import pack
 from disttrain.testing import run_threads
@@ -83,8 +94,6 @@ def test_all_ranks_are_told_who_has_what(states: list[dict[str, Any]], sentence:
         [{"x": 1, "y": 0.0}, {"x": 1.0, "y": -0.0}],
         [{"x": 1}, {}, {"x": 1, "y": 2}],
         [{"x": PerRank(1)}, {"x": PerRank(2)}],
-        # As the averages of batches that each rank has its own of.
-        [{"x": torch.zeros(3), "y": torch.ones(())}, {"x": torch.ones(3), "y": torch.ones(())}],
         [{"x": PerRank(1)}, {}],
     ],
 )
@@ -92,6 +101,47 @@ def test_values_that_are_alike_are_saved(tmp_path: Path, states: list[dict[str, 
     run_threads(len(states), lambda: save({"w": WEIGHT, **states[get_rank()]}, tmp_path / "save"))
     found = load_full(tmp_path / "save")["x"]
     assert str(found) == str(states[0]["x"])
+
+
+ROWS = torch.eye(3)
+LARGE = torch.arange(SPLIT_BYTES, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "states", "named"),
+    [
+        # As the averages of batches that each rank has its own of.
+        (2, [{"mean": ROWS[0], "var": ROWS[0]}, {"mean": ROWS[0] + 1, "var": ROWS[1]}], "'mean', 'var'. Averages"),
+        (3, [{"x": ROWS[1]}, {"x": ROWS[1]}, {"x": ROWS[2]}], "'x'. "),
+        (3, [{"y": ROWS[0]}, {"x": ROWS[1], "y": ROWS[0]}, {"x": ROWS[2]}], "'x'. "),
+        (3, [{"x": ROWS[:2, 1]}, {"x": ROWS[:2, 1].clone()}, {"x": ROWS[:2, 2]}], "'x'. "),
+        # Large ones are written by several ranks where they are alike.
+        (3, [{"a": LARGE, "x": LARGE}, {"a": LARGE, "x": LARGE + 1}, {"a": LARGE, "x": LARGE + 2}], "'x'. "),
+        (2, [{"x": torch.zeros(1 << 15).long()}, {"x": torch.ones(1 << 15).long()}], "'x'. "),
+        (2, [{"x": ROWS * 1j}, {"x": (ROWS * 1j).conj()}], "'x'. "),
+        (2, [{f"x{at}": ROWS[rank] for at in range(9)} for rank in range(2)], "'x5' and 3 more. "),
+    ],
+)
+def test_tensors_that_differ_are_named_and_one_ranks_are_kept(
+    tmp_path: Path, world_size: int, states: list[dict[str, Any]], named: str
+) -> None:
+    with pytest.warns(RuntimeWarning, match="Plain tensors in the state differ among ranks") as warned:
+        run_threads(world_size, lambda: save({"w": WEIGHT, **states[get_rank()]}, tmp_path / "save"))
+    assert len(warned) == 1
+    assert f"keeps those of the first rank that has them: {'' if 'more' in named else named}" in str(warned[0].message)
+    assert named in str(warned[0].message)
+    found = load_full(tmp_path / "save")
+    for name in found.keys() - {"w"}:
+        assert torch.equal(found[name], next(state[name] for state in states if name in state)), name
+
+
+def test_digests_of_gpus_tell_places() -> None:
+    numbers = torch.arange(1 << 10).byte()
+    digests = [
+        int(weighed(one)) for one in (numbers, numbers.flip(0), numbers.roll(8), numbers[1:], numbers[1:].roll(1))
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digests[0] == int(weighed(numbers.clone()))
 
 
 def test_alike_values_take_no_meeting_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from disttrain.checkpoint.box import Box
 from disttrain.checkpoint.layout import Sharding, parts_at
 from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save
+from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save, with_one_way
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -230,3 +230,15 @@ def test_a_tensor_is_on_all_ranks_of_its_mesh() -> None:
 def test_a_name_is_a_tensor_everywhere_or_nowhere() -> None:
     with pytest.raises(CheckpointError, match="'w' is a tensor, a value or a PerRank"):
         plan_save([Outline({"w": Sharding((4,), "int16")}), Outline({}, ["w"])])
+
+
+def test_a_second_name_that_only_some_ranks_tie_stands_for_itself() -> None:
+    one, other = Sharding((4,), "int16"), Sharding((3,), "int16")
+    outlines = [
+        Outline({"a": one, "c": other}, same_as={"x": "a", "y": "a", "z": "c"}),
+        Outline({"a": one, "x": one, "c": other}, same_as={"y": "x", "z": "c"}),
+    ]
+    settled = with_one_way(outlines)
+    assert [dict(outline.tensors) for outline in settled] == [{"a": one, "x": one, "y": one, "c": other}] * 2
+    assert [dict(outline.same_as) for outline in settled] == [{"z": "c"}] * 2
+    assert with_one_way(outlines[:1]) == outlines[:1]
