@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, methodcaller
 from types import FrameType
@@ -63,6 +64,11 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_batched(tensor: object) -> bool:
+    """True for what stands for many, as `is_grads_batched=True` makes it."""
+    return isinstance(tensor, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """What is registered under the name now."""
     return module._parameters.get(name)
@@ -116,6 +122,24 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
     return tuple(hooks.values()) if hooks else ()
 
 
+@contextmanager
+def without_post_accumulate_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While it lasts, nothing follows the accumulation of these leaves' gradients."""
+    held = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
+    for hooks, _ in held:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, known in held:
+            hooks.update(known)
+
+
+def wrap_engine_calls(wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper` called, with torch's own function first, in place of each call of the engine by torch.autograd."""
+    torch.autograd._engine_run_backward = partial(wrapper, torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+
+
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets the r-th of each, cast."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
@@ -131,6 +155,14 @@ def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Versions, and then addresses; others when the tensors have been written to, or their `.data` replaced."""
     with without_overrides():
         return (*map(_VERSION, tensors), *map(_ADDRESS, tensors))
+
+
+def plain_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The values of a parameter, or of a DTensor's part; None where it has none, or those of another subclass."""
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    if type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta or torch._C._len_torch_dispatch_stack():
+        return None
+    return cast(torch.Tensor, local.detach())
 
 
 def storage_of(tensor: torch.Tensor) -> int:

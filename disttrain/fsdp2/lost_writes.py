@@ -2,6 +2,10 @@
 
 Within its own forward a module has the gathered parameters. They are freed behind it, and the shards know nothing of
 what was written to them: a plain module would keep it. So it is refused.
+
+Torch's operators count their writes. What is written through `.data`, or by other libraries, leaves no trace but the
+values: digests of them tell. These read memory and wait for the device, so they are made in the forwards number 1, 2,
+4, 8 and so on of each module, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -9,24 +13,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import plain_memory
 from disttrain.fsdp2.lone_errors import tell_of
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
 
 
+_SMALL_ELEMENTS = 1 << 12
+
+
 def note_values(groups: Sequence[ParamGroup]) -> None:
     """A forward begins: what is written to gathered parameters from now on would be lost."""
     for group in groups:
-        group.shown.note_values()
+        shown = group.shown
+        shown.note_values()
+        shown.num_forwards += 1
+        is_due = shown.num_forwards & (shown.num_forwards - 1) == 0
+        shown.digests = _digests(group) if is_due else None
 
 
 def written_since(groups: Sequence[ParamGroup]) -> list[tuple[ParamGroup, list[str]]]:
-    """Which gathered parameters have been written to since the forward began, before they are freed. Writes through
-    `.data` leave no trace, unless it was replaced."""
-    of_each = [(group, group.shown.written()) for group in groups]
+    """Which gathered parameters have been written to since the forward began, before they are freed."""
+    of_each = [(group, group.shown.written() or _written_without_a_trace(group)) for group in groups]
     return [(group, names) for group, names in of_each if names]
+
+
+def _written_without_a_trace(group: ParamGroup) -> list[str]:
+    noted, group.shown.digests = group.shown.digests, None
+    now = None if noted is None else _digests(group)
+    if noted is None or now is None or noted[0] != now[0]:
+        return []
+    are_same = [torch.equal(one, other) for one, other in zip(noted[1], now[1], strict=True)]
+    return [param.fqn for param, is_same in zip(group.params, are_same, strict=True) if not is_same]
+
+
+def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
+    """What the parameters are that were gathered, and digests of them; None where there are no values to be read."""
+    if not group.is_unsharded or (group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return None
+    wholes = [plain_memory(param.unsharded) for param in group.params]
+    values = [whole for whole in wholes if whole is not None]
+    if len(values) < len(wholes):
+        return None
+    with torch.no_grad():
+        return group.gathered, [_digest(whole) for whole in values]
+
+
+def _digest(values: torch.Tensor) -> torch.Tensor:
+    """Of small ones a copy; else sums along rows of their bits as numbers, of all columns and of every second one, to
+    tell what stands where."""
+    if values.numel() <= _SMALL_ELEMENTS:
+        return values.clone().view(torch.uint8)
+    rows = values.contiguous().view(values.shape[0] if values.ndim > 1 else 1, -1).view(torch.uint8)
+    rows = rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 else rows
+    return torch.stack([part.sum(-1) for part in (rows, rows[:, ::2])])
 
 
 def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) -> None:

@@ -27,6 +27,11 @@ _SHARDED_AS = "_disttrain_sharded_as"
 """Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
 
 
+def is_shard(tensor: object) -> bool:
+    """True for the parameter of a sharded module, and for its copies."""
+    return _SHARD_OF in getattr(tensor, "__dict__", ())
+
+
 @dataclass(frozen=True, eq=False)
 class Owner:
     """A module that has the parameter, and under which name. Shared parameters have several."""
@@ -192,6 +197,18 @@ class ShardedParam:
         self._earlier_grad = None
         if self.unsharded is not None:
             self.unsharded.grad = None
+
+    def take_grad(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Forget the gradient of the whole. Returns it, for `put_grad`."""
+        grads = None if self.unsharded is None else self.unsharded.grad, self._earlier_grad
+        self.drop_grad()
+        return grads
+
+    def put_grad(self, grads: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+        """Have it again."""
+        grad, self._earlier_grad = grads
+        if self.unsharded is not None:
+            self.unsharded.grad = grad
 
     def whole_grad(self) -> torch.Tensor | None:
         """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where

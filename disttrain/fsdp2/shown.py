@@ -94,6 +94,9 @@ class Shown:
         """What modules have for a call, in place of what the caller put there."""
         self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
         """Which gathered parameters modules had when a forward began, and their `values_of`."""
+        self.num_forwards = 0
+        self.digests: tuple[tuple[int, ...], list[torch.Tensor]] | None = None
+        """In some forwards, of what the gathered parameters were when it began."""
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over: nothing is gathered."""
@@ -104,6 +107,8 @@ class Shown:
             "_asked_for": [],
             "lent": (),
             "_noted": None,
+            "num_forwards": 0,
+            "digests": None,
         }
 
     def forget(self) -> None:

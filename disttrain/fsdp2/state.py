@@ -17,6 +17,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
+from disttrain.fsdp2.asked_grads import answer_for
 from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
@@ -385,6 +386,7 @@ class ShardState:
         if comm is None and self.context is not None and self.context.root is self:
             comm = self.context.comm
         name_groups(self.modules)
+        answer_for(self)
         return RootContext(self, states, Comm(self.device) if comm is None else comm)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import disttrain
 from disttrain.errors import ShardingError
-from disttrain.fsdp2 import fully_shard
+from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing import run_threads
 
 
@@ -60,6 +60,62 @@ def test_a_write_in_a_forward_is_refused_and_nothing_of_it_stays(write: Callable
         torch.testing.assert_close(grad, grad[:, :1].expand(4, 3))
 
     run_threads(2, body)
+
+
+def clamp_data(weight: nn.Parameter) -> None:
+    weight.data.clamp_(max=5.0)
+
+
+def write_to_an_array(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[3, 2] = 0
+
+
+def flip_the_rows(weight: nn.Parameter) -> None:
+    weight.data.copy_(weight.data.flip(0))
+
+
+@pytest.mark.parametrize("write", [clamp_data, write_to_an_array, flip_the_rows])
+@pytest.mark.parametrize("mode", ["trained", "not trained", "below a root", "in fewer bits", "large"])
+def test_writes_without_a_trace_are_found(write: Callable, mode: str) -> None:
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16 if mode == "in fewer bits" and write is not write_to_an_array else None
+    )
+
+    def body() -> None:
+        inner = Writes(None)
+        if mode == "large":
+            inner.weight = nn.Parameter(torch.arange(8000.0).reshape(4, -1))
+        inner.weight.data[0] = float("nan")
+        values = inner.weight[1:].tolist()
+        fully_shard(inner, mp_policy=policy)
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), inner)) if mode == "below a root" else inner
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        inner.write = write
+        with (
+            torch.set_grad_enabled(mode != "not trained"),
+            pytest.raises(ShardingError, match="weight of this FSDPWrites"),
+        ):
+            model(torch.ones(2, 4))
+        inner.write = None
+        assert inner.weight.full_tensor()[1:].tolist() == values
+        inner(torch.ones(2, 4))
+
+    run_threads(2, body)
+
+
+def test_what_writes_no_other_values_is_no_obstacle() -> None:
+    def body() -> None:
+        model = Writes(lambda weight: weight.data.add_(0))
+        model.weight.data[0] = float("nan")
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(model.weight.full_tensor()[1:], torch.arange(3.0, 12.0).reshape(3, 3) - 3.0)
+
+    run_threads(3, body)
 
 
 def test_the_norm_of_an_embedding_is_refused() -> None:
