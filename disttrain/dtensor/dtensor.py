@@ -27,6 +27,7 @@ from disttrain.dtensor.keys import key_of_call
 from disttrain.dtensor.layout import Layout, Spec
 from disttrain.dtensor.lent import up_to_date
 from disttrain.dtensor.lone_errors import tell_of
+from disttrain.dtensor.outside import Outside
 from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute import redistribute_local
@@ -39,7 +40,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.process_group._torch import keep_dynamo_out
 
 
-class DTensor(Traced, AsParameter, torch.Tensor):
+class DTensor(Traced, AsParameter, Outside, torch.Tensor):
     """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
 
     Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
@@ -232,14 +233,6 @@ class DTensor(Traced, AsParameter, torch.Tensor):
         twin = cast(Self, torch.Tensor.requires_grad_(self.detach(), self.requires_grad))
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise LayoutError(
-            "pickle",
-            "a DTensor is one rank's part of a tensor, and means nothing to another process.",
-            "Save with disttrain.checkpoint, or pickle full_tensor().",
-            rank=self.device_mesh.get_rank(),
-        )
 
     def __getitem__(self, index: Any) -> Any:
         return _getitem(self, with_places(index, self._replicated) if has_places(index) else index)

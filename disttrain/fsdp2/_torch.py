@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,6 +58,11 @@ def is_functional_call() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_copying() -> bool:
+    """True where the caller's caller is Python's `copy`, which asks for the same as `pickle` does."""
+    return sys._getframe(2).f_globals.get("__name__") == copy.__name__
 
 
 def is_transformed() -> bool:

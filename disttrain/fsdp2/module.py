@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import is_copying
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
 from disttrain.fsdp2.rounded import RoundedCopies
@@ -230,6 +231,17 @@ class FSDPModule:
         _state(self).reshard()
         return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not is_copying():
+            raise ShardingError(
+                "pickle",
+                f"this {type(self).__name__} is sharded: one rank's part of it means nothing to another process.",
+                "Save its state with disttrain.checkpoint, or pickle a plain module that has loaded the whole one"
+                " (get_model_state_dict with StateDictOptions(full_state_dict=True)).",
+                rank=_rank_of(_state(self)),
+            )
+        return super().__reduce_ex__(protocol)
+
     def __getstate__(self) -> object:
         """What a deep copy takes over; its parameters are shards."""
         _state(self).reshard()
@@ -275,6 +287,10 @@ def _state(module: object) -> ShardState:
     state = state_of(cast(nn.Module, module))
     assert state is not None, "fully_shard sets the state together with the class"
     return state
+
+
+def _rank_of(state: ShardState) -> int | None:
+    return state.groups[0].sharding.mesh.get_rank() if state.groups else None
 
 
 def _plan_anew(state: ShardState) -> None:

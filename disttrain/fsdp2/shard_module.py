@@ -18,6 +18,7 @@ from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.parametrized import keep_parametrizations
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
@@ -115,6 +116,7 @@ def fully_shard(
     for one in modules:
         compile_forward_alone(one)
         set_state(one, state)
+        keep_parametrizations(one)
         one.__class__ = _sharded_class(cast(Any, type(one)))
     return module
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from disttrain.dtensor import Replicate, Shard
+from disttrain.errors import ShardingError
 from disttrain.fsdp2 import fully_shard, register_fsdp_forward_method
 from disttrain.testing import run_threads
 
@@ -75,3 +82,39 @@ def test_what_has_no_elements_may_be_cut_along_any_dim() -> None:
 
     for dim in (0, 1):
         run_threads(2, main, dim)
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_a_sharded_module_is_not_pickled(way: Callable[[nn.Module], Any]) -> None:
+    def main() -> None:
+        model = nn.Sequential(fully_shard(Scaled()))
+        for module in (model, model[0]):
+            with pytest.raises(ShardingError, match="this FSDPScaled is sharded: one rank's part of it means nothing"):
+                way(module)
+        assert torch.equal(copy.copy(model[0])(torch.ones(5)), torch.full((5,), 5.0))
+        assert model[0].scale is copy.copy(model[0]).scale
+
+    run_threads(2, main)
+
+
+class Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("leave_parametrized", [False, True])
+def test_parametrizations_of_a_sharded_module_stay(leave_parametrized: bool) -> None:
+    def main() -> None:
+        model = Scaled()
+        parametrize.register_parametrization(model, "scale", Twice())
+        fully_shard(model)
+        for _ in range(2):
+            with pytest.raises(ShardingError, match="'scale' is a parametrized parameter of a sharded module"):
+                parametrize.remove_parametrizations(model, "scale", leave_parametrized)
+            assert parametrize.is_parametrized(model, "scale")
+            assert torch.equal(model(torch.ones(5)), torch.full((5,), 10.0))
+        twin = copy.deepcopy(model)
+        with pytest.raises(ShardingError, match="remove_parametrizations"):
+            parametrize.remove_parametrizations(twin, "scale", leave_parametrized)
+
+    run_threads(2, main)

@@ -1,0 +1,50 @@
+"""Ways out of torch's operators that a tensor has, to its memory and to other processes and libraries.
+
+A DTensor has no memory of its own, only a part that has: torch's own methods would end the process at an address of 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Self
+
+from disttrain.errors import LayoutError
+
+
+class Outside:
+    """What DTensors say where torch's methods would reach for memory."""
+
+    def share_memory_(self) -> Self:
+        """Move this rank's part to memory that forked processes share."""
+        self._local_tensor.share_memory_()  # type: ignore[attr-defined]
+        return self
+
+    def is_shared(self) -> bool:
+        """True where this rank's part is in such memory, or on a GPU."""
+        return bool(self._local_tensor.is_shared())  # type: ignore[attr-defined]
+
+    def is_pinned(self, *device: Any) -> bool:
+        """True where this rank's part is in memory that GPUs read by themselves."""
+        return bool(self._local_tensor.is_pinned(*device))  # type: ignore[attr-defined]
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        self._refuse("__dlpack__", "other libraries know no DTensor", "Give them to_local(), or full_tensor().")
+
+    def __dlpack_device__(self) -> NoReturn:
+        self.__dlpack__()
+
+    def apply_(self, _: Any) -> NoReturn:
+        self._refuse("apply_", "it calls Python for each element of a memory", "Call it on to_local().")
+
+    def map_(self, *_: Any) -> NoReturn:
+        self._refuse("map_", "it calls Python for each element of a memory", "Call it on to_local().")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse(
+            "pickle",
+            "a DTensor is one rank's part of a tensor, and means nothing to another process",
+            "Save with disttrain.checkpoint, or pickle full_tensor().",
+        )
+
+    def _refuse(self, operation: str, problem: str, remedy: str) -> NoReturn:
+        rank: int = self.device_mesh.get_rank()  # type: ignore[attr-defined]
+        raise LayoutError(operation, f"{problem}.", remedy, rank=rank)
