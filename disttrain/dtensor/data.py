@@ -8,11 +8,14 @@ another one, and so on in turn. The counters know each other: the memory knows o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import methodcaller
 from typing import Any, cast
 
 import torch
 
 from disttrain.dtensor._torch import are_counted_together, become, is_traced
+
+_KIN_IN = methodcaller("get", "_kin")
 
 
 class _Kin:
@@ -71,6 +74,12 @@ def num_writes(owner: torch.Tensor) -> int:
     """How often the memory of `owner`, which is on no loan, has been written to by way of it, its views, `.data`."""
     kin = _kin_of(owner)
     return owner._version if kin is None else sum(counter._version for counter in kin.counters)
+
+
+def num_data_writes(owners: Iterable[Any]) -> int:
+    """How often, with other writes, the memory of those has been written to of which `.data` has been asked for."""
+    # In C as far as that goes: it is asked of each parameter in each step.
+    return sum(counter._version for kin in filter(None, map(_KIN_IN, map(vars, owners))) for counter in kin.counters)
 
 
 def _owner_of(tensor: Any) -> torch.Tensor:

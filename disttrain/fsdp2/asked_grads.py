@@ -55,14 +55,11 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
     grads, retains_graph, creates_graph, inputs, *rest = args
     if not any(map(is_shard, inputs)):
         return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
-    known = _shards()
+    asked = _Asked(inputs)
     if accumulate_grad:
-        # Where a shard is in the graph itself, as in a penalty on weights, its own gradient comes by its side.
-        also = {id(one): param.unsharded for one in inputs if (param := known.get(id(one))) and param.is_trained}
-        everything = (*inputs, *also.values())
+        everything = asked.all_inputs
         return run(outputs, grads, retains_graph, creates_graph, everything, *rest, accumulate_grad=True, **kwargs)
-    allows_unused = kwargs.pop("allow_unreachable", *rest[:1]) if rest or kwargs else False
-    asked = _Asked(inputs, known)
+    (allows_unused,) = rest
     if creates_graph or is_transformed() or any(map(is_batched, grads)):
         what = "create_graph=True" if creates_graph else "is_grads_batched=True"
         raise ShardingError(
@@ -72,7 +69,7 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
             rank=asked.rank,
         )
     with asked.apart():
-        found = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False, **kwargs)
+        found = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False)
         results = asked.reduced(found)
     if not allows_unused and any(result is None for result in results):
         asked.refuse_unused(results)
@@ -82,15 +79,22 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
 class _Asked:
     """What one call of `torch.autograd.grad` asks for."""
 
-    def __init__(self, inputs: Sequence[Any], known: dict[int, ShardedParam]) -> None:
-        self._inputs = inputs
-        self._params = [known.get(id(one)) for one in inputs]
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        known = {
+            id(param.sharded): (param, context)
+            for context in _contexts()
+            for group in _groups(context)
+            for param in group.params
+        }
+        found = [known.get(id(one), (None, None)) for one in inputs]
+        self._params: list[ShardedParam | None] = [param for param, _ in found]
+        # In the order in which they are given, as reductions are to be on all ranks.
+        self._contexts = [*dict.fromkeys(context for _, context in found if context is not None)]
         sharded = {param: None for param in self._params if param is not None and param.is_trained}
         self._wholes = {param: place for place, param in enumerate(sharded, len(inputs))}
+        # Where a shard is in the graph itself, as in a penalty on weights, its own gradient comes by its side.
         self.all_inputs = (*inputs, *(param.unsharded for param in sharded))
         self.names = [param.fqn for param in self._params if param is not None] or ["one that never ran"]
-        owners = {param for param in self._params if param is not None}
-        self._contexts = [one for one in _contexts() if any(owners & {*group.params} for group in _groups(one))]
         self._all_groups = [group for context in self._contexts for group in _groups(context)]
         self.rank = self._all_groups[0].sharding.mesh.get_rank() if self._all_groups else None
 
@@ -175,7 +179,3 @@ def _contexts() -> list[RootContext]:
 
 def _groups(context: RootContext) -> list[ParamGroup]:
     return [group for state in context.states for group in state.groups]
-
-
-def _shards() -> dict[int, ShardedParam]:
-    return {id(param.sharded): param for context in _contexts() for group in _groups(context) for param in group.params}

@@ -11,10 +11,11 @@ values: digests of them tell. These read memory and wait for the device, so they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from disttrain.dtensor.data import num_data_writes
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import plain_memory
 from disttrain.fsdp2.lone_errors import tell_of
@@ -28,12 +29,32 @@ _SMALL_ELEMENTS = 1 << 12
 
 def note_values(groups: Sequence[ParamGroup]) -> None:
     """A forward begins: what is written to gathered parameters from now on would be lost."""
+    refuse_writes_on_request(groups)
     for group in groups:
         shown = group.shown
         shown.note_values()
+        shown.num_data_writes = num_data_writes(param.sharded for param in group.params)
         shown.num_forwards += 1
         is_due = shown.num_forwards & (shown.num_forwards - 1) == 0
         shown.digests = _digests(group) if is_due else None
+
+
+def note_request(groups: Sequence[ParamGroup]) -> None:
+    """The user has asked for the gathered parameters, and has them now."""
+    for group in groups:
+        group.shown.note_values()
+        group.shown.is_on_request = True
+
+
+def refuse_writes_on_request(groups: Sequence[ParamGroup]) -> None:
+    """Raise ShardingError where what the user has asked for has been written to, by a forward or until it is freed."""
+    for group in groups:
+        if not group.shown.is_on_request:
+            continue
+        group.shown.is_on_request = False
+        names = group.shown.written() if group.is_unsharded else []
+        if names:
+            _refuse(group, names, "unshard", "has been written to after unshard()")
 
 
 def written_since(groups: Sequence[ParamGroup]) -> list[tuple[ParamGroup, list[str]]]:
@@ -67,7 +88,7 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
     """Of small ones a copy; else sums along rows of their bits as numbers, of all columns and of every second one, to
     tell what stands where."""
     if values.numel() <= _SMALL_ELEMENTS:
-        return values.clone().view(torch.uint8)
+        return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     rows = values.contiguous().view(values.shape[0] if values.ndim > 1 else 1, -1).view(torch.uint8)
     rows = rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 else rows
     return torch.stack([part.sum(-1) for part in (rows, rows[:, ::2])])
@@ -79,16 +100,20 @@ def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) ->
     A rank that has written alone is alone with this error, and tells the others.
     """
     for group, names in written:
-        # Where `.data` was replaced, they are no place for the next gather.
-        group.reshard()
-        group._wholes = None
-        error = ShardingError(
-            "forward",
-            f"{', '.join(names[:3])} of this {kind} has been written to in its forward, where parameters are"
-            " gathered ones: what was written would be lost when they are freed.",
-            "Write to parameters between forwards, where they are the shards, or keep this one out of fully_shard"
-            " by ignored_params (as of nn.Embedding with max_norm).",
-            rank=group.sharding.mesh.get_rank(),
-        )
-        tell_of("forward", error, [group])
-        raise error
+        _refuse(group, names, "forward", f"of this {kind} has been written to in its forward")
+
+
+def _refuse(group: ParamGroup, names: Sequence[str], operation: str, when: str) -> NoReturn:
+    # Where `.data` was replaced, they are no place for the next gather.
+    group.reshard()
+    group._wholes = None
+    error = ShardingError(
+        operation,
+        f"{', '.join(names[:3])} {when}, where parameters are gathered ones: what was written would be lost when they"
+        " are freed.",
+        "Write to parameters between forwards, where they are the shards, or keep this one out of fully_shard"
+        " by ignored_params (as of nn.Embedding with max_norm).",
+        rank=group.sharding.mesh.get_rank(),
+    )
+    tell_of(operation, error, [group])
+    raise error

@@ -13,6 +13,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import is_copying
+from disttrain.fsdp2.lost_writes import note_request, refuse_writes_on_request
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
 from disttrain.fsdp2.rounded import RoundedCopies
@@ -38,6 +39,7 @@ class UnshardHandle:
         if self._state is not None:
             self._state.wait_for_unshard()
             self._state.is_shown_on_request = self._state.is_kept_unsharded
+            note_request(self._state.groups)
             self._state = None
 
 
@@ -65,8 +67,9 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free the gathered parameters of the module itself."""
         state = _state(self)
-        state.reshard()
         state.is_kept_unsharded = state.is_shown_on_request = False
+        refuse_writes_on_request(state.groups)
+        state.reshard()
 
     def set_is_scheduled(self, is_scheduled: bool) -> None:
         """True: leave to a schedule, such as a pipeline's, when this module and all sharded ones below are gathered and

@@ -94,6 +94,10 @@ class Shown:
         """What modules have for a call, in place of what the caller put there."""
         self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
         """Which gathered parameters modules had when a forward began, and their `values_of`."""
+        self.is_on_request = False
+        """True while the user has gathered ones that no forward has begun with."""
+        self.num_data_writes = 0
+        """To the shards, through their `.data`, before the last forward."""
         self.num_forwards = 0
         self.digests: tuple[tuple[int, ...], list[torch.Tensor]] | None = None
         """In some forwards, of what the gathered parameters were when it began."""
@@ -107,6 +111,8 @@ class Shown:
             "_asked_for": [],
             "lent": (),
             "_noted": None,
+            "is_on_request": False,
+            "num_data_writes": 0,
             "num_forwards": 0,
             "digests": None,
         }

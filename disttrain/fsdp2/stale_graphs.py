@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from disttrain.dtensor.data import num_data_writes
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import versions_of
 from disttrain.fsdp2.lone_errors import tell_of
@@ -34,8 +35,14 @@ def free_old(groups: Sequence[ParamGroup], *, is_kept: bool) -> None:
     """Free what may have been overwritten since it was gathered: all, or of what is kept those whose shards have been
     written to, as by an optimizer."""
     for group in groups:
-        if not is_kept or group.gathered != versions(group.params, group._flat):
+        if not is_kept or group.gathered != versions(group.params, group._flat) or _has_other_data(group):
             group.reshard()
+
+
+def _has_other_data(group: ParamGroup) -> bool:
+    """True where, since the last forward, shards have been written to through `.data`, or have been given other."""
+    is_moved = group._laid_out is not None and not group._laid_out.holds()
+    return is_moved or group.shown.num_data_writes != num_data_writes(param.sharded for param in group.params)
 
 
 def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind: str) -> None:

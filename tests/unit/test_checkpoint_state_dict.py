@@ -14,7 +14,10 @@ from torch import nn
 
 import disttrain.checkpoint.state_dict as ours
 from disttrain.checkpoint import load, save
+from disttrain.dtensor import DTensor
 from disttrain.errors import StateDictError
+from disttrain.fsdp2 import fully_shard
+from disttrain.testing import run_threads
 
 FUNCTIONS = [name for name in ours.__all__ if name != "StateDictOptions"]
 OPTIONS = {
@@ -337,3 +340,28 @@ def test_whole_states_are_strict_too() -> None:
     options = ours.StateDictOptions(full_state_dict=True, strict=False)
     keys = ours.set_model_state_dict(model, {**state, "more": torch.ones(1)}, options=options)
     assert (keys.missing_keys, keys.unexpected_keys) == (["scale"], ["more"])
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_an_optimizer_that_cannot_have_a_state_yet_takes_its_parts(is_flat: bool) -> None:
+    """There are gradients, so none is made by a step without effect."""
+    options = ours.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=is_flat)
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(6, 5))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        other = torch.optim.AdamW(model.parameters())
+        ours.set_optimizer_state_dict(
+            model, other, ours.get_optimizer_state_dict(model, optimizer, options=options), options=options
+        )
+        for parameter, values in optimizer.state.items():
+            for name, value in values.items():
+                found = other.state[parameter][name]
+                assert type(found) is type(value)
+                assert torch.equal(*(one.full_tensor() if isinstance(one, DTensor) else one for one in (value, found)))
+        other.step()
+
+    run_threads(2, body)

@@ -131,6 +131,26 @@ def test_grads_in_fewer_bits_come_in_the_parameters_dtype() -> None:
     run_threads(2, body)
 
 
+def test_parameters_of_several_models_are_reduced_in_the_order_in_which_they_are_given() -> None:
+    models = nn.ModuleList([nn.Linear(6, 6, bias=bool(place % 2)) for place in range(5)]).double()
+
+    def through(models: nn.ModuleList) -> torch.Tensor:
+        value = own_batch() if disttrain.is_initialized() else BATCH
+        for model in models:
+            value = model(value)
+        return value.square().mean()
+
+    expected = torch.autograd.grad(through(models), [*reversed([*models.parameters()])])
+
+    def body() -> None:
+        twins = nn.ModuleList(map(fully_shard, copy.deepcopy(models)))
+        grads = torch.autograd.grad(through(twins), [*reversed([*twins.parameters()])])
+        for grad, correct in zip(grads, expected, strict=True):
+            torch.testing.assert_close(whole(grad), correct)
+
+    run_threads(3, body)
+
+
 def test_unused_ones_are_none_where_that_is_allowed() -> None:
     def body() -> list[str]:
         model = sharded()

@@ -104,6 +104,42 @@ def test_writes_without_a_trace_are_found(write: Callable, mode: str) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("write", [clamp, clamp_a_view, replace])
+@pytest.mark.parametrize("is_freed_by", ["reshard", "a forward"])
+def test_a_write_after_unshard_is_refused(write: Callable, is_freed_by: str) -> None:
+    def body() -> None:
+        model = fully_shard(Writes(None))
+        for _ in range(2):
+            model.unshard()
+            assert model.weight.shape == (4, 3)
+            model.reshard()
+            model.unshard(async_op=True).wait()
+            write(model.weight)
+            with pytest.raises(ShardingError, match=r"weight has been written to after unshard\(\)"):
+                model.reshard() if is_freed_by == "reshard" else model(torch.ones(2, 4))
+            torch.testing.assert_close(model.weight.full_tensor(), torch.arange(12.0).reshape(4, 3))
+            model(torch.ones(2, 4)).sum().backward()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_kept_after_a_backward_sees_writes_through_data(is_replaced: bool) -> None:
+    def body() -> None:
+        model = fully_shard(Writes(None))
+        model.set_reshard_after_backward(False)
+        for step in range(4):
+            output = model(torch.ones(1, 4))
+            torch.testing.assert_close(output, (torch.arange(12.0).reshape(4, 3) - step).sum(0, keepdim=True))
+            output.sum().backward()
+            if is_replaced:
+                model.weight.data = model.weight.data - 1
+            else:
+                model.weight.data.sub_(1)
+
+    run_threads(2, body)
+
+
 def test_what_writes_no_other_values_is_no_obstacle() -> None:
     def body() -> None:
         model = Writes(lambda weight: weight.data.add_(0))

@@ -123,13 +123,28 @@ def _laid(
     devices = [tensor.device for tensor in own.values() if tensor.ndim] or [tensor.device for tensor in names]
     device = devices[0] if devices else torch.device("cpu")
 
+    parameters = {name: parameter for parameter, of_one in names.items() for name in of_one}
+
     def place(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-        return laid_as(own.get(".".join(map(str, path))), tensor, device)
+        key = ".".join(map(str, path))
+        return laid_as(own.get(key, _like_its_parameter(key, tensor, parameters)), tensor, device)
 
     if options.broadcast_from_rank0:
         return broadcast_whole(dict(state), place, transport_device(device))
     laid: dict[str, Any] = mapped(dict(state), place)
     return laid
+
+
+def _like_its_parameter(key: str, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """What an optimizer without a state will have at `key` ("state", a parameter's name, what there is of it, joined by
+    dots): of the parameter's shape, it lies as the parameter does."""
+    name = key.removeprefix("state.")
+    while "." in name:
+        name = name.rpartition(".")[0]
+        parameter = parameters.get(name)
+        if parameter is not None:
+            return torch.empty_like(parameter, dtype=whole.dtype) if parameter.shape == whole.shape else None
+    return None
 
 
 def _part(
