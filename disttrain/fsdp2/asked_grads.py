@@ -18,7 +18,13 @@ import torch
 
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import is_batched, is_transformed, without_post_accumulate_hooks, wrap_engine_calls
+from disttrain.fsdp2._torch import (
+    is_batched,
+    is_transformed,
+    out_of_graphs,
+    without_post_accumulate_hooks,
+    wrap_engine_calls,
+)
 from disttrain.fsdp2.lone_errors import tell_of
 from disttrain.fsdp2.param import ShardedParam, is_shard
 
@@ -50,6 +56,7 @@ def _watch_calls() -> None:
     wrap_engine_calls(_run)
 
 
+@out_of_graphs
 def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
     """A call of the autograd engine, as torch.autograd makes it."""
     grads, retains_graph, creates_graph, inputs, *rest = args

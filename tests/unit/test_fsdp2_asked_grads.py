@@ -151,6 +151,19 @@ def test_parameters_of_several_models_are_reduced_in_the_order_in_which_they_are
     run_threads(3, body)
 
 
+def test_compiled_functions_ask_for_gradients_as_before() -> None:
+    def cubed(x: torch.Tensor) -> torch.Tensor:
+        (grad,) = torch.autograd.grad((x**3).sum(), x)
+        return grad * 2
+
+    def body() -> None:
+        sharded()(own_batch())
+        x = torch.randn(3, requires_grad=True)
+        torch.testing.assert_close(torch.compile(cubed, backend="eager")(x), 6 * x**2)
+
+    run_threads(1, body)
+
+
 def test_unused_ones_are_none_where_that_is_allowed() -> None:
     def body() -> list[str]:
         model = sharded()
