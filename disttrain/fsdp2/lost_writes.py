@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _SMALL_ELEMENTS = 1 << 12
+_LONG_ROW = 16
+_STEPS = (1, 2, 3, 5, 7)
 
 
 def note_values(groups: Sequence[ParamGroup]) -> None:
@@ -85,13 +87,18 @@ def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | 
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
-    """Of small ones a copy; else sums along rows of their bits as numbers, of all columns and of every second one, to
-    tell what stands where."""
+    """Of small ones a copy; else sums of their bits as numbers, along rows, and of every so many: they tell what stands
+    where. Nothing is cast, which would take the memory of a copy."""
     if values.numel() <= _SMALL_ELEMENTS:
-        return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    rows = values.contiguous().view(values.shape[0] if values.ndim > 1 else 1, -1).view(torch.uint8)
-    rows = rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 else rows
-    return torch.stack([part.sum(-1) for part in (rows, rows[:, ::2])])
+        return values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    data = values.contiguous().view(-1).view(torch.uint8)
+    num_whole = data.numel() // 8 * 8
+    numbers = (data[:num_whole] if data.storage_offset() % 8 == 0 else data[:num_whole].clone()).view(torch.int64)
+    sums = [numbers[:: min(step, numbers.numel())].sum()[None] for step in _STEPS]
+    num_rows = values.shape[0]
+    if num_whole == data.numel() and numbers.numel() % num_rows == 0 and numbers.numel() >= _LONG_ROW * num_rows:
+        sums.append(numbers.view(num_rows, -1).sum(-1))
+    return torch.cat([*sums, data[num_whole:].long()])
 
 
 def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) -> None:

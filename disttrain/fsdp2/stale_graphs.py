@@ -41,7 +41,7 @@ def free_old(groups: Sequence[ParamGroup], *, is_kept: bool) -> None:
 
 def _has_other_data(group: ParamGroup) -> bool:
     """True where, since the last forward, shards have been written to through `.data`, or have been given other."""
-    is_moved = group._laid_out is not None and not group._laid_out.holds()
+    is_moved = group._laid_out is not None and not all(param.is_in_place() for param in group.params)
     return is_moved or group.shown.num_data_writes != num_data_writes(param.sharded for param in group.params)
 
 
