@@ -76,6 +76,7 @@ class _Given:
 class ExtensionGroup(ParamGroup):
     """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
 
+    keeps_part = False
     _given: Sequence[_Given] = ()
     _sent_numel = 0
 
@@ -165,13 +166,6 @@ class ExtensionGroup(ParamGroup):
         wholes.allocate()
         wholes.given, self._given = self._given, ()
         return wholes
-
-    def reshard(self, keep_on: int | None = None) -> None:
-        """As of any group, but that nothing is kept between forward and backward: a whole has no shards again."""
-        super().reshard(None)
-
-    def reduce_early(self, *_: object) -> None:
-        """Gradients are reduced together."""
 
 
 class _GatheredParts(Wholes):

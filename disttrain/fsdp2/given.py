@@ -20,22 +20,16 @@ from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.shown import Place, is_given
 
 
-def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) -> None:
-    """Let modules compute with what they were given since the shards were last there. Collective.
+def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) -> bool:
+    """Let modules compute with what they were given since the shards were last there. Collective. False where that is
+    other parameters, which came while the gathered ones were there, and are the module's from now on.
 
     Raises ShardingError for what they cannot compute with.
     """
     is_backward = backward_is_running()
     if not is_given([place.found for place in places]):
-        if is_backward:
-            # Its forward has computed with what is gathered.
-            return
-        # Other parameters, which came while the gathered ones were there: they are the module's from now on.
-        group.reshard()
-        group.unshard()
-        group.wait_for_unshard()
-        group.show()
-        return
+        # The forward of a backward has computed with what is gathered.
+        return is_backward
     values: dict[torch.Tensor, torch.Tensor] = {}
     for place in places:
         if place.found is None:
@@ -45,6 +39,7 @@ def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) ->
             with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
                 values[place.found] = _whole(group, place.param, place.found, device)
         group.shown.lend(place, values[place.found])
+    return True
 
 
 def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor, device: torch.device) -> torch.Tensor:

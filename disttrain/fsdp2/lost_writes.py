@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.machine.unit import free
+from disttrain.fsdp2.runner import run
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
@@ -36,7 +38,7 @@ def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) ->
     """
     for group, names in written:
         # Where `.data` was replaced, they are no place for the next gather.
-        group.reshard()
+        run(free(group.state))
         group._wholes = None
         error = ShardingError(
             "forward",

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain.fsdp2 import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     TransferPolicy,
     fully_shard,
@@ -99,10 +98,6 @@ def plain(record: Commands, **options: object) -> None:
     step(sharded(record, Model(), **options), record)
 
 
-def of_blocks(model: nn.Module) -> list[FSDPModule]:
-    return list(model.blocks)
-
-
 def kept_on_neighbours(record: Commands) -> None:
     plain(record, reshard_after_forward=2)
 
@@ -157,7 +152,7 @@ def prefetching(record: Commands) -> None:
     model = Model(num_blocks=4)
     model.blocks[1] = Shift()
     sharded(record, model)
-    blocks = of_blocks(model)
+    blocks = list(model.blocks)
     blocks[0].set_modules_to_forward_prefetch(blocks[1:3])
     blocks[3].set_modules_to_backward_prefetch(blocks[:2])
     blocks[1].set_unshard_in_backward(False)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from disttrain.fsdp2._torch import own_parameters
-from disttrain.fsdp2.early import parts_by_child
+from disttrain.fsdp2.buckets import buckets_of
 from disttrain.fsdp2.estimating.values import GroupSizes, ParamSizes, SetSizes, SizedModule, Use
 from disttrain.fsdp2.extensions import ExtensionGroup
 from disttrain.fsdp2.flat import plan_flat
+from disttrain.fsdp2.machine.unit import Unit
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.state import ShardState, state_of
@@ -103,14 +104,15 @@ class Sizing:
         self._names = {module: name or type(module).__name__ for name, module in root.module.named_modules()}
         self.root = self._module(root, is_root=True)
         for state, sized in self._sized.items():
-            sized.forward_prefetch = self._chosen(state.forward_prefetch)
-            sized.backward_prefetch = self._chosen(state.backward_prefetch)
+            sized.forward_prefetch = self._chosen(state.unit.forward_prefetch)
+            sized.backward_prefetch = self._chosen(state.unit.backward_prefetch)
         self.sets = [
             SetSizes(tuple(self._sized_groups[group] for group in each.groups), each.gathers) for each in self.plan.sets
         ]
 
-    def _chosen(self, states: list[ShardState] | None) -> list[SizedModule] | None:
-        return None if states is None else [self._sized[state] for state in states if state in self._sized]
+    def _chosen(self, units: Sequence[Unit] | None) -> list[SizedModule] | None:
+        of_unit = {state.unit: sized for state, sized in self._sized.items()}
+        return None if units is None else [of_unit[unit] for unit in units if unit in of_unit]
 
     def _module(self, state: ShardState, *, is_root: bool) -> SizedModule:
         if state in self._sized:
@@ -123,18 +125,18 @@ class Sizing:
                 param: _param_sizes(group, param, is_in_place=is_in_place)
                 for param, is_in_place in zip(group.params, in_place, strict=True)
             }
-            parts = _early_parts(state, group) if is_root else []
+            parts = buckets_of(state.modules, group) if is_root else []
             groups.append(_group_sizes(group, params, [[params[param] for param in part] for part in parts]))
             self._sized_groups[group] = groups[-1]
             for param, sizes in params.items():
                 uses.update({(owner.module, owner.name): (groups[-1], sizes) for owner in param.owners})
-        reshard = state.reshard_after_forward
+        reshard = state.unit.reshard_after_forward
         sized = self._sized[state] = SizedModule(
             name=self._names[state.module],
             groups=groups,
             frees_after_forward=not is_root if reshard is None else reshard is not False,
             kept_on=None if isinstance(reshard, bool | None) else reshard,
-            gathers_in_backward=state.unshards_in_backward,
+            gathers_in_backward=state.unit.unshards_in_backward,
         )
         sized.body = list(self._body(state.module, uses))
         return sized
@@ -157,13 +159,8 @@ def _plan_of(root: ShardState, states: list[ShardState], network: TransferCost |
     if network is None and context is not None and context.root is root and context.states == states:
         context.make_plan()
         return context.plan
-    early = {group for group in root.groups if len(_early_parts(root, group)) > 1}
-    return plan_transfers(states, lambda _: (network, network), early)
-
-
-def _early_parts(state: ShardState, group: ParamGroup) -> list[list[ShardedParam]]:
-    has_parts = len(state.modules) == 1 and not isinstance(group, ExtensionGroup)
-    return parts_by_child(state.module, group.params) if has_parts else []
+    in_buckets = {group for group in root.groups if buckets_of(root.modules, group)}
+    return plan_transfers(states, lambda _: (network, network), in_buckets)
 
 
 def _states_below(root: ShardState) -> list[ShardState]:

@@ -47,7 +47,7 @@ class Gathering:
             self._comm.release_gathered()
             self._comm.copied_out = (output, self._comm.streams.mark())
         for group in self._groups:
-            group.take_gathered()
+            group.gathering = None
 
     def _write(self, output: torch.Tensor) -> None:
         wholes = [group.allocated_wholes() for group in self._groups]
@@ -63,7 +63,7 @@ class Gathering:
                 each.write(used.view(group.gather_dtype))
 
 
-def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
+def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
     """Start to gather these groups, of which none is gathered or being gathered. Collective.
 
     On CUDA it follows what is on the current stream now, or `Comm.ready`.
@@ -89,4 +89,7 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
         gather = start_gather(shards, dtypes, first.device, num_shards, group, streams, ready)
     if any(each.is_offloaded for each in groups):
         comm.uploaded = gather.done
-    return Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)
+    gathering = Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)
+    for each in groups:
+        each.gathering = gathering
+        each.drop_part()

@@ -38,8 +38,9 @@ class _Part:
         self.plan = group.plan if is_whole else plan_of(group, self.params)
         with torch.no_grad():
             grads = [param.whole_grad() for param in self.params]
+            receives_anyway = all_receive or group.state.reduces_unused
             self.receivers = [
-                param if grad is not None or all_receive or group.reduces_unused or param in group.unreduced else None
+                param if grad is not None or receives_anyway or param in group.unreduced else None
                 for param, grad in zip(self.params, grads, strict=True)
             ]
             for param in self.params:
@@ -53,13 +54,10 @@ class _Part:
 def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     """Start averaging whole gradients over the ranks into the sharded parameters', as one message. Collective.
 
-    A schedule gives `scale`; then all trained parameters receive a gradient, and no reduction under way is waited for.
+    A schedule gives `scale`; then all trained parameters receive a gradient.
     """
     first = owed[0][0]
     comm = first.own_comm()
-    if scale is None:
-        # First, since what these leave to be reduced over the replicas takes part.
-        comm.finish_reductions(but_last_sum=True)
     # What is in place comes first in a message, of several groups as of one: of these all is, or nothing.
     may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
     parts = [
@@ -72,7 +70,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         sharding,
         first.reduction_group(),
         Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale),
-        first.reduces_over_replicas,
+        first.state.reduces_over_replicas,
         first.hook,
         first.hook_stream,
         sum(part.num_in_place for part in parts),
@@ -83,7 +81,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
             grads = [grad.to(dtype) for grad in grads]
         plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
         reduction = start_reduction(grads, plan, dtype, what, _unreduced(parts), comm.streams)
-    is_complete = first.reduces_over_replicas or sharding.replicate_group is None
+    is_complete = first.state.reduces_over_replicas or sharding.replicate_group is None
     end = plan.shard_numel
     # The last module first, as backward goes: a hook of one finds the gradients of those that come after it.
     for part in reversed(parts):
