@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from disttrain.fsdp2.machine.group import Bundle
+from disttrain.fsdp2.machine.group import Bundle, Group
+from disttrain.fsdp2.machine.unit import Unit
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
 
 if TYPE_CHECKING:
@@ -142,14 +143,17 @@ def carry_out(plan: TransferPlan) -> list[Bundle]:
         world = group.sharding.mesh.world
         ranks = group.sharding.shard_group.ranks
         group.reduced_apart = world.shared_group(ranks, "reductions") if group in plan.apart else None
-    bundles = []
-    for each in plan.sets:
-        bundle = Bundle([group.state for group in each.groups], gathers=each.gathers)
-        bundles.append(bundle)
-        for group in each.groups:
-            group.state.bundle = bundle
-        if each.gathers and len(each.states) > 1:
-            units = frozenset(state.unit for state in each.states)
-            for unit in units:
-                unit.mates = units
-    return bundles
+    groups = {group: group.state for group in plan.in_place}
+    units = {state.unit: state.unit for state in plan.states}
+    return [bundle_of(each, groups, units) for each in plan.sets]
+
+
+def bundle_of(plan: SetPlan, groups: Mapping[ParamGroup, Group], units: Mapping[Unit, Unit]) -> Bundle:
+    """Let what stands for the groups and units of the plan go over the wire together."""
+    bundle = Bundle([groups[group] for group in plan.groups], gathers=plan.gathers)
+    for group in bundle.groups:
+        group.bundle = bundle
+    mates = frozenset(units[state.unit] for state in plan.states)
+    for unit in mates if plan.gathers and len(mates) > 1 else ():
+        unit.mates = mates
+    return bundle
