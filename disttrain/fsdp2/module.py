@@ -13,16 +13,10 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.cast_shards import CastCopies
+from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, unshard_all
 from disttrain.fsdp2.machine.unit import Unit, forget_grads, keep_unsharded, release, reshard
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
-from disttrain.fsdp2.scheduled import (
-    finish_scheduled,
-    reduce_scheduled,
-    reshard_scheduled,
-    set_scheduled,
-    unshard_scheduled,
-)
 from disttrain.fsdp2.state import ShardState, state_of
 
 
@@ -81,18 +75,22 @@ class FSDPModule:
         backwards again. What is whole is freed either way; gradients that were collected stay. To be called on the
         outermost sharded modules, as `unshard_all`, `reshard_all`, `reduce_grads` and `finish_grads` are.
         """
-        set_scheduled(_state(self).with_those_below(), is_scheduled=is_scheduled)
+        _state(self).set_scheduled(is_scheduled)
 
     def unshard_all(self) -> None:
         """Start to gather this module and all below; each forward or backward waits for its own. Collective.
 
         What is whole already is left as it is, also where an optimizer has written to the shards since.
         """
-        unshard_scheduled(_scheduled(self, "unshard_all"))
+        state = _scheduled(self, "unshard_all")
+        context = state.begin_schedule()
+        context.run(unshard_all(state.scheduled))
+        context.comm.ready = None
 
     def reshard_all(self) -> None:
         """Free what was gathered of this module and all below; gradients that were collected stay."""
-        reshard_scheduled(_scheduled(self, "reshard_all"))
+        state = _scheduled(self, "reshard_all")
+        state.run(reshard_all(state.scheduled))
 
     def reduce_grads(self, scale: float = 1.0) -> None:
         """Start to reduce the gradients that all backwards have left, times `scale`, such as one over the number of
@@ -101,17 +99,17 @@ class FSDPModule:
         Each parameter that is trained receives a gradient, zeros where no rank has one: which ones ranks have used may
         differ. Nothing is done where `set_requires_gradient_sync` is False: gradients are collected on.
         """
-        states = _scheduled(self, "reduce_grads")
+        state = _scheduled(self, "reduce_grads")
         # Modules that were sharded together may each be called.
-        if states[0].module is cast(nn.Module, self):
-            reduce_scheduled(states, scale)
+        if state.module is cast(nn.Module, self) and state.context is not None:
+            state.run(reduce_all(state.context.model, state.scheduled, scale))
 
     def finish_grads(self) -> None:
         """Have the gradients of the shards on the current stream; at the end of a step, also of one without backwards.
 
         Those of other roots that share its streams (`share_comm_ctx`) are there then, too. Harmless the second time.
         """
-        finish_scheduled(_scheduled(self, "finish_grads"))
+        _scheduled(self, "finish_grads").run(finish_all())
 
     def share_comm_with(self, others: Sequence[FSDPModule]) -> None:
         """`share_comm_ctx` of this root and others, as a method for those who do not know where modules come from."""
@@ -289,15 +287,15 @@ def _plan_anew(state: ShardState) -> None:
         state.context.is_planned = False
 
 
-def _scheduled(module: object, operation: str) -> list[ShardState]:
-    states = _state(module).scheduled
-    if not states:
+def _scheduled(module: object, operation: str) -> ShardState:
+    state = _state(module)
+    if not state.scheduled:
         raise ShardingError(
             operation,
             f"no schedule decides about this {type(module).__name__}.",
             "Call set_is_scheduled(True) first, or leave it to forwards and backwards.",
         )
-    return states
+    return state
 
 
 def _units(operation: str, modules: Sequence[object]) -> list[Unit]:

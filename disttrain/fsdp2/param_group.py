@@ -247,6 +247,11 @@ class ParamGroup:
                         lambda _, number=number, param=param: is_ready(number, param)
                     )
 
+    def finish_gathering(self) -> None:
+        """Order the current stream (CPU: the host) after the gather."""
+        assert self.gathering is not None
+        self.gathering.finish()
+
     def free(self, keep_on: int | None) -> None:
         """Give the memory of the gathered parameters back.
 

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 from disttrain.fsdp2.comm import Comm, Named
 from disttrain.fsdp2.given import take_up
-from disttrain.fsdp2.machine.commands import (
-    Command,
-    Commands,
-    DropGrads,
-    DropPart,
-    DropReductions,
-    Finish,
-    FinishPartial,
-    FinishUpload,
-    Free,
-    Gather,
-    Hide,
-    KeepGrads,
-    Reduce,
-    Settle,
-    Show,
-    Wait,
-)
+from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.machine.unit import gather_anew
 from disttrain.fsdp2.param import ShardedParam
@@ -34,110 +17,62 @@ from disttrain.fsdp2.transfers.gathering import start_gathering
 from disttrain.fsdp2.transfers.reducing import reduce_together
 
 
-def run(commands: Commands, comm: Comm | None = None) -> None:
-    """Carry out each command before the next one is asked for. `comm` is that of the root, where there is one."""
+def run(commands: do.Commands, comm: Comm | None = None) -> None:
+    """Carry out each command before the next one is asked for. `comm` is that of the root, once there is one."""
     for command in commands:
         _HANDLERS[type(command)](command, comm)
 
 
-def memory_of(group: Group) -> ParamGroup:
+def _memory(group: Group) -> ParamGroup:
     """What a group of the machine stands for."""
     return cast(ParamGroup, group.facts)
 
 
-def _gather(command: Gather, _: Comm | None) -> None:
-    needed = memory_of(command.needed)
+def _gather(command: do.Gather, _: object) -> None:
+    needed = _memory(command.needed)
     with Named(needed):
-        start_gathering([memory_of(group) for group in command.groups], needed.own_comm())
+        start_gathering([_memory(group) for group in command.groups], needed.own_comm())
 
 
-def _wait(command: Wait, _: Comm | None) -> None:
-    gathering = memory_of(command.group).gathering
-    assert gathering is not None
-    gathering.finish()
-
-
-def _show(command: Show, _: Comm | None) -> None:
-    group = memory_of(command.group)
+def _show(command: do.Show, _: object) -> None:
+    group = _memory(command.group)
     others = group.show()
     if others and not take_up(group, others, group.device):
         run(gather_anew(group.state))
 
 
-def _hide(command: Hide, _: Comm | None) -> None:
-    memory_of(command.group).hide()
-
-
-def _free(command: Free, _: Comm | None) -> None:
-    memory_of(command.group).free(command.keep_on)
-
-
-def _drop_part(command: DropPart, _: Comm | None) -> None:
-    memory_of(command.group).drop_part()
-
-
-def _keep_grads(command: KeepGrads, _: Comm | None) -> None:
-    memory_of(command.group).keep_grads()
-
-
-def _drop_grads(command: DropGrads, _: Comm | None) -> None:
-    memory_of(command.group).drop_grads()
-
-
-def _reduce(command: Reduce, _: Comm | None) -> None:
-    parts = [(memory_of(group), cast(list[ShardedParam], params)) for group, params in command.parts]
-    with _named(command.named):
+def _reduce(command: do.Reduce, _: object) -> None:
+    parts = [(_memory(group), cast(list[ShardedParam], params)) for group, params in command.parts]
+    with nullcontext() if command.named is None else Named(_memory(command.named)):
         reduce_together(parts, command.scale)
 
 
-def _finish(command: Finish, comm: Comm | None) -> None:
-    assert comm is not None
-    with _named(command.named):
-        comm.finish_reductions(but_last_sum=command.but_last_sum)
+def _finish(command: do.Finish, comm: Comm) -> None:
+    if not command.if_partial or any(not each.is_complete for each in comm.reducing):
+        with nullcontext() if command.named is None else Named(_memory(command.named)):
+            comm.finish_reductions(but_last_sum=command.but_last_sum)
 
 
-def _finish_partial(_: FinishPartial, comm: Comm | None) -> None:
-    assert comm is not None
-    if any(not each.is_complete for each in comm.reducing):
-        comm.finish_reductions()
-
-
-def _settle(command: Settle, comm: Comm | None) -> None:
-    assert comm is not None
+def _settle(command: do.Settle, comm: Comm) -> None:
     comm.finish_offload()
     comm.several_grads.call_hooks()
     comm.release_gathered()
     for group in command.groups:
-        memory_of(group).cast_shards = None
+        _memory(group).cast_shards = None
 
 
-def _finish_upload(_: FinishUpload, comm: Comm | None) -> None:
-    assert comm is not None
-    comm.finish_upload()
-
-
-def _drop_reductions(_: DropReductions, comm: Comm | None) -> None:
-    assert comm is not None
-    comm.drop_reductions()
-
-
-def _named(group: Group | None) -> AbstractContextManager[object]:
-    return nullcontext() if group is None else Named(memory_of(group))
-
-
-_HANDLERS: dict[type[Command], Callable[[Any, Comm | None], None]] = {
-    Gather: _gather,
-    Wait: _wait,
-    Show: _show,
-    Hide: _hide,
-    Free: _free,
-    DropPart: _drop_part,
-    KeepGrads: _keep_grads,
-    DropGrads: _drop_grads,
-    Reduce: _reduce,
-    Finish: _finish,
-    FinishPartial: _finish_partial,
-    Settle: _settle,
-    FinishUpload: _finish_upload,
-    DropReductions: _drop_reductions,
+_HANDLERS: dict[type[do.Command], Callable[[Any, Any], None]] = {
+    do.Gather: _gather,
+    do.Wait: lambda command, _: _memory(command.group).finish_gathering(),
+    do.Show: _show,
+    do.Hide: lambda command, _: _memory(command.group).hide(),
+    do.Free: lambda command, _: _memory(command.group).free(command.keep_on),
+    do.DropPart: lambda command, _: _memory(command.group).drop_part(),
+    do.KeepGrads: lambda command, _: _memory(command.group).keep_grads(),
+    do.DropGrads: lambda command, _: _memory(command.group).drop_grads(),
+    do.Reduce: _reduce,
+    do.Finish: _finish,
+    do.Settle: _settle,
+    do.FinishUpload: lambda _, comm: comm.finish_upload(),
+    do.DropReductions: lambda _, comm: comm.drop_reductions(),
 }

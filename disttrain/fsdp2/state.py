@@ -26,6 +26,7 @@ from disttrain.fsdp2.lost_writes import note_values, refuse_writes, written_sinc
 from disttrain.fsdp2.machine.commands import Commands
 from disttrain.fsdp2.machine.group import Buckets
 from disttrain.fsdp2.machine.model import Backward, free_old
+from disttrain.fsdp2.machine.schedule import set_scheduled
 from disttrain.fsdp2.machine.unit import (
     Unit,
     backward_leaves,
@@ -73,8 +74,8 @@ class ShardState:
         self.transfers = transfers
         self.shared_comm: Comm | None = None
         """The one that other roots use as well, where the user wants it so."""
-        self.scheduled: list[ShardState] = []
-        """Where a schedule decides: this state and those below."""
+        self.scheduled: list[Unit] = []
+        """Where a schedule decides: this unit and those below."""
         self._forwards = Forwards()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -110,6 +111,29 @@ class ShardState:
                 "Call it on the module whose forward failed.",
             )
         self.context.reset()
+
+    def set_scheduled(self, is_scheduled: bool) -> None:
+        """Let a schedule decide about the modules and all below, or their forwards and backwards."""
+        if is_scheduled and self.context is None:
+            self.become_root()
+        for state in self.with_those_below():
+            if state.unit.is_scheduled is not is_scheduled:
+                state.forget_forward()
+                state.run(set_scheduled(state.unit, is_scheduled=is_scheduled))
+                state.scheduled = [below.unit for below in state.with_those_below()] if is_scheduled else []
+                for group in state.groups:
+                    group.sum_grads_as_they_come(is_scheduled)
+
+    def begin_schedule(self) -> RootContext:
+        """All modules are about to be gathered."""
+        context = self.context or self.become_root()
+        if not context.structure.holds():
+            context.root.become_root()
+            context = self.context or context
+        context.make_plan()
+        context.model.expect_all()
+        context.comm.ready, self.post_optim_event = self.post_optim_event, None
+        return context
 
     def check_unsharded(self, operation: str) -> None:
         """Wait for the gather of the module's own parameters. Raises ShardingError where nobody has started it."""

@@ -234,7 +234,9 @@ class Rehearsal:
             param.has_whole_gradient = param.has_kept_gradient = False
         self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1))
 
-    def _finish(self, but_last_sum: bool, _: object) -> None:
+    def _finish(self, but_last_sum: bool, if_partial: bool, _: object) -> None:
+        if if_partial:
+            return
         goes_on = but_last_sum and bool(self._reducing) and self._reducing[-1].has_sum
         if goes_on:
             self._let_go_of_input(self._reducing[-1])

@@ -74,20 +74,18 @@ class Reduce(NamedTuple):
 class Finish(NamedTuple):
     """Let the reductions that were started be over, and shards have their gradients.
 
-    `but_last_sum`: the last one's sum over the replicas may go on beside the next reduction. `named` as of `Reduce`.
+    `but_last_sum`: the last one's sum over the replicas may go on beside the next reduction. `if_partial`: only where
+    one of them is not over the replicas yet. `named` as of `Reduce`.
     """
 
-    but_last_sum: bool
-    named: Group | None
-
-
-class FinishPartial(NamedTuple):
-    """The same, where one of these is not over the replicas yet: what it leaves is owed by the backward that begins."""
+    but_last_sum: bool = False
+    if_partial: bool = False
+    named: Group | None = None
 
 
 class Settle(NamedTuple):
-    """All gradients have been reduced: let them reach the host, call hooks, let the last gathered buffer go. The copies
-    of these groups that an optimizer has rounded for gathers are old."""
+    """All gradients have been reduced: let them reach the host, call hooks, let the last gathered buffer go. The cast
+    shards of these groups, which an optimizer has written for gathers, are old."""
 
     groups: Sequence[Group]
 
@@ -101,19 +99,7 @@ class DropReductions(NamedTuple):
 
 
 Command: TypeAlias = (
-    Gather
-    | Wait
-    | Show
-    | Hide
-    | Free
-    | DropPart
-    | KeepGrads
-    | DropGrads
-    | Reduce
-    | Finish
-    | FinishPartial
-    | Settle
-    | FinishUpload
-    | DropReductions
-)
+    Gather | Wait | Show | Hide | Free | DropPart
+    | KeepGrads | DropGrads | Reduce | Finish | Settle | FinishUpload | DropReductions
+)  # fmt: skip
 Commands: TypeAlias = Iterator[Command]

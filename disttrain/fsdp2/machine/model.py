@@ -6,14 +6,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from itertools import chain
 
-from disttrain.fsdp2.machine.commands import (
-    Commands,
-    DropReductions,
-    Finish,
-    FinishPartial,
-    FinishUpload,
-    Settle,
-)
+from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Bundle, Group
 from disttrain.fsdp2.machine.order import ExecutionOrder
 from disttrain.fsdp2.machine.unit import (
@@ -57,7 +50,7 @@ class Model:
         for bundle in self.bundles:
             bundle.begin()
 
-    def iteration_begins(self, written: Collection[Group]) -> Commands:
+    def iteration_begins(self, written: Collection[Group]) -> do.Commands:
         """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew; of what
         the user keeps unsharded, that whose shards have been `written` to."""
         self.is_in_forward = True
@@ -67,7 +60,7 @@ class Model:
             yield from free_old(unit, written)
         self.expect_all()
 
-    def forward_begins(self, unit: Unit, *, is_recomputation: bool = False) -> Commands:
+    def forward_begins(self, unit: Unit, *, is_recomputation: bool = False) -> do.Commands:
         """A forward of one of the unit's modules begins, or is done again for its backward."""
         yield from unshard(unit, alone=unit.is_alone)
         yield from wait_for_unshard(unit)
@@ -87,7 +80,7 @@ class Model:
 
     def forward_ends(
         self, unit: Unit, *, has_failed: bool = False, grad_will_come: bool = True, is_begun: bool = False
-    ) -> Commands:
+    ) -> do.Commands:
         """A forward of one of the unit's modules ends. `is_begun`: it will compute later on, as a generator does."""
         ends_iteration = unit.is_root and not unit.num_methods
         unit.num_running = max(unit.num_running - 1, 0)
@@ -99,7 +92,7 @@ class Model:
         elif not is_needed and _frees_after_forward(unit):
             yield from reshard(unit, _ranks_after_forward(unit))
         if ends_iteration and not grad_will_come:
-            yield FinishUpload()
+            yield do.FinishUpload()
             for each in self.units:
                 if not (each.is_kept_unsharded or each.awaits_post_backward):
                     yield from reshard(each)
@@ -112,11 +105,12 @@ class Model:
         """True while the model's forward or backward is under way, or one of the unit's."""
         return self.is_in_forward or self.backward is Backward.RUNNING or unit.num_running > 0
 
-    def backward_begins(self) -> Commands:
+    def backward_begins(self) -> do.Commands:
         """The first gradient of a backward pass reaches the model."""
         if self.backward is Backward.FAILED:
             yield from self.abandon()
-        yield FinishPartial()
+        # What these leave is owed by this backward, also of parameters that it does not reach.
+        yield do.Finish(if_partial=True)
         for group in self.root.groups:
             group.reduced.clear()
             if group.buckets is not None:
@@ -128,13 +122,13 @@ class Model:
             yield from show(unit)
         self.backward = Backward.RUNNING
 
-    def gradient_reaches(self, unit: Unit) -> Commands:
+    def gradient_reaches(self, unit: Unit) -> do.Commands:
         """A gradient reaches the unit's outputs: its backward begins, once that has been gathered which it needs."""
         unit.awaits_post_backward = True
         if unit.unshards_in_backward:
             yield from unshard(unit, alone=unit.is_alone)
 
-    def backward_enters(self, unit: Unit) -> Commands:
+    def backward_enters(self, unit: Unit) -> do.Commands:
         """It begins."""
         if unit.unshards_in_backward:
             yield from wait_for_unshard(unit)
@@ -143,7 +137,7 @@ class Model:
             if each.unshards_in_backward:
                 yield from unshard(each)
 
-    def backward_ends(self) -> Commands:
+    def backward_ends(self) -> do.Commands:
         """The backward pass has ended: what no gradient has told of is reduced and freed."""
         for unit in reversed(self.units):
             yield from backward_leaves(unit, at_end=True)
@@ -151,8 +145,8 @@ class Model:
             unit.is_shown_on_request = False
         yield from self.reduce_rest()
         if self.root.is_last_backward:
-            yield Finish(False, None)
-            yield Settle(self.groups)
+            yield do.Finish()
+            yield do.Settle(self.groups)
         self.backward = Backward.NONE
         yield from self.show_shards()
 
@@ -161,22 +155,22 @@ class Model:
         """Those of all units."""
         return [*chain.from_iterable(unit.groups for unit in self.units)]
 
-    def backward_fails(self) -> Commands:
+    def backward_fails(self) -> do.Commands:
         """The backward pass has ended with an exception."""
         self.backward = Backward.FAILED
         yield from self.show_shards()
 
-    def reduce_rest(self) -> Commands:
+    def reduce_rest(self) -> do.Commands:
         """Reduce what waits for others that have not come, where units are reduced as one message."""
         for bundle in reversed(self.bundles):
             yield from flush(bundle)
 
-    def show_shards(self) -> Commands:
+    def show_shards(self) -> do.Commands:
         """Neither a forward nor a backward is under way."""
         for unit in self.units:
             yield from show_shards(unit)
 
-    def reset(self) -> Commands:
+    def reset(self) -> do.Commands:
         """Forget an iteration that has ended with an exception, whichever way."""
         self.is_in_forward = False
         yield from self.abandon()
@@ -184,9 +178,9 @@ class Model:
             yield from reshard(unit)
             unit.release_to_machine()
 
-    def abandon(self) -> Commands:
+    def abandon(self) -> do.Commands:
         """A backward pass has ended with an exception: its gradients are not all there, and are dropped."""
-        yield DropReductions()
+        yield do.DropReductions()
         for bundle in self.bundles:
             bundle.owed = {}
         for unit in self.units:
@@ -195,7 +189,7 @@ class Model:
         self.backward = Backward.NONE
 
 
-def free_old(unit: Unit, written: Collection[Group]) -> Commands:
+def free_old(unit: Unit, written: Collection[Group]) -> do.Commands:
     """Free what may have been overwritten since it was gathered: all, or of what the user keeps, what is `written`."""
     for group in unit.groups:
         if not unit.is_kept_unsharded or group in written:

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.fsdp2.machine.commands import Commands, Finish, FinishUpload, Settle
+from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.model import Model
 from disttrain.fsdp2.machine.unit import Unit, reduce, reduce_in_bundle, release, reshard, unshard, wait_for_unshard
 
 
-def set_scheduled(unit: Unit, *, is_scheduled: bool) -> Commands:
+def set_scheduled(unit: Unit, *, is_scheduled: bool) -> do.Commands:
     """From now on a schedule decides about the unit, or its forwards and backwards do."""
     yield from release(unit)
     unit.forget_forward()
     unit.is_scheduled = is_scheduled
 
 
-def unshard_all(units: Sequence[Unit]) -> Commands:
+def unshard_all(units: Sequence[Unit]) -> do.Commands:
     """All of these are needed, in the order of their modules."""
     for unit in units:
         yield from unshard(unit)
@@ -36,13 +36,13 @@ def unshard_all(units: Sequence[Unit]) -> Commands:
             yield from wait_for_unshard(unit)
 
 
-def reshard_all(units: Sequence[Unit]) -> Commands:
+def reshard_all(units: Sequence[Unit]) -> do.Commands:
     """None of these is needed."""
     for unit in units:
         yield from reshard(unit)
 
 
-def reduce_all(model: Model, units: Sequence[Unit], scale: float) -> Commands:
+def reduce_all(model: Model, units: Sequence[Unit], scale: float) -> do.Commands:
     """The last gradients have come, whichever there are on this rank: all trained parameters receive one."""
     for unit in reversed(units):
         for group in reversed(unit.groups) if unit.reduces else ():
@@ -54,8 +54,8 @@ def reduce_all(model: Model, units: Sequence[Unit], scale: float) -> Commands:
     yield from model.reduce_rest()
 
 
-def finish_all() -> Commands:
+def finish_all() -> do.Commands:
     """The shards are to have their gradients."""
-    yield Finish(False, None)
-    yield Settle(())
-    yield FinishUpload()
+    yield do.Finish()
+    yield do.Settle(())
+    yield do.FinishUpload()

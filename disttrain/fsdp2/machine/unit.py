@@ -7,19 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from disttrain.fsdp2.machine.commands import (
-    Commands,
-    DropGrads,
-    DropPart,
-    Finish,
-    Free,
-    Gather,
-    Hide,
-    KeepGrads,
-    Reduce,
-    Show,
-    Wait,
-)
+from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Bundle, Group, Param, Status
 
 
@@ -91,88 +79,88 @@ class Unit:
         self.is_kept_unsharded = self.is_shown_on_request = False
 
 
-def gather(group: Group, *, alone: bool = False) -> Commands:
+def gather(group: Group, *, alone: bool = False) -> do.Commands:
     """`group` will be needed; those that go with it, too, unless `alone`."""
     if group.status is Status.SHARDED or group.status is Status.PART_KEPT:
         is_one = alone or group.bundle is None or group.status is Status.PART_KEPT
         groups = (group,) if is_one or group.bundle is None else group.bundle.to_gather(group)
-        yield Gather(group, groups)
+        yield do.Gather(group, groups)
         for each in groups:
             each.gathered_with, each.status = groups, Status.GATHERING
 
 
-def wait(group: Group) -> Commands:
+def wait(group: Group) -> do.Commands:
     """`group` is needed now, if somebody has started to gather it."""
     if group.status is Status.GATHERING:
-        yield Wait(group)
+        yield do.Wait(group)
         for each in group.gathered_with:
             each.gathered_with, each.status = (), Status.UNSHARDED
 
 
-def free(group: Group, keep_on: int | None = None) -> Commands:
+def free(group: Group, keep_on: int | None = None) -> do.Commands:
     """`group` is needed no longer. A gather that nobody has waited for is waited for first."""
     if group.status is Status.SHARDED:
         return
     if group.status is Status.PART_KEPT:
-        yield DropPart(group)
+        yield do.DropPart(group)
         group.status = Status.SHARDED
         return
     yield from wait(group)
     keep_on = keep_on if group.keeps_part else None
-    yield Free(group, keep_on)
+    yield do.Free(group, keep_on)
     group.status = Status.SHARDED if keep_on is None else Status.PART_KEPT
     if group.bundle is not None:
         group.bundle.has_freed(group)
 
 
-def unshard(unit: Unit, *, alone: bool = False) -> Commands:
+def unshard(unit: Unit, *, alone: bool = False) -> do.Commands:
     """The unit will be needed; what goes with its groups, too, unless `alone`."""
     for group in unit.groups:
         yield from gather(group, alone=alone)
 
 
-def wait_for_unshard(unit: Unit) -> Commands:
+def wait_for_unshard(unit: Unit) -> do.Commands:
     """The modules compute now, with what has been gathered."""
     for group in unit.groups:
         yield from wait(group)
     yield from show(unit)
 
 
-def show(unit: Unit) -> Commands:
+def show(unit: Unit) -> do.Commands:
     """The modules compute with what is gathered."""
     for group in unit.groups:
         if group.status is Status.UNSHARDED:
-            yield Show(group)
+            yield do.Show(group)
 
 
-def show_shards(unit: Unit) -> Commands:
+def show_shards(unit: Unit) -> do.Commands:
     """Whoever asks the modules has the shards, but where the user has asked for gathered parameters."""
     if not unit.is_shown_on_request:
         yield from hide(unit)
 
 
-def hide(unit: Unit) -> Commands:
+def hide(unit: Unit) -> do.Commands:
     """Whoever asks the modules has the shards; the gathered parameters keep their memory."""
     for group in unit.groups:
         if group.status is Status.UNSHARDED:
-            yield Hide(group)
+            yield do.Hide(group)
 
 
-def reshard(unit: Unit, keep_on: int | None = None) -> Commands:
+def reshard(unit: Unit, keep_on: int | None = None) -> do.Commands:
     """The unit is needed no longer."""
     for group in unit.groups:
         yield from free(group, keep_on)
 
 
-def gather_anew(group: Group) -> Commands:
+def gather_anew(group: Group) -> do.Commands:
     """Modules have other shards now than those that have been gathered."""
     yield from free(group)
     yield from gather(group)
     yield from wait(group)
-    yield Show(group)
+    yield do.Show(group)
 
 
-def keep_unsharded(unit: Unit, *, is_running: bool) -> Commands:
+def keep_unsharded(unit: Unit, *, is_running: bool) -> do.Commands:
     """The user wants the unit unsharded; `is_running`: while the model computes."""
     if not (unit.is_kept_unsharded or is_running):
         # What is there since a forward may have been written to.
@@ -181,28 +169,28 @@ def keep_unsharded(unit: Unit, *, is_running: bool) -> Commands:
     unit.is_kept_unsharded = True
 
 
-def release(unit: Unit) -> Commands:
+def release(unit: Unit) -> do.Commands:
     """The user does not need the unit unsharded any more."""
     yield from reshard(unit)
     unit.release_to_machine()
 
 
-def load_begins(unit: Unit) -> Commands:
+def load_begins(unit: Unit) -> do.Commands:
     """Values are to be loaded into the shards."""
     if unit.is_kept_unsharded:
         yield from reshard(unit)
     yield from hide(unit)
 
 
-def forget_grads(unit: Unit) -> Commands:
+def forget_grads(unit: Unit) -> do.Commands:
     """What backward passes have left, and not been reduced, is of no use."""
     for group in unit.groups:
         group.reduced.clear()
         group.has_taken_part = False
-        yield DropGrads(group)
+        yield do.DropGrads(group)
 
 
-def gradient_is_ready(unit: Unit, group: Group, number: int, param: Param) -> Commands:
+def gradient_is_ready(unit: Unit, group: Group, number: int, param: Param) -> do.Commands:
     """A parameter of this bucket of a root's has its gradient."""
     buckets = group.buckets
     if buckets is None or not buckets.is_filled_by(number, param):
@@ -212,7 +200,7 @@ def gradient_is_ready(unit: Unit, group: Group, number: int, param: Param) -> Co
         yield from reduce([(group, buckets.params[number])])
 
 
-def backward_leaves(unit: Unit, *, at_end: bool = False) -> Commands:
+def backward_leaves(unit: Unit, *, at_end: bool = False) -> do.Commands:
     """The unit's backward is over, or `at_end` that of the whole model; harmless the second time."""
     unit.awaits_post_backward = False
     for group in reversed(unit.groups):
@@ -221,10 +209,10 @@ def backward_leaves(unit: Unit, *, at_end: bool = False) -> Commands:
         if unit.reduces:
             yield from _reduce_what_is_left(group, at_end=at_end)
         else:
-            yield KeepGrads(group)
+            yield do.KeepGrads(group)
 
 
-def _reduce_what_is_left(group: Group, *, at_end: bool) -> Commands:
+def _reduce_what_is_left(group: Group, *, at_end: bool) -> do.Commands:
     """Reduce the gradients of this backward pass, or what is there of them, that have not been."""
     reduced, params = group.reduced, group.facts.params
     if reduced:
@@ -242,15 +230,15 @@ def _reduce_what_is_left(group: Group, *, at_end: bool) -> Commands:
 
 def reduce(
     parts: Sequence[tuple[Group, Sequence[Param]]], scale: float | None = None, named: Group | None = None
-) -> Commands:
+) -> do.Commands:
     """All of it is there. A schedule, which gives `scale`, waits for no reduction under way."""
     if scale is None:
         # First, since what these leave to be reduced over the replicas takes part.
-        yield Finish(True, named)
-    yield Reduce(parts, scale, named)
+        yield do.Finish(but_last_sum=True, named=named)
+    yield do.Reduce(parts, scale, named)
 
 
-def reduce_in_bundle(bundle: Bundle, group: Group, params: Sequence[Param], scale: float | None = None) -> Commands:
+def reduce_in_bundle(bundle: Bundle, group: Group, params: Sequence[Param], scale: float | None = None) -> do.Commands:
     """The backward of `group` is over, and these of its parameters are to be reduced, if any."""
     if params or group not in bundle.owed:
         bundle.owed[group] = params
@@ -259,7 +247,7 @@ def reduce_in_bundle(bundle: Bundle, group: Group, params: Sequence[Param], scal
         yield from flush(bundle, group)
 
 
-def flush(bundle: Bundle, named: Group | None = None) -> Commands:
+def flush(bundle: Bundle, named: Group | None = None) -> do.Commands:
     """The backward pass has ended: whatever is still to come is not waited for."""
     for parts in bundle.take_owed():
         yield from reduce(parts, bundle.scale, named)
