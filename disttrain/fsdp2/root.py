@@ -25,28 +25,6 @@ if TYPE_CHECKING:
     from disttrain.fsdp2.state import ShardState
 
 
-class _BackwardEnd:
-    """What the autograd engine calls when a backward pass ends. It alone holds it: it is gone when the pass fails."""
-
-    def __init__(self, context: RootContext) -> None:
-        self._context = context
-
-    def __call__(self) -> None:
-        self._context.end_backward()
-
-
-class _Failure:
-    """Called when a backward pass is gone that has not ended: an exception has reached whoever called it."""
-
-    def __init__(self, context: RootContext) -> None:
-        self._context = weakref.ref(context)
-
-    def __call__(self, _: object) -> None:
-        context = self._context()
-        if context is not None:
-            context.fail_backward()
-
-
 class RootContext:
     """What the modules of one model share: a machine that says what is done, and what it is done by."""
 
@@ -56,7 +34,7 @@ class RootContext:
         self.comm = comm
         self.model = Model(root.unit, [state.unit for state in states])
         self.structure = Structure(root.modules)
-        self._backward: weakref.ref[_BackwardEnd] | None = None
+        self._backward: weakref.ref[partial[None]] | None = None
         for state in states:
             state.context = self
         self.use(comm)
@@ -109,8 +87,15 @@ class RootContext:
         if self.model.backward is Backward.RUNNING:
             return
         self.run(self.model.backward_begins())
-        end = _BackwardEnd(self)
-        self._backward = weakref.ref(end, _Failure(self))
+        # The engine alone holds this: it is gone when the pass fails, and the exception has reached whoever called.
+        end = partial(RootContext.end_backward, self)
+        own = weakref.ref(self)
+
+        def fail(_: object) -> None:
+            if (context := own()) is not None:
+                context.fail_backward()
+
+        self._backward = weakref.ref(end, fail)
         when_backward_ends(end)
 
     def end_backward(self) -> None:

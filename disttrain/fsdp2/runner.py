@@ -37,7 +37,7 @@ def _gather(command: do.Gather, _: object) -> None:
 def _show(command: do.Show, _: object) -> None:
     group = _memory(command.group)
     others = group.show()
-    if others and not take_up(group, others, group.device):
+    if others and not take_up(group, others):
         run(gather_anew(group.state))
 
 
