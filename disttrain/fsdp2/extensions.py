@@ -33,7 +33,7 @@ from disttrain.fsdp2.collectives import ALIGNMENT_BYTES, as_bytes
 from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.stale_graphs import versions
-from disttrain.fsdp2.wholes import Wholes, whole_parameter, wrapped
+from disttrain.fsdp2.unsharded import UnshardedParams, unsharded_parameter, wrapped
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
@@ -156,19 +156,21 @@ class ExtensionGroup(ParamGroup):
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
         return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
 
-    def allocated_wholes(self) -> _GatheredParts:
-        wholes = self._wholes
-        if not isinstance(wholes, _GatheredParts) or not wholes.fits(self._given, self.compute_dtype, self.device):
-            wholes = self._wholes = _GatheredParts(
+    def allocated(self) -> _GatheredParts:
+        unsharded = self._unsharded
+        if not isinstance(unsharded, _GatheredParts) or not unsharded.fits(
+            self._given, self.compute_dtype, self.device
+        ):
+            unsharded = self._unsharded = _GatheredParts(
                 self._given, self.sharding.num_shards, self.compute_dtype, self.device
             )
             self.shown.forget()
-        wholes.allocate()
-        wholes.given, self._given = self._given, ()
-        return wholes
+        unsharded.allocate()
+        unsharded.given, self._given = self._given, ()
+        return unsharded
 
 
-class _GatheredParts(Wholes):
+class _GatheredParts(UnshardedParams):
     """The outputs of the gather, and the parameters made of them, whose memory comes and goes with theirs."""
 
     def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -226,9 +228,9 @@ class _GatheredParts(Wholes):
                 self._memory.append((storage, storage.nbytes()))
         if tuple(whole.shape) != param.shape:
             whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)
-        if param.whole_spec is not None:
-            whole = wrapped(whole, param.whole_spec)
-        param.unsharded = whole_parameter(whole, requires_grad=param.sharded.requires_grad)
+        if param.unsharded_spec is not None:
+            whole = wrapped(whole, param.unsharded_spec)
+        param.unsharded = unsharded_parameter(whole, requires_grad=param.sharded.requires_grad)
         self.parameters.append(param.unsharded)
 
 

@@ -43,7 +43,7 @@ def take_up(group: ParamGroup, places: Sequence[Place]) -> bool:
 
 
 def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
-    if isinstance(group, ExtensionGroup) or param.whole_spec is not None:
+    if isinstance(group, ExtensionGroup) or param.unsharded_spec is not None:
         _refuse(param, "it is gathered in a way of its own", "Leave it out of the values")
     if not isinstance(given, DTensor):
         if tuple(given.shape) != param.shape:

@@ -24,7 +24,7 @@ class GradSums:
         self._watched: dict[ShardedParam, tuple[nn.Parameter, RemovableHandle]] = {}
 
     def watch(self) -> None:
-        """Ask to be told of each gradient of the whole parameters that there are now."""
+        """Ask to be told of each gradient of the unsharded parameters that there are now."""
         for param in self._params:
             whole = param.unsharded
             known = self._watched.get(param)

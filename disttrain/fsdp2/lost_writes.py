@@ -39,7 +39,7 @@ def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) ->
     for group, names in written:
         # Where `.data` was replaced, they are no place for the next gather.
         run(free(group.state))
-        group._wholes = None
+        group._unsharded = None
         error = ShardingError(
             "forward",
             f"{', '.join(names[:3])} of this {kind} has been written to in its forward, where parameters are"

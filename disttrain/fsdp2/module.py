@@ -121,7 +121,7 @@ class FSDPModule:
         module.forward = torch.compile(module.forward, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""
+        """Clear the gradients of the shards, also where modules compute with unsharded parameters at the moment."""
         for state in _states(self, recurse=True):
             state.run(forget_grads(state.unit))
             for group in state.groups:
@@ -137,7 +137,7 @@ class FSDPModule:
         _state(self).unit.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
+        """False: backward passes add to unsharded gradients on each rank; nothing is reduced until it is True again."""
         for state in _states(self, recurse=recurse):
             state.unit.reduces = requires_gradient_sync
 
@@ -149,7 +149,7 @@ class FSDPModule:
                 group.state.reduces_over_replicas = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed between forward and backward."""
+        """Whether unsharded parameters are freed between forward and backward."""
         for state in _states(self, recurse=recurse):
             state.unit.reshard_after_forward = reshard_after_forward
             _plan_anew(state)
@@ -230,7 +230,7 @@ class FSDPModule:
                 group.hook, group.hook_stream = hook, stream
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `half`, `to` and the like change is the shards, also while the module computes with whole parameters.
+        # What `half`, `to` and the like change is the shards, also while the module computes with unsharded parameters.
         _state(self).run(reshard(_state(self).unit))
         return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
 

@@ -21,7 +21,7 @@ from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import Place, Shown
 from disttrain.fsdp2.stale_graphs import versions
 from disttrain.fsdp2.transfers.gathering import Gathering
-from disttrain.fsdp2.wholes import Wholes
+from disttrain.fsdp2.unsharded import UnshardedParams
 from disttrain.process_group import ProcessGroup
 
 
@@ -61,7 +61,7 @@ class ParamGroup:
         """Which parameters are gathered right into their places, and reduced from them."""
         self.reduced_apart: ProcessGroup | None = None
         """The shards' ranks once more, for reductions that do not wait for gathers."""
-        self._wholes: Wholes | None = None
+        self._unsharded: UnshardedParams | None = None
         self._flat: torch.Tensor | None = None
         self._laid_out: LaidOut | None = None
         self.cast_shards: CastShards | None = None
@@ -142,7 +142,7 @@ class ParamGroup:
             "grad_sums",
             "cast_shards",
             "comm",
-            "_wholes",
+            "_unsharded",
             "_flat",
             "_laid_out",
             "gathering",
@@ -210,8 +210,8 @@ class ParamGroup:
         than the shard, and keeps that."""
         if self.shown.is_whole:
             return []
-        assert self._wholes is not None
-        others = self.shown.show(self._wholes.parameters)
+        assert self._unsharded is not None
+        others = self.shown.show(self._unsharded.parameters)
         if self.grad_sums is not None:
             self.grad_sums.watch()
         return others
@@ -221,23 +221,23 @@ class ParamGroup:
         if self.shown.is_whole:
             self.shown.hide()
 
-    def allocated_wholes(self) -> Wholes:
+    def allocated(self) -> UnshardedParams:
         """Memory for the gathered parameters; new tensors where what they are to be has changed."""
-        wholes, dtype = self._wholes, self.compute_dtype
-        if wholes is not None and wholes.dtype == dtype and wholes.device == self.device:
-            wholes.allocate()
-            return wholes
-        wholes = self._wholes = Wholes(self.params, self.plan, dtype, self.device)
+        unsharded, dtype = self._unsharded, self.compute_dtype
+        if unsharded is not None and unsharded.dtype == dtype and unsharded.device == self.device:
+            unsharded.allocate()
+            return unsharded
+        unsharded = self._unsharded = UnshardedParams(self.params, self.plan, dtype, self.device)
         self.shown.forget()
-        for param, whole in zip(self.params, wholes.parameters, strict=True):
+        for param, whole in zip(self.params, unsharded.parameters, strict=True):
             param.unsharded = whole
         self.watch_buckets()
-        return wholes
+        return unsharded
 
     def watch_buckets(self) -> None:
         """Ask to be told of each gradient of what is reduced in buckets; once for each gathered parameter."""
         buckets, is_ready = self.state.buckets, self.gradient_is_ready
-        if buckets is None or is_ready is None or self._wholes is None:
+        if buckets is None or is_ready is None or self._unsharded is None:
             return
         for number, bucket in enumerate(buckets.params):
             for param in bucket:
@@ -257,11 +257,11 @@ class ParamGroup:
 
         `keep_on` that many neighbouring ranks: keep this rank's part of what they hold together, for the next gather.
         """
-        assert self._wholes is not None
+        assert self._unsharded is not None
         if keep_on is not None:
-            self._kept = self._wholes.part_on(self.sharding.shard_rank, keep_on), keep_on
+            self._kept = self._unsharded.part_on(self.sharding.shard_rank, keep_on), keep_on
         self.hide()
-        self._wholes.free()
+        self._unsharded.free()
 
     def drop_part(self) -> None:
         """Give that part back, when it has been sent, or is not needed."""
@@ -273,7 +273,7 @@ class ParamGroup:
         return any(param.unsharded is base for param in self.params)
 
     def drop_grads(self) -> None:
-        """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
+        """Forget unsharded gradients that have not been reduced, and those not reduced over the replicas."""
         self.unreduced.clear()
         for param in self.params:
             param.drop_grad()

@@ -81,7 +81,7 @@ class RootContext:
         if torch.is_grad_enabled():
             raise ShardingError(
                 "backward",
-                "create_graph=True would need whole parameters again after they have been freed.",
+                "create_graph=True would need unsharded parameters again after they have been freed.",
                 "Leave the module that needs gradients of gradients out of fully_shard.",
             )
         if self.model.backward is Backward.RUNNING:

@@ -16,7 +16,7 @@ from disttrain.fsdp2.comm import Comm
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.shown import Shown
 from disttrain.fsdp2.transfers import gathering, reducing
-from disttrain.fsdp2.wholes import Wholes
+from disttrain.fsdp2.unsharded import UnshardedParams
 
 
 class Commands:
@@ -78,10 +78,10 @@ def commands() -> Iterator[Commands]:
     def label(own: Any) -> str | None:
         return getattr(own, "label", None)
 
-    def of_wholes(wholes: Any) -> str:
-        if isinstance(wholes, extensions._GatheredParts):
-            return f"{len(wholes.parameters)} parameters with hooks"
-        return record.name_of(wholes._params)
+    def of_unsharded(unsharded: Any) -> str:
+        if isinstance(unsharded, extensions._GatheredParts):
+            return f"{len(unsharded.parameters)} parameters with hooks"
+        return record.name_of(unsharded._params)
 
     def of_shown(shown: Shown) -> str:
         return record.name_of(list(shown._params))
@@ -98,9 +98,9 @@ def commands() -> Iterator[Commands]:
         (Reduction, "wait", record.before("finish", Reduction.wait, label)),
         (Reduction, "drop", record.before("drop", Reduction.drop, label)),
         (Comm, "release_gathered", record.before("release", Comm.release_gathered, of_comm)),
-        (Wholes, "free", record.before("free", Wholes.free, of_wholes)),
-        (extensions._GatheredParts, "free", record.before("free", extensions._GatheredParts.free, of_wholes)),
-        (Wholes, "part_on", record.before("keep part", Wholes.part_on, of_wholes)),
+        (UnshardedParams, "free", record.before("free", UnshardedParams.free, of_unsharded)),
+        (extensions._GatheredParts, "free", record.before("free", extensions._GatheredParts.free, of_unsharded)),
+        (UnshardedParams, "part_on", record.before("keep part", UnshardedParams.part_on, of_unsharded)),
         (Shown, "show", record.before("show", Shown.show, of_shown)),
         (Shown, "hide", record.before("hide", Shown.hide, of_shown)),
     ]

@@ -16,8 +16,8 @@ from disttrain.fsdp2.estimating.values import (
     GATHERED,
     PACKED,
     REDUCED,
-    WHOLE,
-    WHOLE_GRADIENTS,
+    UNSHARDED,
+    UNSHARDED_GRADIENTS,
     GroupSizes,
     Message,
     ParamSizes,
@@ -128,17 +128,17 @@ class Rehearsal:
         if not param.is_trained:
             return
         param.num_seen += 1
-        self._add(WHOLE_GRADIENTS, param.whole_bytes)
+        self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
         if param.num_seen > 1:
             # The engine leaves both terms as they are until their sum is there.
-            self._add(WHOLE_GRADIENTS, param.whole_bytes)
-            self._drop(WHOLE_GRADIENTS, 2 * param.whole_bytes)
+            self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
+            self._drop(UNSHARDED_GRADIENTS, 2 * param.whole_bytes)
         if param.num_seen < param.num_uses:
             return
-        if param.has_whole_gradient:
+        if param.has_unsharded_gradient:
             # Added to that of the last microbatch, in place.
-            self._drop(WHOLE_GRADIENTS, param.whole_bytes)
-        param.has_whole_gradient = True
+            self._drop(UNSHARDED_GRADIENTS, param.whole_bytes)
+        param.has_unsharded_gradient = True
         for number, bucket in enumerate(group.buckets.params if group.buckets is not None else ()):
             if param in bucket:
                 self._carry_out(gradient_is_ready(module.unit, group, number, param))
@@ -154,7 +154,7 @@ class Rehearsal:
         num_collectives = len(in_place) + (rest_bytes > 0) if goes_in_place else 1
         packed_bytes = rest_bytes if goes_in_place or len(groups) > 1 else 0
         if goes_in_place:
-            self._add(WHOLE, sizes.whole_bytes)
+            self._add(UNSHARDED, sizes.whole_bytes)
         else:
             self._release_gathered()
         if was_kept:
@@ -178,7 +178,7 @@ class Rehearsal:
         gathering = self._gathering[group]
         if not gathering.is_allocated:
             for each in group.gathered_with:
-                self._add(WHOLE, sizes_of(each).whole_bytes)
+                self._add(UNSHARDED, sizes_of(each).whole_bytes)
         self._drop(GATHERED, gathering.held_bytes)
         if gathering.output_bytes:
             self._release_gathered()
@@ -194,7 +194,7 @@ class Rehearsal:
             held = sizes.sent_bytes * (sizes.num_shards // keep_on)
             self._add(GATHERED, held)
             sizes.kept = keep_on, held
-        self._drop(WHOLE, sizes.whole_bytes)
+        self._drop(UNSHARDED, sizes.whole_bytes)
 
     def _drop_part(self, group: Group) -> None:
         self._drop(GATHERED, sizes_of(group).kept[1])
@@ -203,13 +203,13 @@ class Rehearsal:
         self._add_up([param for param in sizes_of(group).params if param.kept_bytes != param.whole_bytes])
 
     def _add_up(self, params: Sequence[ParamSizes]) -> None:
-        """Add whole gradients to sums in the dtype in which they will be reduced."""
+        """Add unsharded gradients to sums in the dtype in which they will be reduced."""
         for param in params:
-            if param.has_whole_gradient:
+            if param.has_unsharded_gradient:
                 if not param.has_kept_gradient:
-                    self._add(WHOLE_GRADIENTS, param.kept_bytes)
-                self._drop(WHOLE_GRADIENTS, param.whole_bytes)
-                param.has_kept_gradient, param.has_whole_gradient = True, False
+                    self._add(UNSHARDED_GRADIENTS, param.kept_bytes)
+                self._drop(UNSHARDED_GRADIENTS, param.whole_bytes)
+                param.has_kept_gradient, param.has_unsharded_gradient = True, False
 
     def _reduce(self, owed: Sequence[tuple[Group, Sequence[ParamSizes]]], *_: object) -> None:
         trained_of = [(sizes_of(group), [param for param in params if param.is_trained]) for group, params in owed]
@@ -229,9 +229,9 @@ class Rehearsal:
         if first.num_replicas > 1:
             self._send("all_reduce", first.num_replicas, 2 * reduced_bytes)
         for param in every:
-            self._drop(WHOLE_GRADIENTS, param.whole_bytes * param.has_whole_gradient)
-            self._drop(WHOLE_GRADIENTS, param.kept_bytes * param.has_kept_gradient)
-            param.has_whole_gradient = param.has_kept_gradient = False
+            self._drop(UNSHARDED_GRADIENTS, param.whole_bytes * param.has_unsharded_gradient)
+            self._drop(UNSHARDED_GRADIENTS, param.kept_bytes * param.has_kept_gradient)
+            param.has_unsharded_gradient = param.has_kept_gradient = False
         self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1))
 
     def _finish(self, but_last_sum: bool, if_partial: bool, _: object) -> None:

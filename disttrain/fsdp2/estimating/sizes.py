@@ -21,7 +21,7 @@ from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.state import ShardState, state_of
 from disttrain.fsdp2.transfers.forms import TransferCost
 from disttrain.fsdp2.transfers.planning import TransferPlan, bundle_of, plan_transfers
-from disttrain.fsdp2.wholes import whole_offsets
+from disttrain.fsdp2.unsharded import unsharded_offsets
 
 OptimizerCost = float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -184,7 +184,7 @@ def _group_sizes(group: ParamGroup, params: dict[ShardedParam, ParamSizes]) -> G
     is_cast = dtype != group.params[0].orig_dtype
     sent_bytes, whole_bytes = (
         plan.shard_numel * dtype.itemsize,
-        whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
+        unsharded_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
     )
     cast_bytes = sent_bytes * is_cast
     if isinstance(group, ExtensionGroup):

@@ -9,7 +9,7 @@ from typing import cast
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.machine.unit import Unit
 
-WHOLE, WHOLE_GRADIENTS = "whole parameters", "whole gradients"
+UNSHARDED, UNSHARDED_GRADIENTS = "unsharded parameters", "unsharded gradients"
 PACKED, REDUCED, GATHERED = "packed gradients", "reduced gradients", "being gathered, or kept for it"
 
 
@@ -32,7 +32,7 @@ class ParamSizes:
     """Modules that have it."""
     num_seen: int = 0
     """Of these, whose backward is over."""
-    has_whole_gradient: bool = False
+    has_unsharded_gradient: bool = False
     has_kept_gradient: bool = False
     has_gradient: bool = False
     """This rank's part of it, once it has been reduced."""
@@ -40,7 +40,7 @@ class ParamSizes:
     @property
     def has_grad(self) -> bool:
         """A gradient is there that has not been reduced."""
-        return self.has_whole_gradient or self.has_kept_gradient
+        return self.has_unsharded_gradient or self.has_kept_gradient
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Reductions of whole gradients into those of the shards: of one group's parameters, or of several's as one message."""
+"""Reductions of unsharded gradients into those of the shards: of one group's, or of several's as one message."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Part:
     def __init__(
         self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool, may_be_in_place: bool
     ) -> None:
-        """Takes the whole gradients. A trained parameter without one takes part with zeros, so that sizes agree on all
-        ranks; it gets none unless all receive."""
+        """Takes the unsharded gradients. A trained parameter without one takes part with zeros, so that sizes agree on
+        all ranks; it gets none unless all receive."""
         self.group = group
         trained = [param for param in params if param.is_trained or param in group.unreduced]
         in_place = dict(zip(group.params, group.in_place, strict=True)) if may_be_in_place else {}
@@ -37,7 +37,7 @@ class _Part:
         is_whole = self.params == group.params
         self.plan = group.plan if is_whole else plan_of(group, self.params)
         with torch.no_grad():
-            grads = [param.whole_grad() for param in self.params]
+            grads = [param.unsharded_grad() for param in self.params]
             receives_anyway = all_receive or group.state.reduces_unused
             self.receivers = [
                 param if grad is not None or receives_anyway or param in group.unreduced else None
@@ -52,7 +52,7 @@ class _Part:
 
 
 def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
-    """Start averaging whole gradients over the ranks into the sharded parameters', as one message. Collective.
+    """Start averaging unsharded gradients over the ranks into the sharded parameters', as one message. Collective.
 
     A schedule gives `scale`; then all trained parameters receive a gradient.
     """
