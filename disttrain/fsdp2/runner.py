@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, cast
 
 from disttrain.fsdp2.comm import Comm, Named
@@ -23,9 +24,8 @@ def run(commands: do.Commands, comm: Comm | None = None) -> None:
         _HANDLERS[type(command)](command, comm)
 
 
-def _memory(group: Group) -> ParamGroup:
-    """What a group of the machine stands for."""
-    return cast(ParamGroup, group.facts)
+_memory: Callable[[Group], ParamGroup] = cast(Any, attrgetter("facts"))
+"""What a group of the machine stands for."""
 
 
 def _gather(command: do.Gather, _: object) -> None:

@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import chain
 
 from disttrain.fsdp2.machine import commands as do
-from disttrain.fsdp2.machine.group import Bundle, Group
+from disttrain.fsdp2.machine.group import Bundle, Group, Status
 from disttrain.fsdp2.machine.order import ExecutionOrder
 from disttrain.fsdp2.machine.unit import (
     Unit,
@@ -192,7 +192,7 @@ class Model:
 def free_old(unit: Unit, written: Collection[Group]) -> do.Commands:
     """Free what may have been overwritten since it was gathered: all, or of what the user keeps, what is `written`."""
     for group in unit.groups:
-        if not unit.is_kept_unsharded or group in written:
+        if group.status is not Status.SHARDED and (not unit.is_kept_unsharded or group in written):
             yield from free(group)
 
 

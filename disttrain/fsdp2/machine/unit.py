@@ -80,21 +80,19 @@ class Unit:
 
 
 def gather(group: Group, *, alone: bool = False) -> do.Commands:
-    """`group` will be needed; those that go with it, too, unless `alone`."""
-    if group.status is Status.SHARDED or group.status is Status.PART_KEPT:
-        is_one = alone or group.bundle is None or group.status is Status.PART_KEPT
-        groups = (group,) if is_one or group.bundle is None else group.bundle.to_gather(group)
-        yield do.Gather(group, groups)
-        for each in groups:
-            each.gathered_with, each.status = groups, Status.GATHERING
+    """`group`, which is sharded, will be needed; those that go with it, too, unless `alone`."""
+    is_one = alone or group.bundle is None or group.status is Status.PART_KEPT
+    groups = (group,) if is_one or group.bundle is None else group.bundle.to_gather(group)
+    yield do.Gather(group, groups)
+    for each in groups:
+        each.gathered_with, each.status = groups, Status.GATHERING
 
 
 def wait(group: Group) -> do.Commands:
-    """`group` is needed now, if somebody has started to gather it."""
-    if group.status is Status.GATHERING:
-        yield do.Wait(group)
-        for each in group.gathered_with:
-            each.gathered_with, each.status = (), Status.UNSHARDED
+    """`group`, which is on its way, is needed now."""
+    yield do.Wait(group)
+    for each in group.gathered_with:
+        each.gathered_with, each.status = (), Status.UNSHARDED
 
 
 def free(group: Group, keep_on: int | None = None) -> do.Commands:
@@ -105,7 +103,8 @@ def free(group: Group, keep_on: int | None = None) -> do.Commands:
         yield do.DropPart(group)
         group.status = Status.SHARDED
         return
-    yield from wait(group)
+    if group.status is Status.GATHERING:
+        yield from wait(group)
     keep_on = keep_on if group.keeps_part else None
     yield do.Free(group, keep_on)
     group.status = Status.SHARDED if keep_on is None else Status.PART_KEPT
@@ -116,13 +115,15 @@ def free(group: Group, keep_on: int | None = None) -> do.Commands:
 def unshard(unit: Unit, *, alone: bool = False) -> do.Commands:
     """The unit will be needed; what goes with its groups, too, unless `alone`."""
     for group in unit.groups:
-        yield from gather(group, alone=alone)
+        if group.status is Status.SHARDED or group.status is Status.PART_KEPT:
+            yield from gather(group, alone=alone)
 
 
 def wait_for_unshard(unit: Unit) -> do.Commands:
     """The modules compute now, with what has been gathered."""
     for group in unit.groups:
-        yield from wait(group)
+        if group.status is Status.GATHERING:
+            yield from wait(group)
     yield from show(unit)
 
 
@@ -149,7 +150,8 @@ def hide(unit: Unit) -> do.Commands:
 def reshard(unit: Unit, keep_on: int | None = None) -> do.Commands:
     """The unit is needed no longer."""
     for group in unit.groups:
-        yield from free(group, keep_on)
+        if group.status is not Status.SHARDED:
+            yield from free(group, keep_on)
 
 
 def gather_anew(group: Group) -> do.Commands:
@@ -204,7 +206,7 @@ def backward_leaves(unit: Unit, *, at_end: bool = False) -> do.Commands:
     """The unit's backward is over, or `at_end` that of the whole model; harmless the second time."""
     unit.awaits_post_backward = False
     for group in reversed(unit.groups):
-        if unit.reshard_after_backward:
+        if unit.reshard_after_backward and group.status is not Status.SHARDED:
             yield from free(group)
         if unit.reduces:
             yield from _reduce_what_is_left(group, at_end=at_end)

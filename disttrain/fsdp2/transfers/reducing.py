@@ -31,9 +31,11 @@ class _Part:
         all ranks; it gets none unless all receive."""
         self.group = group
         trained = [param for param in params if param.is_trained or param in group.unreduced]
-        in_place = dict(zip(group.params, group.in_place, strict=True)) if may_be_in_place else {}
-        self.params = sorted(trained, key=lambda param: not in_place.get(param))
-        self.num_in_place = sum(in_place.get(param, False) for param in trained)
+        self.params, self.num_in_place = trained, 0
+        if may_be_in_place and any(group.in_place):
+            in_place = dict(zip(group.params, group.in_place, strict=True))
+            self.params = sorted(trained, key=lambda param: not in_place[param])
+            self.num_in_place = sum(in_place[param] for param in trained)
         is_whole = self.params == group.params
         self.plan = group.plan if is_whole else plan_of(group, self.params)
         with torch.no_grad():
@@ -101,6 +103,8 @@ def _joined(plans: Sequence[FlatPlan]) -> FlatPlan:
 
 def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
     """What earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
+    if not any(part.group.unreduced for part in parts):
+        return None
     found = [
         (part.group.unreduced.pop(param, None), numel)
         for part in parts
