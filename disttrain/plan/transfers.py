@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from disttrain.fsdp2.transfers.forms import (
     TransferCost,
-    reduce_buckets,
     may_go_together,
     plan_form,
     plan_together,
+    reduce_buckets,
     reduces_in_place,
 )
 from disttrain.plan.job import Choice, Job
