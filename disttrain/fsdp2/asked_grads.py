@@ -38,8 +38,8 @@ _ROOTS: Final[weakref.WeakSet[ShardState]] = weakref.WeakSet()
 _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
 
-_APART: Final = frozenset(["unreduced", "reduces_over_replicas", "_has_taken_part", "requires_gradient_sync"])
-"""What of groups and states is another while gradients are asked for."""
+_APART: Final = frozenset(["unreduced", "reduces_over_replicas", "has_taken_part", "reduces"])
+"""What of groups and units is another while gradients are asked for."""
 
 Run = Callable[..., tuple[torch.Tensor | None, ...]]
 
@@ -98,7 +98,7 @@ class _Asked:
         # In the order in which they are given, as reductions are to be on all ranks.
         self._contexts = [*dict.fromkeys(context for _, context in found if context is not None)]
         sharded = {param: None for param in self._params if param is not None and param.is_trained}
-        self._wholes = {param: place for place, param in enumerate(sharded, len(inputs))}
+        self._unsharded = {param: place for place, param in enumerate(sharded, len(inputs))}
         # Where a shard is in the graph itself, as in a penalty on weights, its own gradient comes by its side.
         self.all_inputs = (*inputs, *(param.unsharded for param in sharded))
         self.names = [param.fqn for param in self._params if param is not None] or ["one that never ran"]
@@ -112,19 +112,19 @@ class _Asked:
             context.comm.finish_reductions()
             context.comm.finish_offload()
         params = [param for group in self._all_groups for param in group.params]
-        states = [state for context in self._contexts for state in context.states]
+        units = [unit for context in self._contexts for unit in context.model.units]
         before = [
             (vars(one), {name: vars(one)[name] for name in _APART & vars(one).keys()})
-            for one in (*self._all_groups, *states)
+            for one in (*self._all_groups, *(group.state for group in self._all_groups), *units)
         ]
         grads = [(param, param.sharded.grad, param.take_grad()) for param in params]
         for param in params:
             param.sharded.grad = None
         for group in self._all_groups:
-            group.unreduced, group.reduces_over_replicas, group._has_taken_part = {}, True, False
-        for state in states:
+            group.unreduced, group.state.reduces_over_replicas, group.state.has_taken_part = {}, True, False
+        for unit in units:
             # What the engine finds is reduced when it has found all.
-            state.requires_gradient_sync = False
+            unit.reduces = False
         try:
             with without_post_accumulate_hooks([param.sharded for param in params]):
                 yield
@@ -137,14 +137,11 @@ class _Asked:
 
     def reduced(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """From what the engine has found for `all_inputs`: what was asked for. Collective."""
-        for param, place in self._wholes.items():
+        for param, place in self._unsharded.items():
             assert param.unsharded is not None
             param.unsharded.grad = found[place]
         for context in self._contexts:
-            for state in reversed(context.states):
-                for group in reversed(state.groups):
-                    group.reduce_grads(at_end=True)
-            context.reduce_rest()
+            context.run(context.model.reduce_what_is_left())
             context.comm.finish_reductions()
             context.comm.finish_offload()
             context.comm.several_grads.call_hooks()

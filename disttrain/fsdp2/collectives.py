@@ -270,7 +270,7 @@ def start_reduction(
     unreduced: torch.Tensor | None,
     streams: CommStreams,
 ) -> Reduction:
-    """Average whole gradients over the ranks, scatter them as flat shards, on the reduce-scatter stream. Collective.
+    """Average unsharded gradients over the ranks, scatter them as flat shards, on their stream. Collective.
 
     `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas. Where no
     gradient has elements, nothing is done.

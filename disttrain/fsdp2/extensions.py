@@ -33,7 +33,7 @@ from disttrain.fsdp2.collectives import ALIGNMENT_BYTES, as_bytes
 from disttrain.fsdp2.param import Owner, ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.stale_graphs import versions
-from disttrain.fsdp2.wholes import Wholes, wrapped
+from disttrain.fsdp2.unsharded import UnshardedParams, wrapped
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
@@ -76,6 +76,7 @@ class _Given:
 class ExtensionGroup(ParamGroup):
     """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
 
+    keeps_part = False
     _given: Sequence[_Given] = ()
     _sent_numel = 0
 
@@ -155,26 +156,21 @@ class ExtensionGroup(ParamGroup):
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
         return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
 
-    def allocated_wholes(self) -> _GatheredParts:
-        wholes = self._wholes
-        if not isinstance(wholes, _GatheredParts) or not wholes.fits(self._given, self.compute_dtype, self.device):
-            wholes = self._wholes = _GatheredParts(
+    def allocated(self) -> _GatheredParts:
+        unsharded = self._unsharded
+        if not isinstance(unsharded, _GatheredParts) or not unsharded.fits(
+            self._given, self.compute_dtype, self.device
+        ):
+            unsharded = self._unsharded = _GatheredParts(
                 self._given, self.sharding.num_shards, self.compute_dtype, self.device
             )
             self.shown.forget()
-        wholes.allocate()
-        wholes.given, self._given = self._given, ()
-        return wholes
-
-    def reshard(self, keep_on: int | None = None) -> None:
-        """As of any group, but that nothing is kept between forward and backward: a whole has no shards again."""
-        super().reshard(None)
-
-    def reduce_early(self, *_: object) -> None:
-        """Gradients are reduced together."""
+        unsharded.allocate()
+        unsharded.given, self._given = self._given, ()
+        return unsharded
 
 
-class _GatheredParts(Wholes):
+class _GatheredParts(UnshardedParams):
     """The outputs of the gather, and the parameters made of them, whose memory comes and goes with theirs."""
 
     def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -232,8 +228,8 @@ class _GatheredParts(Wholes):
                 self._memory.append((storage, storage.nbytes()))
         if tuple(whole.shape) != param.shape:
             whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)
-        if param.whole_spec is not None:
-            whole = wrapped(whole, param.whole_spec)
+        if param.unsharded_spec is not None:
+            whole = wrapped(whole, param.unsharded_spec)
         param.unsharded = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
         self.parameters.append(param.unsharded)
 

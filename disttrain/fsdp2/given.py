@@ -20,22 +20,16 @@ from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.shown import Place, is_given
 
 
-def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) -> None:
-    """Let modules compute with what they were given since the shards were last there. Collective.
+def take_up(group: ParamGroup, places: Sequence[Place]) -> bool:
+    """Let modules compute with what they were given since the shards were last there. Collective. False where that is
+    other parameters, which came while the gathered ones were there, and are the module's from now on.
 
     Raises ShardingError for what they cannot compute with.
     """
     is_backward = backward_is_running()
     if not is_given([place.found for place in places]):
-        if is_backward:
-            # Its forward has computed with what is gathered.
-            return
-        # Other parameters, which came while the gathered ones were there: they are the module's from now on.
-        group.reshard()
-        group.unshard()
-        group.wait_for_unshard()
-        group.show()
-        return
+        # The forward of a backward has computed with what is gathered.
+        return is_backward
     values: dict[torch.Tensor, torch.Tensor] = {}
     for place in places:
         if place.found is None:
@@ -43,24 +37,25 @@ def take_up(group: ParamGroup, places: Sequence[Place], device: torch.device) ->
         if place.found not in values:
             # A checkpoint computes again with what is made in its backward, whose hooks record nothing by themselves.
             with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
-                values[place.found] = _whole(group, place.param, place.found, device)
+                values[place.found] = _whole(group, place.param, place.found)
         group.shown.lend(place, values[place.found])
+    return True
 
 
-def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(group, ExtensionGroup) or param.whole_spec is not None:
+def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+    if isinstance(group, ExtensionGroup) or param.unsharded_spec is not None:
         _refuse(param, "it is gathered in a way of its own", "Leave it out of the values")
     if not isinstance(given, DTensor):
         if tuple(given.shape) != param.shape:
             _refuse(param, f"it has shape {tuple(given.shape)}", f"Give a whole of shape {param.shape}, or a DTensor")
-        return given.to(device, group.compute_dtype)
+        return given.to(group.device, group.compute_dtype)
     if given.shape != param.spec.shape or given.device_mesh != param.spec.mesh:
         lies = f"a DTensor of shape {tuple(param.spec.shape)} on {param.spec.mesh.layout}"
         _refuse(param, f"it has shape {tuple(given.shape)} on {given.device_mesh.layout}", f"Give {lies}")
     num_axes = param.spec.mesh.ndim
     whole = given.redistribute(placements=[Replicate()] * num_axes)
     local: torch.Tensor = whole.to_local(grad_placements=[Partial("avg")] * num_axes)
-    local = local.to(device, group.compute_dtype)
+    local = local.to(group.device, group.compute_dtype)
     if group.divide_factor is not None and local.requires_grad:
         scale = group.sharding.num_shards * group.sharding.num_replicas / group.divide_factor
         local.register_hook(lambda grad: grad * scale)

@@ -39,6 +39,6 @@ def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> N
 def tell_of_failure(state: ShardState) -> None:
     """If the forward of a root, `state`, has failed, with other ranks waiting for what would have come, tell them."""
     error, context = sys.exception(), state.context
-    goes_on = torch.is_grad_enabled() or context is None or not context.order.is_over
+    goes_on = torch.is_grad_enabled() or context is None or not context.model.order.is_over
     if isinstance(error, Exception) and goes_on:
         tell_of("forward", error, [group for each in state.with_those_below() for group in each.groups])

@@ -19,6 +19,8 @@ from disttrain.dtensor.data import num_data_writes
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import plain_memory
 from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.machine.unit import free
+from disttrain.fsdp2.runner import run
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
@@ -54,7 +56,7 @@ def refuse_writes_on_request(groups: Sequence[ParamGroup]) -> None:
         if not group.shown.is_on_request:
             continue
         group.shown.is_on_request = False
-        names = group.shown.written() if group.is_unsharded else []
+        names = group.shown.written() if group.state.is_unsharded else []
         if names:
             _refuse(group, names, "unshard", "has been written to after unshard()")
 
@@ -76,7 +78,7 @@ def _written_without_a_trace(group: ParamGroup) -> list[str]:
 
 def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
     """What the parameters are that were gathered, and digests of them; None where there are no values to be read."""
-    if not group.is_unsharded or (group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if not group.state.is_unsharded or (group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     wholes = [plain_memory(param.unsharded) for param in group.params]
     values = [whole for whole in wholes if whole is not None]
@@ -112,8 +114,8 @@ def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) ->
 
 def _refuse(group: ParamGroup, names: Sequence[str], operation: str, when: str) -> NoReturn:
     # Where `.data` was replaced, they are no place for the next gather.
-    group.reshard()
-    group._wholes = None
+    run(free(group.state))
+    group._unsharded = None
     error = ShardingError(
         operation,
         f"{', '.join(names[:3])} {when}, where parameters are gathered ones: what was written would be lost when they"

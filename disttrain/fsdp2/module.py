@@ -13,18 +13,19 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import is_copying
+from disttrain.fsdp2.cast_shards import CastCopies
 from disttrain.fsdp2.lost_writes import note_request, refuse_writes_on_request
+from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, unshard_all
+from disttrain.fsdp2.machine.unit import Unit, forget_grads, keep_unsharded, release, reshard
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
-from disttrain.fsdp2.rounded import RoundedCopies
-from disttrain.fsdp2.scheduled import finish_all, reduce_all, start_schedule, stop_schedule, unshard_all
 from disttrain.fsdp2.state import ShardState, state_of
 
 
 class WritesCopies(Protocol):
     """An optimizer that can write parameters once more."""
 
-    def write_copies(self, copies: RoundedCopies) -> None:
+    def write_copies(self, copies: CastCopies) -> None:
         """Do so in each step, where `copies` say."""
 
 
@@ -38,7 +39,7 @@ class UnshardHandle:
         """Have the module compute with the gathered parameters; harmless the second time."""
         if self._state is not None:
             self._state.wait_for_unshard()
-            self._state.is_shown_on_request = self._state.is_kept_unsharded
+            self._state.unit.is_shown_on_request = self._state.unit.is_kept_unsharded
             note_request(self._state.groups)
             self._state = None
 
@@ -57,7 +58,7 @@ class FSDPModule:
         With `async_op` only start to, and return a handle to wait on; the module's forward waits for itself.
         """
         state = _state(self)
-        state.keep_unsharded()
+        state.run(keep_unsharded(state.unit, is_running=state.is_running))
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -67,9 +68,9 @@ class FSDPModule:
     def reshard(self) -> None:
         """Free the gathered parameters of the module itself."""
         state = _state(self)
-        state.is_kept_unsharded = state.is_shown_on_request = False
+        state.unit.release_to_machine()
         refuse_writes_on_request(state.groups)
-        state.reshard()
+        state.run(release(state.unit))
 
     def set_is_scheduled(self, is_scheduled: bool) -> None:
         """True: leave to a schedule, such as a pipeline's, when this module and all sharded ones below are gathered and
@@ -79,19 +80,22 @@ class FSDPModule:
         backwards again. What is whole is freed either way; gradients that were collected stay. To be called on the
         outermost sharded modules, as `unshard_all`, `reshard_all`, `reduce_grads` and `finish_grads` are.
         """
-        (start_schedule if is_scheduled else stop_schedule)(_state(self).with_those_below())
+        _state(self).set_scheduled(is_scheduled)
 
     def unshard_all(self) -> None:
         """Start to gather this module and all below; each forward or backward waits for its own. Collective.
 
         What is whole already is left as it is, also where an optimizer has written to the shards since.
         """
-        unshard_all(_scheduled(self, "unshard_all"))
+        state = _scheduled(self, "unshard_all")
+        context = state.begin_schedule()
+        context.run(unshard_all(state.scheduled))
+        context.comm.ready = None
 
     def reshard_all(self) -> None:
         """Free what was gathered of this module and all below; gradients that were collected stay."""
-        for state in _scheduled(self, "reshard_all"):
-            state.reshard()
+        state = _scheduled(self, "reshard_all")
+        state.run(reshard_all(state.scheduled))
 
     def reduce_grads(self, scale: float = 1.0) -> None:
         """Start to reduce the gradients that all backwards have left, times `scale`, such as one over the number of
@@ -100,17 +104,17 @@ class FSDPModule:
         Each parameter that is trained receives a gradient, zeros where no rank has one: which ones ranks have used may
         differ. Nothing is done where `set_requires_gradient_sync` is False: gradients are collected on.
         """
-        states = _scheduled(self, "reduce_grads")
+        state = _scheduled(self, "reduce_grads")
         # Modules that were sharded together may each be called.
-        if states[0].module is cast(nn.Module, self):
-            reduce_all(states, scale)
+        if state.module is cast(nn.Module, self) and state.context is not None:
+            state.run(reduce_all(state.context.model, state.scheduled, scale))
 
     def finish_grads(self) -> None:
         """Have the gradients of the shards on the current stream; at the end of a step, also of one without backwards.
 
         Those of other roots that share its streams (`share_comm_ctx`) are there then, too. Harmless the second time.
         """
-        finish_all(_scheduled(self, "finish_grads"))
+        _scheduled(self, "finish_grads").run(finish_all())
 
     def share_comm_with(self, others: Sequence[FSDPModule]) -> None:
         """`share_comm_ctx` of this root and others, as a method for those who do not know where modules come from."""
@@ -122,8 +126,9 @@ class FSDPModule:
         module.forward = torch.compile(module.forward, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the shards, also where modules compute with whole parameters at the moment."""
+        """Clear the gradients of the shards, also where modules compute with unsharded parameters at the moment."""
         for state in _states(self, recurse=True):
+            state.run(forget_grads(state.unit))
             for group in state.groups:
                 group.zero_grads(set_to_none=set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -134,45 +139,45 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False, on the root: the next backward is one of several; gradients need not have come when it ends."""
-        _state(self).is_last_backward = is_last_backward
+        _state(self).unit.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """False: backward passes add to whole gradients on each rank; nothing is reduced until it is True again."""
+        """False: backward passes add to unsharded gradients on each rank; nothing is reduced until it is True again."""
         for state in _states(self, recurse=recurse):
-            state.requires_gradient_sync = requires_gradient_sync
+            state.unit.reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the ranks that share parameters, but not over those that hold copies, until
         it is True again."""
         for state in _states(self, recurse=recurse):
             for group in state.groups:
-                group.reduces_over_replicas = requires_all_reduce
+                group.state.reduces_over_replicas = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed between forward and backward."""
+        """Whether unsharded parameters are freed between forward and backward."""
         for state in _states(self, recurse=recurse):
-            state.reshard_after_forward = reshard_after_forward
+            state.unit.reshard_after_forward = reshard_after_forward
             _plan_anew(state)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False: parameters stay whole after a backward, for one more forward of an accumulated gradient's."""
         for state in _states(self, recurse=recurse):
-            state.reshard_after_backward = reshard_after_backward
+            state.unit.reshard_after_backward = reshard_after_backward
             _plan_anew(state)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward needs no parameter of this module, as that of an embedding; they are not gathered for it."""
-        _state(self).unshards_in_backward = unshard_in_backward
+        _state(self).unit.unshards_in_backward = unshard_in_backward
         _plan_anew(_state(self))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Gather these modules' parameters as soon as this one's are there, in place of the one learnt to follow."""
-        _state(self).forward_prefetch = [_state_for("set_modules_to_forward_prefetch", module) for module in modules]
+        _state(self).unit.forward_prefetch = _units("set_modules_to_forward_prefetch", modules)
         _plan_anew(_state(self))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """The same for backward."""
-        _state(self).backward_prefetch = [_state_for("set_modules_to_backward_prefetch", module) for module in modules]
+        _state(self).unit.backward_prefetch = _units("set_modules_to_backward_prefetch", modules)
         _plan_anew(_state(self))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -195,7 +200,7 @@ class FSDPModule:
         Nothing but that optimizer and torch's own operators may write to the parameters.
         """
         groups = [group for state in _states(self, recurse=True) for group in state.groups]
-        optimizer.write_copies(RoundedCopies([group for group in groups if type(group) is ParamGroup]))
+        optimizer.write_copies(CastCopies([group for group in groups if type(group) is ParamGroup]))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients by `factor` in place of the number of ranks."""
@@ -219,7 +224,7 @@ class FSDPModule:
         """
         for state in _states(self, recurse=recurse):
             for group in state.groups:
-                group.reduces_unused = reduce_scatter_unused_params
+                group.state.reduces_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -230,8 +235,8 @@ class FSDPModule:
                 group.hook, group.hook_stream = hook, stream
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `half`, `to` and the like change is the shards, also while the module computes with whole parameters.
-        _state(self).reshard()
+        # What `half`, `to` and the like change is the shards, also while the module computes with unsharded parameters.
+        _state(self).run(reshard(_state(self).unit))
         return cast(Self, super()._apply(fn, recurse))  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -247,7 +252,7 @@ class FSDPModule:
 
     def __getstate__(self) -> object:
         """What a deep copy takes over; its parameters are shards."""
-        _state(self).reshard()
+        _state(self).run(reshard(_state(self).unit))
         return super().__getstate__()
 
 
@@ -302,15 +307,19 @@ def _plan_anew(state: ShardState) -> None:
         state.context.is_planned = False
 
 
-def _scheduled(module: object, operation: str) -> list[ShardState]:
-    states = _state(module).scheduled
-    if states is None:
+def _scheduled(module: object, operation: str) -> ShardState:
+    state = _state(module)
+    if not state.scheduled:
         raise ShardingError(
             operation,
             f"no schedule decides about this {type(module).__name__}.",
             "Call set_is_scheduled(True) first, or leave it to forwards and backwards.",
         )
-    return states
+    return state
+
+
+def _units(operation: str, modules: Sequence[object]) -> list[Unit]:
+    return [_state_for(operation, module).unit for module in modules]
 
 
 def _state_for(operation: str, module: object) -> ShardState:

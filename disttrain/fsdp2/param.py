@@ -44,7 +44,7 @@ class ShardedParam:
     """A parameter that is cut along dim `dim`.
 
     `sharded` is a DTensor whose local part is a view of the group's flat buffer; `unsharded` is the whole, once it has
-    been gathered for the first time. `whole_spec` is that of a whole which is a DTensor of another parallelism.
+    been gathered for the first time. `unsharded_spec` is that of a whole which is a DTensor of another parallelism.
     """
 
     def __init__(self, owners: list[Owner], fqn: str, parameter: nn.Parameter, sharding: Sharding, dim: int) -> None:
@@ -56,7 +56,7 @@ class ShardedParam:
         self.fqn = fqn
         self.dim = dim
         self.orig_dtype = parameter.dtype
-        self.whole_spec: Spec | None = getattr(parameter, "_spec", None)
+        self.unsharded_spec: Spec | None = getattr(parameter, "_spec", None)
         whole = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
         self.shape = tuple(whole.shape)
         """Of the whole, as the module computes with it on this rank."""
@@ -71,7 +71,7 @@ class ShardedParam:
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
         self._earlier_grad: torch.Tensor | None = None
-        """The sum of whole gradients that are still to be reduced, where it is kept in another dtype than theirs."""
+        """The sum of unsharded gradients that are still to be reduced, where it has another dtype than they."""
         self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
@@ -199,7 +199,7 @@ class ShardedParam:
             self.unsharded.grad = None
 
     def take_grad(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Forget the gradient of the whole. Returns it, for `put_grad`."""
+        """Forget the gradient of the unsharded parameter. Returns it, for `put_grad`."""
         grads = None if self.unsharded is None else self.unsharded.grad, self._earlier_grad
         self.drop_grad()
         return grads
@@ -210,7 +210,7 @@ class ShardedParam:
         if self.unsharded is not None:
             self.unsharded.grad = grad
 
-    def whole_grad(self) -> torch.Tensor | None:
+    def unsharded_grad(self) -> torch.Tensor | None:
         """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where
         another parallelism has left it to be summed."""
         if self._earlier_grad is None:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from disttrain.fsdp2._torch import base_of
+from disttrain.fsdp2.cast_shards import CastShards, latest
 from disttrain.fsdp2.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.collectives import Hook
 from disttrain.fsdp2.comm import Comm, UnderWay
-from disttrain.fsdp2.early import EarlyParts, parts_by_child
 from disttrain.fsdp2.flat import plan_flat
+from disttrain.fsdp2.grad_sums import GradSums
+from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.param import LaidOut, ShardedParam
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.reduced_grads import hand_out, to_host
-from disttrain.fsdp2.rounded import RoundedShards, latest
-from disttrain.fsdp2.scheduled import GradSums
 from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.shown import Place, Shown
 from disttrain.fsdp2.stale_graphs import versions
-from disttrain.fsdp2.transfers.gathering import Gathering, start_gathering
-from disttrain.fsdp2.transfers.reducing import reduce_together
-from disttrain.fsdp2.transfers.together import Together
-from disttrain.fsdp2.wholes import Wholes
+from disttrain.fsdp2.transfers.gathering import Gathering
+from disttrain.fsdp2.unsharded import UnshardedParams
 from disttrain.process_group import ProcessGroup
 
 
 class ParamGroup:
-    """Gathers its parameters before they are needed, frees them after, reduces their gradients.
+    """The memory of some parameters: shards, what is gathered of them, and gradients. `state` says what becomes of it.
 
     Sharded values of all parameters lie in one flat buffer, so gathering copies nothing in, or casts once.
     """
+
+    keeps_part = True
+    """This rank's part of what few ranks hold together may be kept between forward and backward."""
 
     def __init__(
         self,
@@ -43,16 +43,14 @@ class ParamGroup:
         device: torch.device,
     ) -> None:
         self.params = params
+        self.state = Group(self, keeps_part=self.keeps_part)
         self.comm: Comm | None = None
         self.module_path = ""
         self.sharding = sharding
-        self.reduces_over_replicas = True
-        self.reduces_unused = False
         self.only_sums = False
         self.divide_factor: float | None = None
         self.hook: Hook | None = None
         self.hook_stream: torch.cuda.Stream | None = None
-        self.is_unsharded = False
         self._policy = policy
         self._offload = offload
         self.device = device
@@ -61,27 +59,24 @@ class ParamGroup:
         self._is_cut_in_front = all(param.dim == 0 for param in params)
         self.in_place: tuple[bool, ...] = (device.type == "cuda",) * len(params)
         """Which parameters are gathered right into their places, and reduced from them."""
-        self.together: Together | None = None
-        """What is gathered and reduced with it."""
         self.reduced_apart: ProcessGroup | None = None
         """The shards' ranks once more, for reductions that do not wait for gathers."""
-        self._wholes: Wholes | None = None
+        self._unsharded: UnshardedParams | None = None
         self._flat: torch.Tensor | None = None
         self._laid_out: LaidOut | None = None
-        self.rounded: RoundedShards | None = None
+        self.cast_shards: CastShards | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
-        self._gathering: Gathering | None = None
+        self.gathering: Gathering | None = None
+        """What brings its values, while they are on their way."""
         self.gathered: tuple[int, ...] = ()
         """Which versions of the shards."""
         self.unreduced: dict[ShardedParam, torch.Tensor] = {}
         """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
-        self._early: EarlyParts | None = None
+        self.gradient_is_ready: Callable[[int, ShardedParam], None] | None = None
+        """To be called with a bucket's number, and a parameter in it."""
         self.grad_sums: GradSums | None = None
-        self._reduced: set[ShardedParam] = set()
-        """Those that this backward pass has reduced already."""
-        self._has_taken_part = False
         self.shown = Shown(params)
         self._is_misplaced = False
         self.lay_out()
@@ -129,34 +124,32 @@ class ParamGroup:
     def reduces_as(self) -> tuple[object, ...]:
         """What must be alike for reductions to be as one."""
         factors = self.divide_factor, self.only_sums
-        return self.reduce_dtype, self.reduces_over_replicas, self.hook, self.hook_stream, factors
+        return self.reduce_dtype, self.state.reduces_over_replicas, self.hook, self.hook_stream, factors
 
     def reduction_group(self) -> ProcessGroup:
         """The ranks over which gradients are reduced."""
         return self.sharding.shard_group if self.reduced_apart is None else self.reduced_apart
 
     @property
-    def flat_to_round(self) -> torch.Tensor | None:
+    def flat_to_cast(self) -> torch.Tensor | None:
         """The flat buffer, in fp32, where each gather would round it."""
-        is_rounded = self._orig_dtype == torch.float32 != self.compute_dtype
-        return None if self.is_offloaded or not is_rounded or self._is_misplaced else self._flat
+        is_cast = self._orig_dtype == torch.float32 != self.compute_dtype
+        return None if self.is_offloaded or not is_cast or self._is_misplaced else self._flat
 
     def __getstate__(self) -> dict[str, object]:
         """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
         gone = (
             "grad_sums",
-            "rounded",
+            "cast_shards",
             "comm",
-            "_wholes",
+            "_unsharded",
             "_flat",
             "_laid_out",
-            "_gathering",
-            "together",
+            "gathering",
             "reduced_apart",
             "_kept",
-            "_early",
         )
-        return {**self.__dict__, **dict.fromkeys(gone), "is_unsharded": False, "unreduced": {}, "_reduced": set()}
+        return {**self.__dict__, **dict.fromkeys(gone), "gradient_is_ready": None, "unreduced": {}}
 
     def lay_out(self) -> None:
         """Bring the local parts of all parameters into one flat buffer, and make them views of it."""
@@ -192,21 +185,6 @@ class ParamGroup:
         )
         return torch.zeros(self.plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
-    def unshard(self, *, alone: bool = False) -> None:
-        """Start gathering, unless that is done or under way; those that go with it, too, unless `alone`. Collective."""
-        if self.is_unsharded or self._gathering is not None:
-            return
-        together = None if alone or self.is_kept else self.together
-        groups = [self] if together is None else together.to_gather(self)
-        gathering = start_gathering(groups, self.own_comm())
-        for group in groups:
-            group._gathering, group._kept = gathering, None
-
-    @property
-    def waits_for_gather(self) -> bool:
-        """True where nothing is gathered, nor kept for a gather of its own."""
-        return not (self.is_unsharded or self._gathering is not None or self.is_kept)
-
     @property
     def is_kept(self) -> bool:
         """True between forward and backward where neighbouring ranks share the whole."""
@@ -227,23 +205,13 @@ class ParamGroup:
         """The ranks among which it is gathered next."""
         return self.sharding.shard_group if self._kept is None else self.sharding.group_after_forward(self._kept[1])
 
-    def take_gathered(self) -> None:
-        """The gather has come."""
-        self._gathering = None
-        self.is_unsharded = True
-
-    def wait_for_unshard(self) -> None:
-        """Order the current stream (CPU: the host) after the gather."""
-        if self._gathering is not None:
-            self._gathering.finish()
-
     def show(self) -> list[Place]:
-        """Have the modules compute with the gathered parameters, if they are gathered. Returns the places where a
-        module has something else than the shard, and keeps that."""
-        if self.shown.is_whole or not self.is_unsharded:
+        """Have the modules compute with the gathered parameters. Returns the places where a module has something else
+        than the shard, and keeps that."""
+        if self.shown.is_whole:
             return []
-        assert self._wholes is not None
-        others = self.shown.show(self._wholes.parameters)
+        assert self._unsharded is not None
+        others = self.shown.show(self._unsharded.parameters)
         if self.grad_sums is not None:
             self.grad_sums.watch()
         return others
@@ -253,38 +221,52 @@ class ParamGroup:
         if self.shown.is_whole:
             self.shown.hide()
 
-    def allocated_wholes(self) -> Wholes:
+    def allocated(self) -> UnshardedParams:
         """Memory for the gathered parameters; new tensors where what they are to be has changed."""
-        wholes, dtype = self._wholes, self.compute_dtype
-        if wholes is not None and wholes.dtype == dtype and wholes.device == self.device:
-            wholes.allocate()
-            return wholes
-        wholes = self._wholes = Wholes(self.params, self.plan, dtype, self.device)
+        unsharded, dtype = self._unsharded, self.compute_dtype
+        if unsharded is not None and unsharded.dtype == dtype and unsharded.device == self.device:
+            unsharded.allocate()
+            return unsharded
+        unsharded = self._unsharded = UnshardedParams(self.params, self.plan, dtype, self.device)
         self.shown.forget()
-        for param, whole in zip(self.params, wholes.parameters, strict=True):
+        for param, whole in zip(self.params, unsharded.parameters, strict=True):
             param.unsharded = whole
-        if self._early is not None:
-            self._early.watch()
-        return wholes
+        self.watch_buckets()
+        return unsharded
 
-    def reshard(self, keep_on: int | None = None) -> None:
-        """Free the gathered parameters; a gather that nobody has waited for is waited for first.
+    def watch_buckets(self) -> None:
+        """Ask to be told of each gradient of what is reduced in buckets; once for each gathered parameter."""
+        buckets, is_ready = self.state.buckets, self.gradient_is_ready
+        if buckets is None or is_ready is None or self._unsharded is None:
+            return
+        for number, bucket in enumerate(buckets.params):
+            for param in bucket:
+                assert isinstance(param, ShardedParam)
+                if param.unsharded is not None and param.unsharded.requires_grad:
+                    # As a plain tensor's: a DTensor's hook may have to wait for the end of the backward.
+                    torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        param.unsharded, lambda _, number=number, param=param: is_ready(number, param)
+                    )
+
+    def finish_gathering(self) -> None:
+        """Order the current stream (CPU: the host) after the gather."""
+        assert self.gathering is not None
+        self.gathering.finish()
+
+    def free(self, keep_on: int | None) -> None:
+        """Give the memory of the gathered parameters back.
 
         `keep_on` that many neighbouring ranks: keep this rank's part of what they hold together, for the next gather.
         """
-        self.wait_for_unshard()
-        self._kept = None
-        if not self.is_unsharded:
-            return
+        assert self._unsharded is not None
         if keep_on is not None:
-            assert self._wholes is not None
-            self._kept = self._wholes.part_on(self.sharding.shard_rank, keep_on), keep_on
+            self._kept = self._unsharded.part_on(self.sharding.shard_rank, keep_on), keep_on
         self.hide()
-        assert self._wholes is not None
-        self._wholes.free()
-        self.is_unsharded = False
-        if self.together is not None:
-            self.together.has_freed(self)
+        self._unsharded.free()
+
+    def drop_part(self) -> None:
+        """Give that part back, when it has been sent, or is not needed."""
+        self._kept = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""
@@ -292,18 +274,15 @@ class ParamGroup:
         return any(param.unsharded is base for param in self.params)
 
     def drop_grads(self) -> None:
-        """Forget whole gradients that have not been reduced, and those not reduced over the replicas."""
+        """Forget unsharded gradients that have not been reduced, and those not reduced over the replicas."""
         self.unreduced.clear()
-        self._reduced.clear()
-        self._has_taken_part = False
         for param in self.params:
             param.drop_grad()
 
     def zero_grads(self, *, set_to_none: bool) -> None:
-        """Clear whole gradients and those of the shards."""
+        """Clear the gradients of the shards, and those that are on their way to them."""
         if self.comm is not None:
             self.comm.drop_reductions(self)
-        self.drop_grads()
         for param in self.params:
             if set_to_none or param.sharded.grad is None:
                 param.sharded.grad = None
@@ -311,35 +290,9 @@ class ParamGroup:
                 param.sharded.grad = torch.zeros_like(param.sharded.grad)
 
     @property
-    def is_trained(self) -> bool:
-        """True once a parameter that gradients are asked for has been gathered."""
-        return any(param.is_trained for param in self.params)
-
-    def reduce_early(self, module: nn.Module, may_reduce: Callable[[], bool]) -> None:
-        """Reduce the gradients of each of the root `module`'s large children when they are there, if `may_reduce`."""
-        parts = parts_by_child(module, self.params)
-        if len(parts) < 2 or self._early is not None:
-            return
-
-        def reduce(part: Sequence[ShardedParam]) -> None:
-            if may_reduce() and not self.reduces_unused:
-                self._reduced.update(part)
-                reduce_together([(self, part)])
-
-        self._early = EarlyParts(parts, reduce)
-        if self._wholes is not None:
-            self._early.watch()
-
-    @property
-    def reduces_early(self) -> bool:
-        """True where parts of it are reduced before its backward ends."""
-        return self._early is not None
-
-    def begin_backward(self) -> None:
-        """A backward pass begins: no gradient of it has been reduced."""
-        self._reduced.clear()
-        if self._early is not None:
-            self._early.begin()
+    def has_unreduced(self) -> bool:
+        """True where earlier backward passes have left gradients to be reduced over the replicas."""
+        return bool(self.unreduced)
 
     def keep_grads(self) -> None:
         """Keep the gradients of this backward pass for one that reduces, in the dtype in which they will be reduced."""
@@ -347,34 +300,12 @@ class ParamGroup:
             for param in self.params:
                 param.keep_grad(self.reduce_dtype)
 
-    def sum_grads_as_they_come(self) -> None:
-        """Do so with each gradient, for a schedule that reduces the sum of many."""
-        if self.reduce_dtype != self.compute_dtype:
-            self.grad_sums = GradSums(self.params, self.reduce_dtype)
-
-    def reduce_grads(self, *, at_end: bool) -> None:
-        """Reduce the gradients of this backward pass, or what is there of them, that have not been. Collective."""
-        reduced, rest = self._reduced, self.params
-        if reduced:
-            rest = [param for param in self.params if param not in reduced or param.has_grad]
-            self._reduced = set()
-        is_owed = bool(self.unreduced) and self.reduces_over_replicas
-        takes_part = self.reduces_unused and self.is_trained and not (at_end and self._has_taken_part)
-        self._has_taken_part = not at_end
-        is_due = is_owed or takes_part or any(param.has_grad for param in rest)
-        if self.together is not None:
-            self.together.reduce(self, rest if is_due else ())
-        elif is_due:
-            reduce_together([(self, rest)])
-
-    def reduce_all(self, scale: float) -> None:
-        """Start to reduce, and multiply by `scale`, what backward passes have left of all trained parameters, and wait
-        for no reduction under way. All of them receive a gradient, also where this rank has none. Collective."""
-        params = self.params if any(param.is_trained or param in self.unreduced for param in self.params) else ()
-        if self.together is not None:
-            self.together.reduce(self, params, scale)
-        elif params:
-            reduce_together([(self, params)], scale)
+    def sum_grads_as_they_come(self, is_asked: bool) -> None:
+        """Do so with each gradient, for a schedule that reduces the sum of many; or no longer."""
+        if self.grad_sums is not None:
+            self.grad_sums.stop()
+        is_needed = is_asked and self.reduce_dtype != self.compute_dtype
+        self.grad_sums = GradSums(self.params, self.reduce_dtype) if is_needed else None
 
     def take_reduced(self, done: UnderWay) -> None:
         """Order the current stream after a reduction of this group, give each receiver its gradient, call its hooks."""

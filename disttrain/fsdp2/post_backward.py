@@ -50,5 +50,5 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward(at_end=False)
+        ctx.state.post_backward()
         return (None, *grads)

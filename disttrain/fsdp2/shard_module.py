@@ -54,7 +54,7 @@ def fully_shard(
              mesh                   one axis, whose ranks share the parameters; of two axes, the first one's ranks hold
                                     copies (hybrid sharding). Default: all ranks share. Parameters move to its device,
                                     but those on "meta".
-             reshard_after_forward  free the whole parameters between forward and backward. A number: keep them on that
+             reshard_after_forward  free what was gathered between forward and backward. A number: keep it on that
                                     many neighbouring ranks in between, so that the second gather is among these.
                                     Default: True, but False for the root, whose backward comes at once.
              shard_placement_fn     says for a parameter which of its dims is cut: Shard(dim); None, the default: dim 0.

@@ -19,11 +19,11 @@ def watch_gradients(state: ShardState, *, may_be_hidden: bool) -> None:
 
     Where `state` is silent, or its outputs have values in which tensors `may_be_hidden`.
     """
-    if not (state.is_silent or may_be_hidden):
+    if not (state.unit.is_silent or may_be_hidden):
         return
 
     def begin(_: object) -> None:
-        if state.context is not None and state.scheduled is None:
+        if state.context is not None and not state.unit.is_scheduled:
             state.context.begin_backward()
 
     for param in (param for group in state.groups for param in group.params):

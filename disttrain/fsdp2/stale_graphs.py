@@ -20,6 +20,7 @@ from disttrain.fsdp2.lone_errors import tell_of
 if TYPE_CHECKING:
     import torch
 
+    from disttrain.fsdp2.machine.group import Group
     from disttrain.fsdp2.param import ShardedParam
     from disttrain.fsdp2.param_group import ParamGroup
 
@@ -31,12 +32,13 @@ def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple
     return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))
 
 
-def free_old(groups: Sequence[ParamGroup], *, is_kept: bool) -> None:
-    """Free what may have been overwritten since it was gathered: all, or of what is kept those whose shards have been
-    written to, as by an optimizer."""
-    for group in groups:
-        if not is_kept or group.gathered != versions(group.params, group._flat) or _has_other_data(group):
-            group.reshard()
+def written_to(groups: Sequence[ParamGroup]) -> list[Group]:
+    """Those whose shards have been written to, as by an optimizer, since they were gathered."""
+    return [
+        group.state
+        for group in groups
+        if group.gathered != versions(group.params, group._flat) or _has_other_data(group)
+    ]
 
 
 def _has_other_data(group: ParamGroup) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from disttrain.fsdp2.transfers.forms import (
     TransferCost,
-    early_parts,
     may_go_together,
     plan_form,
     plan_together,
+    reduce_buckets,
     reduces_in_place,
 )
 from disttrain.plan.job import Choice, Job
@@ -110,7 +110,7 @@ def transfers_of(job: Job, choice: Choice, stage: StageParts) -> Transfers:
     block = [_whole_bytes(each, mesh.dp, itemsize) for each in parameters_of_block(job.sizes, mesh.tp)]
     children, outside = parameters_outside(job.sizes, mesh.tp, stage)
     outside_bytes = [_whole_bytes(each, mesh.dp, itemsize) for each in outside]
-    parts = early_parts(children, [rows * columns * job.precision.parameter_bytes for rows, columns in outside])
+    parts = reduce_buckets(children, [rows * columns * job.precision.parameter_bytes for rows, columns in outside])
     costs = shard_cost, replica_cost
     is_late = bool(outside) and len(parts) == 1
     blocks_join = may_go_together(sum(block), None, costs)

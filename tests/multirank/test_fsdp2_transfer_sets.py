@@ -57,12 +57,12 @@ def test_a_module_that_is_called_alone_leaves_the_others_sharded(has_gradients: 
     others = [group for place in (0, 2) for group in state_of(model.blocks[place]).groups]
     with torch.set_grad_enabled(has_gradients), recorded() as names:
         y = model.blocks[1](x)
-        assert not any(group.is_unsharded for group in others)
+        assert not any(group.state.is_unsharded for group in others)
     assert names == ["all_gather_into_tensor"]
     if has_gradients:
         y.square().mean().backward()
         reference.blocks[1](x).square().mean().backward()
-        assert not any(group.is_unsharded for group in others)
+        assert not any(group.state.is_unsharded for group in others)
         assert_same_gradients(model, reference)
 
 

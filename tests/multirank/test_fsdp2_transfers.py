@@ -298,7 +298,7 @@ def test_what_is_gathered_together_is_not_gathered_again_for_others(is_checkpoin
     found: list[int] = []
 
     def count(*_: object) -> None:
-        found.append(sum(group.is_unsharded for group in groups))
+        found.append(sum(group.state.is_unsharded for group in groups))
 
     for block in model.blocks:
         block.up.register_forward_hook(count)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from disttrain.fsdp2._torch import chunk_cat
 from disttrain.fsdp2.flat import plan_flat
-from disttrain.fsdp2.order import ExecutionOrder
+from disttrain.fsdp2.machine.order import ExecutionOrder
 
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 

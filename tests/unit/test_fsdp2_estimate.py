@@ -251,6 +251,23 @@ def test_gradients_of_several_microbatches(
     check(model, said, torch.optim.AdamW, world, **micros)
 
 
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(99))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
+def test_what_a_backward_does_not_need_is_kept_for_none(world: World) -> None:
+    model = Model()
+    model.blocks[1] = Offset()
+    shard(model, reshard_after_forward=2)
+    model.blocks[1].set_unshard_in_backward(False)
+    check(model, estimate(model, num_microbatches=2), torch.optim.AdamW, world, num_microbatches=2)
+
+
 def test_frozen_and_ignored_parameters_and_several_dtypes(world: World) -> None:
     model = Model()
     model.blocks[1].requires_grad_(False)

@@ -160,7 +160,7 @@ def estimate(
     else:
         _check_is_sharded_so(root, mesh, blocks, options)
     sizing = Sizing(root, network)
-    step = Rehearsal(sizing.root, sizing.sets, has_streams=root.device.type == "cuda")
+    step = Rehearsal(sizing.root, sizing.bundles, has_streams=root.device.type == "cuda")
     step.run(num_microbatches, reduces_each=reduces_each)
     return _summed_up(root, sizing, step, OptimizerBytes(optimizer))
 

@@ -1,335 +1,256 @@
 """A step of training gone through without tensors: what is allocated when, and what is sent. Pure.
 
-Follows `state.py` and `param_group.py` event by event, for modules that run in the order in which they are registered,
-from the second step on, when that order has been learnt. Activations are left out.
+The machine that decides for `fully_shard` is told of modules that run in the order in which they are registered, from
+the second step on, when that order has been learnt; its commands are carried out on counters. Activations are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from disttrain.fsdp2.collectives import ALIGNMENT_BYTES
 from disttrain.fsdp2.estimating.values import (
     GATHERED,
     PACKED,
     REDUCED,
-    WHOLE,
-    WHOLE_GRADIENTS,
+    UNSHARDED,
+    UNSHARDED_GRADIENTS,
     GroupSizes,
     Message,
     ParamSizes,
     Peak,
-    SetSizes,
     SizedModule,
+    sizes_of,
 )
+from disttrain.fsdp2.machine import commands as do
+from disttrain.fsdp2.machine.group import Bundle, Group, Status
+from disttrain.fsdp2.machine.model import Model
+from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready
 from disttrain.fsdp2.transfers.forms import reduces_in_place
+
+Parts = Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]
 
 
 @dataclass(eq=False)
 class _Gathering:
-    """A gather under way: of whom, what is held until it has come, and the buffer that is copied from then."""
+    """A gather under way: what is held until it has come, and the buffer that is copied from then."""
 
-    groups: list[GroupSizes]
     held_bytes: int
     output_bytes: int
     is_allocated: bool
-    """The wholes have their memory already."""
+    """The gathered parameters have their memory already."""
 
 
 @dataclass(eq=False)
 class _Reduction:
     """A reduction under way: of what, its input while that is held, and whether a sum over replicas follows it."""
 
-    parts: list[tuple[GroupSizes, Sequence[ParamSizes]]]
+    parts: Parts
     packed_bytes: int
     has_sum: bool
 
 
-class _GroupState:
-    """Where the rehearsal is with one group: what is whole, what is on its way, which gradients are there."""
-
-    def __init__(self) -> None:
-        self.gathering: _Gathering | None = None
-        self.is_whole = False
-        self.kept: tuple[int, int] | None = None
-        self.uses_seen: Counter[ParamSizes] = Counter()
-        self.reduced: set[ParamSizes] = set()
-        self.with_whole_gradient: set[ParamSizes] = set()
-        self.with_kept_gradient: set[ParamSizes] = set()
-        self.with_gradient: set[ParamSizes] = set()
-
-
 class Rehearsal:
-    """A step of `root`; `has_streams` on CUDA; `sets` are what goes over the wire together."""
+    """A step of `root`; `has_streams` on CUDA; `bundles` are what goes over the wire together."""
 
-    def __init__(self, root: SizedModule, sets: Sequence[SetSizes] = (), *, has_streams: bool) -> None:
+    def __init__(self, root: SizedModule, bundles: Sequence[Bundle] = (), *, has_streams: bool) -> None:
         self.peak = Peak("", {})
         self.messages: Counter[Message] = Counter()
         self._root = root
         self._has_streams = has_streams
-        self._order: list[SizedModule] = []
-        self._states: dict[GroupSizes, _GroupState] = {}
+        self._gathering: dict[Group, _Gathering] = {}
         self._memory: Counter[str] = Counter()
         self._total = 0
         self._when = ""
         self._copied_out = 0
-        self._reduces = True
-        self._sets = {group: each for each in sets for group in each.groups}
-        self._owed: dict[SetSizes, dict[GroupSizes, Sequence[ParamSizes]]] = {each: {} for each in sets}
         self._reducing: list[_Reduction] = []
-        self._learn(root)
+        in_order = list(root.modules())
+        self._model = Model(root.unit, list(dict.fromkeys(module.unit for module in in_order)))
+        self._model.bundles = bundles
+        for module in in_order:
+            self._model.order.visit(module.unit)
+        self._handlers: dict[type[do.Command], Callable[..., Any]] = {
+            do.Gather: self._gather,
+            do.Wait: self._wait,
+            do.Free: self._free,
+            do.DropPart: self._drop_part,
+            do.KeepGrads: self._keep_gradients,
+            do.Reduce: self._reduce,
+            do.Finish: self._finish,
+            do.Settle: self._release_gathered,
+        }
 
     def run(self, num_microbatches: int, *, reduces_each: bool) -> None:
         """Go through the step; `peak` and `messages` have what it takes. Gradients are reduced after each microbatch,
         or after the last."""
         for microbatch in range(num_microbatches):
-            self._reduces = reduces_each or microbatch + 1 == num_microbatches
+            for unit in self._model.units:
+                unit.reduces = reduces_each or microbatch + 1 == num_microbatches
+            self._carry_out(self._model.iteration_begins(()))
             self._forward(self._root)
+            self._carry_out(self._model.backward_begins())
             self._backward(self._root)
-            for each in reversed(self._owed):
-                self._reduce_owed(each)
-            self._finish_reductions()
-            self._release_gathered()
-            for state in self._states.values():
-                state.uses_seen.clear()
-                state.reduced.clear()
+            self._carry_out(self._model.backward_ends())
+            for param in (param for group in self._model.groups for param in sizes_of(group).params):
+                param.num_seen = 0
 
-    def _learn(self, module: SizedModule) -> None:
-        self._order.append(module)
-        for group in module.groups:
-            self._states.setdefault(group, _GroupState())
-        for part in module.body:
-            if isinstance(part, SizedModule):
-                self._learn(part)
+    def _carry_out(self, commands: do.Commands) -> None:
+        for command in commands:
+            if type(command) in self._handlers:
+                self._handlers[type(command)](*command)
 
     def _forward(self, module: SizedModule) -> None:
         self._when = f"the forward of {module.name}"
-        self._gather_now(module)
-        chosen = module.forward_prefetch
-        self._prefetch(self._neighbour(module, 1) if chosen is None else chosen)
+        self._carry_out(self._model.forward_begins(module.unit))
         for part in module.body:
             if isinstance(part, SizedModule):
                 self._forward(part)
-        if module.frees_after_forward:
-            for group in module.groups:
-                self._free(group, module.kept_on)
+        self._model.leaves_forward(module.unit)
+        self._carry_out(self._model.forward_ends(module.unit))
 
     def _backward(self, module: SizedModule) -> None:
         self._when = f"the backward of {module.name}"
-        if module.gathers_in_backward:
-            self._gather_now(module)
-        chosen = self._neighbour(module, -1) if module.backward_prefetch is None else module.backward_prefetch
-        self._prefetch([each for each in chosen if each.gathers_in_backward])
+        self._carry_out(self._model.gradient_reaches(module.unit))
+        self._carry_out(self._model.backward_enters(module.unit))
         for part in reversed(module.body):
             if isinstance(part, SizedModule):
                 self._backward(part)
             else:
                 self._when = f"the backward of {module.name}"
-                self._differentiate(*part)
-        for group in reversed(module.groups):
-            self._free(group, None)
-            if self._reduces:
-                done = self._states[group].reduced
-                self._reduce_with_others(group, [param for param in group.params if param not in done])
-            else:
-                self._keep_gradients(group, [param for param in group.params if param.kept_bytes != param.whole_bytes])
+                self._differentiate(module, *part)
+        self._carry_out(backward_leaves(module.unit))
 
-    def _neighbour(self, module: SizedModule, step: int) -> list[SizedModule]:
-        """The next one whose parameters do not come with this one's."""
-        place = self._order.index(module) + step
-        while 0 <= place < len(self._order):
-            if not self._are_mates(module, self._order[place]):
-                return [self._order[place]]
-            place += step
-        return []
-
-    def _are_mates(self, one: SizedModule, other: SizedModule) -> bool:
-        joint = self._sets.get(one.groups[0]) if one.groups else None
-        return joint is not None and joint.gathers and any(group in joint.groups for group in other.groups)
-
-    def _prefetch(self, modules: list[SizedModule]) -> None:
-        for module in modules:
-            for group in module.groups:
-                self._start_gather(group)
-
-    def _gather_now(self, module: SizedModule) -> None:
-        for group in module.groups:
-            self._start_gather(group)
-        for group in module.groups:
-            self._end_gather(group)
-
-    def _start_gather(self, group: GroupSizes) -> None:
-        state = self._states[group]
-        if state.is_whole or state.gathering is not None:
+    def _differentiate(self, module: SizedModule, group: Group, param: ParamSizes) -> None:
+        """The backward of one use of a parameter leaves a gradient; those of several uses are added up."""
+        if not param.is_trained:
             return
-        groups = self._gathered_with(group)
-        is_alone = len(groups) == 1 and state.kept is None and group.may_be_in_place
-        goes_in_place = is_alone and any(param.is_in_place for param in group.params)
-        in_place = [param for param in group.params if goes_in_place and param.is_in_place and param.sent_bytes]
-        sent_bytes = _joint_bytes(groups)
+        param.num_seen += 1
+        self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
+        if param.num_seen > 1:
+            # The engine leaves both terms as they are until their sum is there.
+            self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
+            self._drop(UNSHARDED_GRADIENTS, 2 * param.whole_bytes)
+        if param.num_seen < param.num_uses:
+            return
+        if param.has_unsharded_gradient:
+            # Added to that of the last microbatch, in place.
+            self._drop(UNSHARDED_GRADIENTS, param.whole_bytes)
+        param.has_unsharded_gradient = True
+        for number, bucket in enumerate(group.buckets.params if group.buckets is not None else ()):
+            if param in bucket:
+                self._carry_out(gradient_is_ready(module.unit, group, number, param))
+
+    def _gather(self, needed: Group, groups: Sequence[Group]) -> None:
+        sizes, all_sizes = sizes_of(needed), [sizes_of(group) for group in groups]
+        was_kept = needed.status is Status.PART_KEPT
+        is_alone = len(groups) == 1 and not was_kept and sizes.may_be_in_place
+        goes_in_place = is_alone and any(param.is_in_place for param in sizes.params)
+        in_place = [param for param in sizes.params if goes_in_place and param.is_in_place and param.sent_bytes]
+        sent_bytes = _joint_bytes(all_sizes)
         rest_bytes = sent_bytes - sum(param.sent_bytes for param in in_place)
         num_collectives = len(in_place) + (rest_bytes > 0) if goes_in_place else 1
         packed_bytes = rest_bytes if goes_in_place or len(groups) > 1 else 0
         if goes_in_place:
-            self._add(WHOLE, group.whole_bytes)
+            self._add(UNSHARDED, sizes.whole_bytes)
         else:
             self._release_gathered()
-        was_kept = state.kept is not None
-        if state.kept is None:
-            num_ranks, held = group.num_shards, packed_bytes
-            for each in groups:
+        if was_kept:
+            (num_ranks, held), sizes.kept = sizes.kept, (0, 0)
+        else:
+            num_ranks, held = sizes.num_shards, packed_bytes
+            for each in all_sizes:
                 held += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
             self._add(GATHERED, held)
-        else:
-            (num_ranks, held), state.kept = state.kept, None
-        output_bytes = rest_bytes * group.num_shards
+        output_bytes = rest_bytes * sizes.num_shards
         self._add(GATHERED, output_bytes)
-        self._send("all_gather", num_ranks, sent_bytes * group.num_shards, num_collectives)
+        self._send("all_gather", num_ranks, sent_bytes * sizes.num_shards, num_collectives)
         # What a transport reads, or a stream that is not its owner, is there until it has been waited for; of what has
         # been packed, that alone.
         held_on = 0 if self._has_streams and not was_kept else packed_bytes if len(groups) > 1 else held
         self._drop(GATHERED, held - held_on)
-        gathering = _Gathering(groups, held_on, output_bytes, goes_in_place)
-        for each in groups:
-            self._states[each].gathering = gathering
+        gathering = _Gathering(held_on, output_bytes, goes_in_place)
+        self._gathering.update(dict.fromkeys(groups, gathering))
 
-    def _gathered_with(self, group: GroupSizes) -> list[GroupSizes]:
-        joint = self._sets.get(group)
-        if joint is None or not joint.gathers or self._states[group].kept is not None:
-            return [group]
-        states = [(each, self._states[each]) for each in joint.groups]
-        return [
-            each for each, state in states if not (state.is_whole or state.gathering or state.kept) or each is group
-        ]
-
-    def _end_gather(self, group: GroupSizes) -> None:
-        gathering = self._states[group].gathering
-        if gathering is None:
-            return
-        for each in gathering.groups:
-            self._states[each].gathering, self._states[each].is_whole = None, True
-            if not gathering.is_allocated:
-                self._add(WHOLE, each.whole_bytes)
+    def _wait(self, group: Group) -> None:
+        gathering = self._gathering[group]
+        if not gathering.is_allocated:
+            for each in group.gathered_with:
+                self._add(UNSHARDED, sizes_of(each).whole_bytes)
         self._drop(GATHERED, gathering.held_bytes)
         if gathering.output_bytes:
             self._release_gathered()
             self._copied_out = gathering.output_bytes
 
-    def _release_gathered(self) -> None:
+    def _release_gathered(self, *_: object) -> None:
         self._drop(GATHERED, self._copied_out)
         self._copied_out = 0
 
-    def _free(self, group: GroupSizes, keep_on: int | None) -> None:
-        self._end_gather(group)
-        state = self._states[group]
-        if not state.is_whole:
-            return
+    def _free(self, group: Group, keep_on: int | None) -> None:
+        sizes = sizes_of(group)
         if keep_on is not None:
-            held = group.sent_bytes * (group.num_shards // keep_on)
+            held = sizes.sent_bytes * (sizes.num_shards // keep_on)
             self._add(GATHERED, held)
-            state.kept = keep_on, held
-        self._drop(WHOLE, group.whole_bytes)
-        state.is_whole = False
+            sizes.kept = keep_on, held
+        self._drop(UNSHARDED, sizes.whole_bytes)
 
-    def _differentiate(self, group: GroupSizes, param: ParamSizes) -> None:
-        """The backward of one use of a parameter leaves a gradient; those of several uses are added up."""
-        if not param.is_trained:
-            return
-        state = self._states[group]
-        seen = state.uses_seen
-        seen[param] += 1
-        self._add(WHOLE_GRADIENTS, param.whole_bytes)
-        if seen[param] > 1:
-            # The engine leaves both terms as they are until their sum is there.
-            self._add(WHOLE_GRADIENTS, param.whole_bytes)
-            self._drop(WHOLE_GRADIENTS, 2 * param.whole_bytes)
-        if seen[param] < param.num_uses:
-            return
-        if param in state.with_whole_gradient:
-            # Added to that of the last microbatch, in place.
-            self._drop(WHOLE_GRADIENTS, param.whole_bytes)
-        state.with_whole_gradient.add(param)
-        if len(group.early_parts) > 1 and self._reduces:
-            for part in group.early_parts:
-                if param in part and all(seen[each] == each.num_uses for each in part if each.is_trained):
-                    state.reduced.update(part)
-                    self._reduce([(group, part)])
+    def _drop_part(self, group: Group) -> None:
+        self._drop(GATHERED, sizes_of(group).kept[1])
 
-    def _keep_gradients(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
-        """Add whole gradients to sums in the dtype in which they will be reduced."""
-        state = self._states[group]
+    def _keep_gradients(self, group: Group) -> None:
+        self._add_up([param for param in sizes_of(group).params if param.kept_bytes != param.whole_bytes])
+
+    def _add_up(self, params: Sequence[ParamSizes]) -> None:
+        """Add unsharded gradients to sums in the dtype in which they will be reduced."""
         for param in params:
-            if param in state.with_whole_gradient:
-                if param not in state.with_kept_gradient:
-                    self._add(WHOLE_GRADIENTS, param.kept_bytes)
-                self._drop(WHOLE_GRADIENTS, param.whole_bytes)
-                state.with_kept_gradient.add(param)
-                state.with_whole_gradient.discard(param)
+            if param.has_unsharded_gradient:
+                if not param.has_kept_gradient:
+                    self._add(UNSHARDED_GRADIENTS, param.kept_bytes)
+                self._drop(UNSHARDED_GRADIENTS, param.whole_bytes)
+                param.has_kept_gradient, param.has_unsharded_gradient = True, False
 
-    def _reduce_with_others(self, group: GroupSizes, params: Sequence[ParamSizes]) -> None:
-        joint = self._sets.get(group)
-        if joint is None:
-            self._reduce([(group, params)])
-            return
-        self._owed[joint][group] = params
-        if all(each in self._owed[joint] or not any(p.is_trained for p in each.params) for each in joint.groups):
-            self._reduce_owed(joint)
-
-    def _reduce_owed(self, joint: SetSizes) -> None:
-        owed, self._owed[joint] = self._owed[joint], {}
-        alike: dict[object, list[tuple[GroupSizes, Sequence[ParamSizes]]]] = {}
-        for group in joint.groups:
-            if group in owed:
-                alike.setdefault(group.reduces_as, []).append((group, owed[group]))
-        for each in alike.values():
-            self._reduce(each)
-
-    def _reduce(self, owed: Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]) -> None:
-        trained_of = [(group, [param for param in params if param.is_trained]) for group, params in owed]
-        parts: list[tuple[GroupSizes, Sequence[ParamSizes]]] = [(group, each) for group, each in trained_of if each]
-        if not parts:
-            return
-        for group, trained in parts:
-            self._keep_gradients(group, [each for each in trained if each in self._states[group].with_kept_gradient])
-        self._finish_reductions(but_last_sum=True)
+    def _reduce(self, owed: Sequence[tuple[Group, Sequence[ParamSizes]]], *_: object) -> None:
+        trained_of = [(sizes_of(group), [param for param in params if param.is_trained]) for group, params in owed]
+        parts: Parts = [(sizes, trained) for sizes, trained in trained_of if trained]
         every = [param for _, trained in parts for param in trained]
+        self._add_up([param for param in every if param.has_kept_gradient])
         packed_bytes, reduced_bytes = (
             sum(each.packed_bytes for each in every),
             sum(each.reduced_bytes for each in every),
         )
         self._add(PACKED, packed_bytes + reduced_bytes)
-        forms = [[param.is_in_place for param in group.params] for group, _ in parts]
+        forms = [[param.is_in_place for param in sizes.params] for sizes, _ in parts]
         num_in_place = sum(param.is_in_place for param in every) if len(parts) == 1 or reduces_in_place(forms) else 0
         num_collectives = num_in_place + (num_in_place < len(every))
-        first, _ = parts[0]
+        first = parts[0][0]
         self._send("reduce_scatter", first.num_shards, packed_bytes, num_collectives)
         if first.num_replicas > 1:
             self._send("all_reduce", first.num_replicas, 2 * reduced_bytes)
-        for group, trained in parts:
-            state = self._states[group]
-            self._drop(WHOLE_GRADIENTS, sum(each.whole_bytes for each in state.with_whole_gradient & {*trained}))
-            self._drop(WHOLE_GRADIENTS, sum(each.kept_bytes for each in state.with_kept_gradient & {*trained}))
-            state.with_whole_gradient.difference_update(trained)
-            state.with_kept_gradient.difference_update(trained)
+        for param in every:
+            self._drop(UNSHARDED_GRADIENTS, param.whole_bytes * param.has_unsharded_gradient)
+            self._drop(UNSHARDED_GRADIENTS, param.kept_bytes * param.has_kept_gradient)
+            param.has_unsharded_gradient = param.has_kept_gradient = False
         self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1))
 
-    def _finish_reductions(self, *, but_last_sum: bool = False) -> None:
+    def _finish(self, but_last_sum: bool, if_partial: bool, _: object) -> None:
+        if if_partial:
+            return
         goes_on = but_last_sum and bool(self._reducing) and self._reducing[-1].has_sum
         if goes_on:
             self._let_go_of_input(self._reducing[-1])
         while len(self._reducing) > goes_on:
             first = self._reducing.pop(0)
-            for group, trained in reversed(first.parts):
-                self._finish_reduction(group, trained)
+            for sizes, trained in reversed(first.parts):
+                self._finish_reduction(sizes, trained)
             self._let_go_of_input(first)
 
     def _let_go_of_input(self, reduction: _Reduction) -> None:
         self._drop(PACKED, reduction.packed_bytes)
         reduction.packed_bytes = 0
 
-    def _finish_reduction(self, group: GroupSizes, trained: Sequence[ParamSizes]) -> None:
+    def _finish_reduction(self, sizes: GroupSizes, trained: Sequence[ParamSizes]) -> None:
         reduced_bytes = sum(param.reduced_bytes for param in trained)
         gradient_bytes = sum(param.gradient_bytes for param in trained)
         if reduced_bytes == gradient_bytes:
@@ -337,14 +258,15 @@ class Rehearsal:
         self._add(REDUCED, gradient_bytes)
         if reduced_bytes != gradient_bytes:
             self._drop(PACKED, reduced_bytes)
-        if group.is_offloaded:
+        if sizes.is_offloaded:
             if not self._has_streams:
                 self._add(REDUCED, gradient_bytes)
             self._drop(REDUCED, gradient_bytes)
-        elif self._states[group].with_gradient.issuperset(trained):
+        elif all(param.has_gradient for param in trained):
             # Added to those of the last microbatch, in place.
             self._drop(REDUCED, gradient_bytes)
-        self._states[group].with_gradient.update(trained)
+        for param in trained:
+            param.has_gradient = True
 
     def _send(self, operation: str, num_ranks: int, num_bytes: int, num_collectives: int = 1) -> None:
         """In a ring each rank hands on all that passes it but one rank's part."""

@@ -10,16 +10,18 @@ import torch
 from torch import nn
 
 from disttrain.fsdp2._torch import own_parameters
-from disttrain.fsdp2.early import parts_by_child
-from disttrain.fsdp2.estimating.values import GroupSizes, ParamSizes, SetSizes, SizedModule, Use
+from disttrain.fsdp2.buckets import buckets_of
+from disttrain.fsdp2.estimating.values import GroupSizes, ParamSizes, SizedModule, Use
 from disttrain.fsdp2.extensions import ExtensionGroup
 from disttrain.fsdp2.flat import plan_flat
+from disttrain.fsdp2.machine.group import Buckets, Group
+from disttrain.fsdp2.machine.unit import Unit
 from disttrain.fsdp2.param import ShardedParam
 from disttrain.fsdp2.param_group import ParamGroup
 from disttrain.fsdp2.state import ShardState, state_of
 from disttrain.fsdp2.transfers.forms import TransferCost
-from disttrain.fsdp2.transfers.planning import TransferPlan, plan_transfers
-from disttrain.fsdp2.wholes import whole_offsets
+from disttrain.fsdp2.transfers.planning import TransferPlan, bundle_of, plan_transfers
+from disttrain.fsdp2.unsharded import unsharded_offsets
 
 OptimizerCost = float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -89,8 +91,8 @@ def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: Optimi
 
 
 class Sizing:
-    """A sharded model as sizes: `root` and `sets` for a rehearsal, `groups` the groups of parameters in it, `plan` how
-    they go over the wire."""
+    """A sharded model as sizes: `root` and `bundles` for a rehearsal, `groups` the groups of parameters in it, `plan`
+    how they go over the wire."""
 
     def __init__(self, root: ShardState, network: TransferCost | None) -> None:
         """`network`: what a gather costs between hosts, where ranks that share parameters, or hold copies, are on
@@ -98,24 +100,20 @@ class Sizing:
         states = _states_below(root)
         self.groups = [group for state in states for group in state.groups]
         self.plan = _plan_of(root, states, network)
-        self._sized_groups: dict[ParamGroup, GroupSizes] = {}
+        self._groups: dict[ParamGroup, Group] = {}
         self._sized: dict[ShardState, SizedModule] = {}
         self._names = {module: name or type(module).__name__ for name, module in root.module.named_modules()}
         self.root = self._module(root, is_root=True)
-        for state, sized in self._sized.items():
-            sized.forward_prefetch = self._chosen(state.forward_prefetch)
-            sized.backward_prefetch = self._chosen(state.backward_prefetch)
-        self.sets = [
-            SetSizes(tuple(self._sized_groups[group] for group in each.groups), each.gathers) for each in self.plan.sets
-        ]
-
-    def _chosen(self, states: list[ShardState] | None) -> list[SizedModule] | None:
-        return None if states is None else [self._sized[state] for state in states if state in self._sized]
+        of_unit = {state.unit: sized.unit for state, sized in self._sized.items()}
+        for given, unit in of_unit.items():
+            for name in ("forward_prefetch", "backward_prefetch"):
+                chosen = getattr(given, name)
+                setattr(unit, name, chosen and [of_unit[each] for each in chosen if each in of_unit])
+        self.bundles = [bundle_of(each, self._groups, of_unit) for each in self.plan.sets]
 
     def _module(self, state: ShardState, *, is_root: bool) -> SizedModule:
         if state in self._sized:
             return self._sized[state]
-        groups: list[GroupSizes] = []
         uses: dict[tuple[nn.Module, str], Use] = {}
         for group in state.groups:
             in_place = self.plan.in_place[group]
@@ -123,19 +121,15 @@ class Sizing:
                 param: _param_sizes(group, param, is_in_place=is_in_place)
                 for param, is_in_place in zip(group.params, in_place, strict=True)
             }
-            parts = _early_parts(state, group) if is_root else []
-            groups.append(_group_sizes(group, params, [[params[param] for param in part] for part in parts]))
-            self._sized_groups[group] = groups[-1]
+            sized_group = self._groups[group] = Group(_group_sizes(group, params), keeps_part=group.keeps_part)
+            buckets = buckets_of(state.modules, group) if is_root else []
+            if buckets:
+                sized_group.buckets = Buckets([[params[param] for param in bucket] for bucket in buckets])
             for param, sizes in params.items():
-                uses.update({(owner.module, owner.name): (groups[-1], sizes) for owner in param.owners})
-        reshard = state.reshard_after_forward
-        sized = self._sized[state] = SizedModule(
-            name=self._names[state.module],
-            groups=groups,
-            frees_after_forward=not is_root if reshard is None else reshard is not False,
-            kept_on=None if isinstance(reshard, bool | None) else reshard,
-            gathers_in_backward=state.unshards_in_backward,
-        )
+                uses.update({(owner.module, owner.name): (sized_group, sizes) for owner in param.owners})
+        unit = Unit([self._groups[group] for group in state.groups], state.modules, state.unit.reshard_after_forward)
+        unit.unshards_in_backward = state.unit.unshards_in_backward
+        sized = self._sized[state] = SizedModule(self._names[state.module], unit)
         sized.body = list(self._body(state.module, uses))
         return sized
 
@@ -157,13 +151,8 @@ def _plan_of(root: ShardState, states: list[ShardState], network: TransferCost |
     if network is None and context is not None and context.root is root and context.states == states:
         context.make_plan()
         return context.plan
-    early = {group for group in root.groups if len(_early_parts(root, group)) > 1}
-    return plan_transfers(states, lambda _: (network, network), early)
-
-
-def _early_parts(state: ShardState, group: ParamGroup) -> list[list[ShardedParam]]:
-    has_parts = len(state.modules) == 1 and not isinstance(group, ExtensionGroup)
-    return parts_by_child(state.module, group.params) if has_parts else []
+    in_buckets = {group for group in root.groups if buckets_of(root.modules, group)}
+    return plan_transfers(states, lambda _: (network, network), in_buckets)
 
 
 def _states_below(root: ShardState) -> list[ShardState]:
@@ -189,15 +178,13 @@ def _param_sizes(group: ParamGroup, param: ShardedParam, *, is_in_place: bool) -
     )
 
 
-def _group_sizes(
-    group: ParamGroup, params: dict[ShardedParam, ParamSizes], parts: list[list[ParamSizes]]
-) -> GroupSizes:
+def _group_sizes(group: ParamGroup, params: dict[ShardedParam, ParamSizes]) -> GroupSizes:
     plan = plan_flat([param.front_shape for param in params], group.sharding.num_shards)
     dtype, num_shards = group.compute_dtype, group.sharding.num_shards
     is_cast = dtype != group.params[0].orig_dtype
     sent_bytes, whole_bytes = (
         plan.shard_numel * dtype.itemsize,
-        whole_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
+        unsharded_offsets(group.params, plan, dtype)[1] * dtype.itemsize,
     )
     cast_bytes = sent_bytes * is_cast
     if isinstance(group, ExtensionGroup):
@@ -206,7 +193,6 @@ def _group_sizes(
         cast_bytes, whole_bytes = 2 * sent_bytes, num_shards * sent_bytes
     return GroupSizes(
         params=tuple(params.values()),
-        early_parts=tuple(map(tuple, parts)),
         shard_bytes=plan.shard_numel * group.params[0].orig_dtype.itemsize,
         sent_bytes=sent_bytes,
         whole_bytes=whole_bytes,

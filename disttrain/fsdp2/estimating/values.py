@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
-WHOLE, WHOLE_GRADIENTS = "whole parameters", "whole gradients"
+from disttrain.fsdp2.machine.group import Group
+from disttrain.fsdp2.machine.unit import Unit
+
+UNSHARDED, UNSHARDED_GRADIENTS = "unsharded parameters", "unsharded gradients"
 PACKED, REDUCED, GATHERED = "packed gradients", "reduced gradients", "being gathered, or kept for it"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ParamSizes:
     """Bytes of one parameter: whole, its gradient as it is kept from microbatch to microbatch, for all ranks as it is
-    reduced, this rank's part of that, and of the gradient."""
+    reduced, this rank's part of that, and of the gradient. And which gradients there are in a rehearsal."""
 
     whole_bytes: int
     kept_bytes: int
@@ -25,15 +30,24 @@ class ParamSizes:
     is_trained: bool
     num_uses: int
     """Modules that have it."""
+    num_seen: int = 0
+    """Of these, whose backward is over."""
+    has_unsharded_gradient: bool = False
+    has_kept_gradient: bool = False
+    has_gradient: bool = False
+    """This rank's part of it, once it has been reduced."""
+
+    @property
+    def has_grad(self) -> bool:
+        """A gradient is there that has not been reduced."""
+        return self.has_unsharded_gradient or self.has_kept_gradient
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupSizes:
-    """Bytes of what is gathered together, and over how many ranks."""
+    """Bytes of what is gathered together, and over how many ranks: what the machine is told of a group."""
 
     params: tuple[ParamSizes, ...]
-    early_parts: tuple[tuple[ParamSizes, ...], ...]
-    """What of a root is reduced as soon as its gradients are there; fewer than two: nothing is."""
     shard_bytes: int
     sent_bytes: int
     """The shard in the dtype to compute in, or what parameters say themselves is gathered of it."""
@@ -46,33 +60,34 @@ class GroupSizes:
     gathered_as: object
     """Its dtype."""
     may_be_in_place: bool
-    reduces_as: object
-    """What must be alike where reductions are as one."""
+    reduces_as: Hashable
+    kept: tuple[int, int] = (0, 0)
+    """Between forward and backward: on how many ranks a part is kept, and its bytes."""
+    has_unreduced = False
 
 
-@dataclass(frozen=True, eq=False)
-class SetSizes:
-    """Groups that are reduced as one message, and gathered so, too, where `gathers`."""
-
-    groups: tuple[GroupSizes, ...]
-    gathers: bool
+def sizes_of(group: Group) -> GroupSizes:
+    """What a group of a rehearsal's machine stands for."""
+    return cast(GroupSizes, group.facts)
 
 
-Use = tuple[GroupSizes, ParamSizes]
+Use = tuple[Group, ParamSizes]
 
 
 @dataclass(eq=False)
 class SizedModule:
-    """A sharded module: what its forward comes across, in order, and what is gathered when."""
+    """A sharded module: what its forward comes across, in order."""
 
     name: str
-    groups: list[GroupSizes]
+    unit: Unit
     body: list[SizedModule | Use] = field(default_factory=list)
-    frees_after_forward: bool = True
-    kept_on: int | None = None
-    gathers_in_backward: bool = True
-    forward_prefetch: list[SizedModule] | None = None
-    backward_prefetch: list[SizedModule] | None = None
+
+    def modules(self) -> Iterator[SizedModule]:
+        """This one and those in it, in the order in which they run."""
+        yield self
+        for part in self.body:
+            if isinstance(part, SizedModule):
+                yield from part.modules()
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def may_go_together(num_bytes: int, asked: int | None, costs: Iterable[TransferC
     return num_bytes <= max(most, default=0.0)
 
 
-def early_parts(children: Sequence[int], num_bytes: Sequence[int]) -> list[list[int]]:
+def reduce_buckets(children: Sequence[int], num_bytes: Sequence[int]) -> list[list[int]]:
     """Which parameters of a root, of so many bytes and held by these of its children, are reduced as one, before its
     backward ends: the last child's first, as backward reaches them. Children are put together until a part is large."""
     parts: list[list[int]] = [[]]

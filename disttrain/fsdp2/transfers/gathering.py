@@ -47,23 +47,23 @@ class Gathering:
             self._comm.release_gathered()
             self._comm.copied_out = (output, self._comm.streams.mark())
         for group in self._groups:
-            group.take_gathered()
+            group.gathering = None
 
     def _write(self, output: torch.Tensor) -> None:
-        wholes = [group.allocated_wholes() for group in self._groups]
-        if len(wholes) == 1:
-            wholes[0].write(output, self._are_in_place)
-        elif all(each.is_cut_in_front and each.dtype == output.dtype for each in wholes):
+        unsharded = [group.allocated() for group in self._groups]
+        if len(unsharded) == 1:
+            unsharded[0].write(output, self._are_in_place)
+        elif all(each.is_cut_in_front and each.dtype == output.dtype for each in unsharded):
             sizes = [*chain.from_iterable(group.plan.split_sizes for group in self._groups)]
-            places = [*chain.from_iterable(each.places for each in wholes)]
+            places = [*chain.from_iterable(each.places for each in unsharded)]
             torch.split_with_sizes_copy(output, sizes, dim=1, out=places)
         else:
-            for group, each, columns in zip(self._groups, wholes, output.split([*self._numels], dim=1), strict=True):
+            for group, each, columns in zip(self._groups, unsharded, output.split([*self._numels], dim=1), strict=True):
                 used = columns.narrow(1, 0, group.sent_numel * group.gather_dtype.itemsize // output.itemsize)
                 each.write(used.view(group.gather_dtype))
 
 
-def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
+def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
     """Start to gather these groups, of which none is gathered or being gathered. Collective.
 
     On CUDA it follows what is on the current stream now, or `Comm.ready`.
@@ -81,7 +81,7 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
     in_place = None
     may_be_in_place = len(groups) == 1 and ready is None and first.is_gathered_in_place and not first.is_kept
     if may_be_in_place and any(first.in_place):
-        places = first.allocated_wholes().places
+        places = first.allocated().places
         plan, in_place = first.plan, first.in_place
         gather = start_gather_in_place(shards[0], dtypes[0], plan, places, in_place, group, streams)
     else:
@@ -89,4 +89,7 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> Gathering:
         gather = start_gather(shards, dtypes, first.device, num_shards, group, streams, ready)
     if any(each.is_offloaded for each in groups):
         comm.uploaded = gather.done
-    return Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)
+    gathering = Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)
+    for each in groups:
+        each.gathering = gathering
+        each.drop_part()

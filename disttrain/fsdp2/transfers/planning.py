@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from disttrain.fsdp2.machine.group import Bundle, Group
+from disttrain.fsdp2.machine.unit import Unit
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
-from disttrain.fsdp2.transfers.together import Together
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.param_group import ParamGroup
@@ -42,16 +43,16 @@ class TransferPlan:
     costs: dict[ParamGroup, TransferCost | None] = field(default_factory=dict)
 
 
-def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, early: Container[ParamGroup]) -> TransferPlan:
+def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Container[ParamGroup]) -> TransferPlan:
     """A plan for a root and the sharded modules below it, in the order of the modules.
 
-    Of groups that are `early`, parts are reduced before their backward ends; these go by themselves.
+    Groups that are reduced `in_buckets`, before their backward ends, go by themselves.
     """
     plan = TransferPlan(states)
     for state in states:
         for group in state.groups:
             _plan_group(group, state, cost_of, plan)
-    for run in _runs(states, cost_of, early):
+    for run in _runs(states, cost_of, in_buckets):
         place = 0
         shard_cost, replica_cost = cost_of(run[0].groups[0].sharding)
         asked = run[0].transfers.together
@@ -90,11 +91,13 @@ def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: Tra
         plan.apart.add(group)
 
 
-def _runs(states: Sequence[ShardState], cost_of: CostOf, early: Container[ParamGroup]) -> Iterator[list[ShardState]]:
+def _runs(
+    states: Sequence[ShardState], cost_of: CostOf, in_buckets: Container[ParamGroup]
+) -> Iterator[list[ShardState]]:
     """States that may go together, each run in the order of the modules."""
     run: list[ShardState] = []
     for state in states:
-        if not state.groups or any(group in early for group in state.groups):
+        if not state.groups or any(group in in_buckets for group in state.groups):
             continue
         if run and not (_kind(run[0]) == _kind(state) and _may_join(run[0], cost_of) and _may_join(state, cost_of)):
             yield run
@@ -106,9 +109,10 @@ def _runs(states: Sequence[ShardState], cost_of: CostOf, early: Container[ParamG
 
 def _may_join(state: ShardState, cost_of: CostOf) -> bool:
     """True for what is gathered, freed and reduced with its forward and backward, as others are, and is small."""
-    is_prefetched = state.forward_prefetch is not None or state.backward_prefetch is not None
-    is_kept = not isinstance(state.reshard_after_forward, bool | None) or not state.reshard_after_backward
-    if is_prefetched or is_kept or not state.unshards_in_backward:
+    unit = state.unit
+    is_prefetched = unit.forward_prefetch is not None or unit.backward_prefetch is not None
+    is_kept = not isinstance(unit.reshard_after_forward, bool | None) or not unit.reshard_after_backward
+    if is_prefetched or is_kept or not unit.unshards_in_backward:
         # Somebody has said when it is gathered or freed.
         return False
     if len({group.sharding for group in state.groups}) > 1:
@@ -120,7 +124,7 @@ def _may_join(state: ShardState, cost_of: CostOf) -> bool:
 def _kind(state: ShardState) -> tuple[object, ...]:
     """What modules that go together have in common."""
     first = state.groups[0]
-    frees = state.reshard_after_forward is not False
+    frees = state.unit.reshard_after_forward is not False
     return (first.sharding, state.device, first.is_offloaded, first.reduces_as, state.transfers, frees)
 
 
@@ -130,22 +134,26 @@ def _whole_bytes(state: ShardState) -> int:
     )
 
 
-def carry_out(plan: TransferPlan) -> list[Together]:
+def carry_out(plan: TransferPlan) -> list[Bundle]:
     """Let groups and modules do as planned. Communicates nothing. Returns what goes together."""
     for state in plan.states:
-        state.mates = frozenset()
+        state.unit.mates = frozenset()
     for group, in_place in plan.in_place.items():
-        group.in_place, group.together = in_place, None
+        group.in_place, group.state.bundle = in_place, None
         world = group.sharding.mesh.world
         ranks = group.sharding.shard_group.ranks
         group.reduced_apart = world.shared_group(ranks, "reductions") if group in plan.apart else None
-    sets = []
-    for each in plan.sets:
-        together = Together(each.groups, gathers=each.gathers)
-        sets.append(together)
-        for group in each.groups:
-            group.together = together
-        if each.gathers and len(each.states) > 1:
-            for state in each.states:
-                state.mates = frozenset(each.states)
-    return sets
+    groups = {group: group.state for group in plan.in_place}
+    units = {state.unit: state.unit for state in plan.states}
+    return [bundle_of(each, groups, units) for each in plan.sets]
+
+
+def bundle_of(plan: SetPlan, groups: Mapping[ParamGroup, Group], units: Mapping[Unit, Unit]) -> Bundle:
+    """Let what stands for the groups and units of the plan go over the wire together."""
+    bundle = Bundle([groups[group] for group in plan.groups], gathers=plan.gathers)
+    for group in bundle.groups:
+        group.bundle = bundle
+    mates = frozenset(units[state.unit] for state in plan.states)
+    for unit in mates if plan.gathers and len(mates) > 1 else ():
+        unit.mates = mates
+    return bundle

@@ -1,4 +1,4 @@
-"""Reductions of whole gradients into those of the shards: of one group's parameters, or of several's as one message."""
+"""Reductions of unsharded gradients into those of the shards: of one group's, or of several's as one message."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ class _Part:
     def __init__(
         self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool, may_be_in_place: bool
     ) -> None:
-        """Takes the whole gradients. A trained parameter without one takes part with zeros, so that sizes agree on all
-        ranks; it gets none unless all receive."""
+        """Takes the unsharded gradients. A trained parameter without one takes part with zeros, so that sizes agree on
+        all ranks; it gets none unless all receive."""
         self.group = group
         trained = [param for param in params if param.is_trained or param in group.unreduced]
-        in_place = dict(zip(group.params, group.in_place, strict=True)) if may_be_in_place else {}
-        self.params = sorted(trained, key=lambda param: not in_place.get(param))
-        self.num_in_place = sum(in_place.get(param, False) for param in trained)
+        self.params, self.num_in_place = trained, 0
+        if may_be_in_place and any(group.in_place):
+            in_place = dict(zip(group.params, group.in_place, strict=True))
+            self.params = sorted(trained, key=lambda param: not in_place[param])
+            self.num_in_place = sum(in_place[param] for param in trained)
         is_whole = self.params == group.params
         self.plan = group.plan if is_whole else plan_of(group, self.params)
         with torch.no_grad():
-            grads = [param.whole_grad() for param in self.params]
+            grads = [param.unsharded_grad() for param in self.params]
+            receives_anyway = all_receive or group.state.reduces_unused
             self.receivers = [
-                param if grad is not None or all_receive or group.reduces_unused or param in group.unreduced else None
+                param if grad is not None or receives_anyway or param in group.unreduced else None
                 for param, grad in zip(self.params, grads, strict=True)
             ]
             for param in self.params:
@@ -52,16 +55,13 @@ class _Part:
 
 
 def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
-    """Start averaging whole gradients over the ranks into the sharded parameters', as one message. Collective.
+    """Start averaging unsharded gradients over the ranks into the sharded parameters', as one message. Collective.
 
-    A schedule gives `scale`; then all trained parameters receive a gradient, and no reduction under way is waited for.
+    A schedule gives `scale`; then all trained parameters receive a gradient.
     """
     first = owed[0][0]
     comm = first.own_comm()
-    if scale is None:
-        # First, since what these leave to be reduced over the replicas takes part.
-        comm.finish_reductions(but_last_sum=True)
-    of_others = (param for _, params in owed for param in params if param.whole_spec is not None)
+    of_others = (param for _, params in owed for param in params if param.unsharded_spec is not None)
     settle_together(param.unsharded for param in of_others if param.unsharded is not None)
     # What is in place comes first in a message, of several groups as of one: of these all is, or nothing.
     may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
@@ -75,7 +75,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         sharding,
         first.reduction_group(),
         Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale),
-        first.reduces_over_replicas,
+        first.state.reduces_over_replicas,
         first.hook,
         first.hook_stream,
         sum(part.num_in_place for part in parts),
@@ -86,7 +86,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
             grads = [grad.to(dtype) for grad in grads]
         plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
         reduction = start_reduction(grads, plan, dtype, what, _unreduced(parts), comm.streams)
-    is_complete = first.reduces_over_replicas or sharding.replicate_group is None
+    is_complete = first.state.reduces_over_replicas or sharding.replicate_group is None
     end = plan.shard_numel
     # The last module first, as backward goes: a hook of one finds the gradients of those that come after it.
     for part in reversed(parts):
@@ -106,6 +106,8 @@ def _joined(plans: Sequence[FlatPlan]) -> FlatPlan:
 
 def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
     """What earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
+    if not any(part.group.unreduced for part in parts):
+        return None
     found = [
         (part.group.unreduced.pop(param, None), numel)
         for part in parts

@@ -15,8 +15,8 @@ _ALIGNMENT_BYTES = 256
 """Where a parameter may begin: what torch's own allocator gives, and kernels with wide loads ask for."""
 
 
-def whole_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
-    """Where each whole parameter begins, and where the last one ends, in elements."""
+def unsharded_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Where each unsharded parameter begins, and where the last one ends, in elements."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     offsets, end = [], 0
     for param, slot in zip(params, plan.slots, strict=True):
@@ -30,8 +30,8 @@ def _place_numel(param: ShardedParam, slot: FlatSlot, plan: FlatPlan) -> int:
     return plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
 
 
-class Wholes:
-    """Whole parameters in one storage, each in a place of its own.
+class UnshardedParams:
+    """Unsharded parameters in one storage, each in a place of its own.
 
     The parameters keep their identity from step to step, since autograd saves views of them: only the storage is
     resized. Where a parameter was a DTensor already, of another parallelism, the whole is this rank's part of that.
@@ -42,7 +42,7 @@ class Wholes:
     ) -> None:
         self.dtype, self.device = dtype, device
         self._params, self._plan = params, plan
-        offsets, end = whole_offsets(params, plan, dtype)
+        offsets, end = unsharded_offsets(params, plan, dtype)
         # What is made in inference mode could not be trained.
         with torch.inference_mode(False):
             memory = torch.empty(end, dtype=dtype, device=device)
@@ -57,7 +57,7 @@ class Wholes:
                 place = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
                 local = place[: slot.numel].view(param.shape).data
                 self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
-                whole = local if param.whole_spec is None else wrapped(local, param.whole_spec)
+                whole = local if param.unsharded_spec is None else wrapped(local, param.unsharded_spec)
                 self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
         self.is_cut_in_front = all(param.dim == 0 for param in params)
 

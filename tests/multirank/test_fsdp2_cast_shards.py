@@ -58,8 +58,8 @@ def test_gathers_send_what_the_step_has_written() -> None:
     model.round_in_step(optimizer)
     trained(model, optimizer)
     (group,) = model[0]._disttrain_shard_state.groups
-    assert group.rounded is not None
-    group.rounded.values.fill_(2.0)
+    assert group.cast_shards is not None
+    group.cast_shards.values.fill_(2.0)
     x = torch.ones(1, 7)
     assert torch.equal(model[0](x), torch.full((1, 5), 16.0, dtype=torch.bfloat16))
     model[0].reshard()
@@ -78,9 +78,9 @@ def test_copies_are_of_a_whole_step_and_gone_after_backward() -> None:
     trained(again, AdamW(again.parameters(), lr=0.05))
     states = [module._disttrain_shard_state for module in (model[0], model[1], model)]
     trained(model, optimizer)
-    assert all(group.rounded is not None for state in states for group in state.groups)
+    assert all(group.cast_shards is not None for state in states for group in state.groups)
     model(torch.ones(2, 7)).sum().backward()
-    assert all(group.rounded is None for state in states for group in state.groups)
+    assert all(group.cast_shards is None for state in states for group in state.groups)
     model[1].bias.grad = None
     optimizer.step()
-    assert [group.rounded is None for state in states for group in state.groups] == [False, True, False]
+    assert [group.cast_shards is None for state in states for group in state.groups] == [False, True, False]

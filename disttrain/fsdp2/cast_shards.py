@@ -1,4 +1,4 @@
-"""Shards once more in the dtype that is gathered, written by an optimizer with its step: gathers cast nothing then."""
+"""Shards cast to the dtype that is gathered, written by an optimizer with its step: gathers cast nothing then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RoundedShards:
+class CastShards:
     """`values` are those of a group's flat buffer in another dtype, while nobody has written to that since."""
 
     values: torch.Tensor
@@ -27,14 +27,14 @@ class RoundedShards:
 
 
 def latest(group: ParamGroup, flat: torch.Tensor) -> torch.Tensor:
-    """What to gather: the rounded shards where they are still those of the flat buffer, else that."""
-    rounded = group.rounded
-    if rounded is None or rounded.flat is not flat or rounded.values.dtype != group.compute_dtype:
+    """What to gather: the cast shards where they are still those of the flat buffer, else that."""
+    cast = group.cast_shards
+    if cast is None or cast.flat is not flat or cast.values.dtype != group.compute_dtype:
         return flat
-    return rounded.values if rounded.versions == _versions(group, flat) else flat
+    return cast.values if cast.versions == _versions(group, flat) else flat
 
 
-class RoundedCopies:
+class CastCopies:
     """What an optimizer asks in each of its steps. The copies are dropped when the next backward ends."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
@@ -46,7 +46,7 @@ class RoundedCopies:
         found: dict[nn.Parameter, torch.Tensor] = {}
         self._begun = []
         for group in self._groups:
-            flat = group.flat_to_round
+            flat = group.flat_to_cast
             if flat is not None:
                 values = torch.empty_like(flat, dtype=group.compute_dtype)
                 self._begun.append((group, values))
@@ -57,10 +57,10 @@ class RoundedCopies:
         """The step has written these parameters, and their copies."""
         known = set(written)
         for group, values in self._begun:
-            flat = group.flat_to_round
+            flat = group.flat_to_cast
             parts: list[Any] = [param.sharded for param in group.params]
             if flat is not None and all(part in known or not part._local_tensor.numel() for part in parts):
-                group.rounded = RoundedShards(values, flat, _versions(group, flat))
+                group.cast_shards = CastShards(values, flat, _versions(group, flat))
         self._begun = []
 
 
