@@ -33,7 +33,7 @@ from harness import OURS, TORCH, command_line, finish, row
 
 from disttrain import barrier, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, LocalStorage, load, save
-from disttrain.checkpoint.local_file import aligned_memory
+from disttrain.checkpoint.storage.local_file import aligned_memory
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.testing import RankPool, run_threads
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from harness import OURS, command_line, finish, row
 
-from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
-from disttrain.flight_recorder.record import CallSite, Frame, GroupProgress, Record, State, ThreadStack
+from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder.record.record import CallSite, Frame, GroupProgress, Record, State, ThreadStack
 
 NUM_RECORDS = 2000
 NUM_SITES = 40

@@ -20,9 +20,10 @@ import torch
 from harness import Row, command_line, finish, row
 
 import disttrain
-from disttrain.flight_recorder import FlightRecorder, device_marks
+from disttrain.flight_recorder import FlightRecorder
+from disttrain.flight_recorder.record import device_marks
 from disttrain.process_group import World
-from disttrain.process_group._cuda import write_number
+from disttrain.process_group.peers.cuda_driver import write_number
 
 NUM_ROUNDS = 60
 NUM_CALLS = 100

@@ -16,10 +16,10 @@ from harness import OURS, command_line, finish, row
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder, StepSummaries, analyze, write_dump
-from disttrain.flight_recorder.dump import dump_name
-from disttrain.flight_recorder.live import look
-from disttrain.flight_recorder.trace import write_trace
-from disttrain.flight_recorder.view_page import as_html
+from disttrain.flight_recorder.dumps.dump import dump_name
+from disttrain.flight_recorder.live.live import look
+from disttrain.flight_recorder.views.page import as_html
+from disttrain.flight_recorder.views.trace import write_trace
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from tests.flight_job import job

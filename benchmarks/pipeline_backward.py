@@ -20,8 +20,8 @@ from harness import OURS, TORCH, command_line, finish, row
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.layers import split_layers
+from disttrain.pipelining.model.backward import Backward
+from disttrain.pipelining.model.layers import split_layers
 
 
 class Layer(nn.Module):

@@ -37,7 +37,7 @@ from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineSchedule, PipelineStage, make_schedule
 from disttrain.plan import HARDWARE, Choice, Job, LlamaSizes, MeshSizes, plan_of
-from disttrain.plan.parts import stages_of
+from disttrain.plan.model.parts import stages_of
 
 GIB = 2**30
 NUM_WARMUPS = 2

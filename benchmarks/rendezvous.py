@@ -16,13 +16,13 @@ from typing import Any
 from harness import OURS, command_line, finish, row
 
 from disttrain.store import HashStore
-from disttrain_launch.events import Chronicle
-from disttrain_launch.messages import Came, Ended, Report, Run, Stop, Stopped, decode, encode
-from disttrain_launch.outcome import Failed
-from disttrain_launch.rendezvous import REPORTS, ROOM, Leader
-from disttrain_launch.rendezvous_state import NodeLost, Rendezvous
-from disttrain_launch.rounds import Node, Terms
-from disttrain_launch.view import JobState
+from disttrain_launch.output.events import Chronicle
+from disttrain_launch.output.view import JobState
+from disttrain_launch.rendezvous.messages import Came, Ended, Report, Run, Stop, Stopped, decode, encode
+from disttrain_launch.rendezvous.node0 import REPORTS, ROOM, Leader
+from disttrain_launch.rendezvous.rounds import Node, Terms
+from disttrain_launch.rendezvous.state import NodeLost, Rendezvous
+from disttrain_launch.workers.outcome import Failed
 
 NUM_LOCAL_WORKERS = 8
 FAILED = Failed(0, 0, 0, "host", 7, 1, 60.0, "", "")

@@ -25,8 +25,8 @@ from typing import Any
 from harness import OURS, TORCH, command_line, finish, row, without_name_servers
 
 from disttrain.store import TCPStore, spawn_server
-from disttrain.store.state import StoreState
-from disttrain.store.wire import Op
+from disttrain.store.protocol.state import StoreState
+from disttrain.store.protocol.wire import Op
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel as torch_loss_parallel
 
 import disttrain
-from disttrain.tp.loss import vocab_parallel_cross_entropy
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 
 WARM_UP = 3
 Case = Callable[[torch.Tensor, torch.Tensor], None]

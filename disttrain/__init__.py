@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from disttrain.process_group import *  # noqa: F403
     from disttrain.process_group.current import GroupMember as GroupMember
     from disttrain.process_group.current import group as group
-    from disttrain.process_group.meeting import rendezvous as rendezvous
+    from disttrain.process_group.joining.meeting import rendezvous as rendezvous
     from disttrain.reports import report as report
     from disttrain.store import FileStore as FileStore
     from disttrain.store import HashStore as HashStore
@@ -118,7 +118,7 @@ _HOMES = {
     ),
     # Not the package's: there they are the names of modules.
     "process_group.current": ("GroupMember", "group"),
-    "process_group.meeting": ("rendezvous",),
+    "process_group.joining.meeting": ("rendezvous",),
     "mesh": ("DeviceMesh", "init_device_mesh"),
     "errors": ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "QueueEmptyError"),
     "reports": ("report",),
@@ -129,15 +129,15 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605
 
 _OF_TORCH = {
-    "_all_gather_base": "process_group.collectives",
-    "_coalescing_manager": "process_group.coalescing",
-    "_get_default_group": "process_group.questions",
-    "_get_default_store": "process_group.questions",
-    "_get_process_group_store": "process_group.questions",
-    "_rank_not_in_group": "process_group.questions",
-    "_reduce_scatter_base": "process_group.collectives",
-    "_resolve_process_group": "process_group.questions",
-    "_set_pg_timeout": "process_group.questions",
+    "_all_gather_base": "process_group.calls.collectives",
+    "_coalescing_manager": "process_group.calls.coalescing",
+    "_get_default_group": "process_group.watching.questions",
+    "_get_default_store": "process_group.watching.questions",
+    "_get_process_group_store": "process_group.watching.questions",
+    "_rank_not_in_group": "process_group.watching.questions",
+    "_reduce_scatter_base": "process_group.calls.collectives",
+    "_resolve_process_group": "process_group.watching.questions",
+    "_set_pg_timeout": "process_group.watching.questions",
 }
 """torch's private names that programs call."""
 

@@ -10,7 +10,7 @@ import torch
 
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
-from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.mesh import DeviceMesh
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.record import CallSite, Frame, GroupProgress, Record, Stack, State, ThreadStack
+from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.record.record import CallSite, Frame, GroupProgress, Record, Stack, State, ThreadStack
 
 PACKAGE = "/venv/lib/python3.11/site-packages/disttrain/"
 LIBRARIES = ("/venv/lib/python3.11/site-packages/", "/usr/lib/python3.11/")

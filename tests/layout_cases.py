@@ -14,8 +14,8 @@ import torch
 
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.testing import run_threads
 from tests.dtensor_cases import check_parts
 

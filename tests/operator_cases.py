@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import disttrain.kernels  # noqa: F401  # the operators
-from disttrain.kernels.cross_entropy_pieces import LossTerms
+from disttrain.kernels.cross_entropy.pieces import LossTerms
 from tests.kernel_cases import drawn
 
 OPS: Any = torch.ops.disttrain

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disttrain_launch.events import Chronicle
-from disttrain_launch.inherited import Inherited
-from disttrain_launch.messages import Came, Done, Ended, Formed, Refused, Report, Run, Stop, Stopped, Wait, Word
-from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
-from disttrain_launch.rendezvous_state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
-from disttrain_launch.rounds import Node, Phase, Place, Terms
-from disttrain_launch.view import JobState
+from disttrain_launch.output.events import Chronicle
+from disttrain_launch.output.view import JobState
+from disttrain_launch.rendezvous.inherited import Inherited
+from disttrain_launch.rendezvous.messages import (
+    Came,
+    Done,
+    Ended,
+    Formed,
+    Refused,
+    Report,
+    Run,
+    Stop,
+    Stopped,
+    Wait,
+    Word,
+)
+from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms
+from disttrain_launch.rendezvous.state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
+from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
 
 LEADER = "a0"
 MOST_STEPS = 500

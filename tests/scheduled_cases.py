@@ -12,7 +12,7 @@ from torch import nn
 import disttrain
 from disttrain.fsdp2 import FSDPModule, fully_shard
 from disttrain.pipelining import Backward, split_layers
-from disttrain.pipelining.action import Action, Op, parse_action
+from disttrain.pipelining.schedule.action import Action, Op, parse_action
 from tests.multirank import models
 
 NUM_MICROBATCHES = 4

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from unittest import mock
 
-from disttrain_launch import cli, worker
+from disttrain_launch import cli
+from disttrain_launch.workers import worker
 from tests.warm_python import Script, WarmPython
 
 

@@ -27,7 +27,7 @@ def _load_torch() -> None:
     for name in (
         "disttrain.checkpoint",
         "disttrain.dtensor",
-        "disttrain.flight_recorder.analysis",
+        "disttrain.flight_recorder.analysis.analysis",
         "disttrain.fsdp2",
         "disttrain.pipelining",
         "disttrain.process_group",
@@ -57,16 +57,16 @@ def _load_writer() -> None:
     """What the writers of asynchronous saves would load (`warm_writers`)."""
     import numpy as np  # noqa: F401
 
-    import disttrain.checkpoint.writer_process  # noqa: F401
+    import disttrain.checkpoint.async_saving.writer_process  # noqa: F401
     import tests.multirank.faulty_storage  # noqa: F401
 
 
 def _load_launcher() -> None:
     """What launchers would load, with each of its commands, tests' stand-in for it, and what stores' servers would."""
     for name in (
-        "disttrain.flight_recorder.left_rings",
-        "disttrain.store.elector",
-        "disttrain_launch.dump_story",
+        "disttrain.flight_recorder.dumps.orphaned_rings",
+        "disttrain.store.standby.elector",
+        "disttrain_launch.output.dump_story",
         "disttrain_launch.launch",
         "disttrain_launch.status",
         "disttrain_launch.submit.command",

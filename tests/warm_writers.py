@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 
-from disttrain.checkpoint import writer_link
+from disttrain.checkpoint.async_saving import writer_link
 from tests.warm_python import Script, WarmPython
 
-_WRITER = "disttrain.checkpoint.writer_process"
+_WRITER = "disttrain.checkpoint.async_saving.writer_process"
 
 
 class _Writer:

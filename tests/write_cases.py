@@ -10,7 +10,7 @@ import torch
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor.spec.placement import NormPartial
 
 KINDS: tuple[Partial, ...] = (
     *map(Partial, ("sum", "avg", "product", "max", "min")),

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as torch_functional
 
 import disttrain
 from disttrain.process_group import ProcessGroup, functional
-from disttrain.process_group.peer_channels import PeerChannels, open_channels
+from disttrain.process_group.peers.channels import PeerChannels, open_channels
 
 _NUM_SLOTS = 2
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
+    from disttrain.checkpoint.async_saving.pending import PendingSave as PendingSave
     from disttrain.checkpoint.calls.async_saves import async_save as async_save
     from disttrain.checkpoint.calls.format_utils import dcp_to_torch_save as dcp_to_torch_save
     from disttrain.checkpoint.calls.format_utils import torch_save_to_dcp as torch_save_to_dcp
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
     from disttrain.checkpoint.calls.writers import HuggingFaceStorageReader as HuggingFaceStorageReader
     from disttrain.checkpoint.calls.writers import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from disttrain.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from disttrain.checkpoint.fits import LoadReport as LoadReport
-    from disttrain.checkpoint.peer_memory import PeerMemory as PeerMemory
-    from disttrain.checkpoint.pending import PendingSave as PendingSave
-    from disttrain.checkpoint.rng import RngState as RngState
-    from disttrain.checkpoint.rng import rng_state as rng_state
-    from disttrain.checkpoint.rng import set_rng_state as set_rng_state
-    from disttrain.checkpoint.state import set_training_state as set_training_state
-    from disttrain.checkpoint.state import training_state as training_state
+    from disttrain.checkpoint.loading.fits import LoadReport as LoadReport
+    from disttrain.checkpoint.loading.whole import load_full as load_full
+    from disttrain.checkpoint.memory.peer_memory import PeerMemory as PeerMemory
+    from disttrain.checkpoint.state.rng import RngState as RngState
+    from disttrain.checkpoint.state.rng import rng_state as rng_state
+    from disttrain.checkpoint.state.rng import set_rng_state as set_rng_state
+    from disttrain.checkpoint.state.training import set_training_state as set_training_state
+    from disttrain.checkpoint.state.training import training_state as training_state
     from disttrain.checkpoint.state_dict import StateDictOptions as StateDictOptions
     from disttrain.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
     from disttrain.checkpoint.state_dict import get_optimizer_state_dict as get_optimizer_state_dict
@@ -64,9 +65,8 @@ if TYPE_CHECKING:
     from disttrain.checkpoint.stateful import Stateful as Stateful
     from disttrain.checkpoint.stateful import Unfilled as Unfilled
     from disttrain.checkpoint.stateful import Value as Value
-    from disttrain.checkpoint.storage import LocalStorage as LocalStorage
-    from disttrain.checkpoint.storage import Storage as Storage
-    from disttrain.checkpoint.whole import load_full as load_full
+    from disttrain.checkpoint.storage.base import LocalStorage as LocalStorage
+    from disttrain.checkpoint.storage.base import Storage as Storage
 
 _MODULE_OF = {
     "AsyncCheckpointerType": "calls.stagers",
@@ -85,15 +85,15 @@ _MODULE_OF = {
     "StagingOptions": "calls.stagers",
     "CheckpointException": "calls.older",
     "Checkpointer": "checkpointer",
-    "LoadReport": "fits",
-    "LocalStorage": "storage",
-    "PeerMemory": "peer_memory",
-    "PendingSave": "pending",
+    "LoadReport": "loading.fits",
+    "LocalStorage": "storage.base",
+    "PeerMemory": "memory.peer_memory",
+    "PendingSave": "async_saving.pending",
     "PerRank": "stateful",
-    "RngState": "rng",
+    "RngState": "state.rng",
     "StateDictOptions": "state_dict",
     "Stateful": "stateful",
-    "Storage": "storage",
+    "Storage": "storage.base",
     "Unfilled": "stateful",
     "Value": "stateful",
     "async_save": "calls.async_saves",
@@ -102,18 +102,18 @@ _MODULE_OF = {
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
     "load": "calls.loads",
-    "load_full": "whole",
+    "load_full": "loading.whole",
     "load_state_dict": "calls.older",
-    "rng_state": "rng",
+    "rng_state": "state.rng",
     "save": "calls.saves",
     "save_state_dict": "calls.older",
-    "set_rng_state": "rng",
+    "set_rng_state": "state.rng",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",
     "set_state_dict": "state_dict",
-    "set_training_state": "state",
+    "set_training_state": "state.training",
     "torch_save_to_dcp": "calls.format_utils",
-    "training_state": "state",
+    "training_state": "state.training",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

@@ -11,19 +11,19 @@ from typing import Any, Self, get_args
 from torch.optim import Optimizer
 
 from disttrain.arguments import arguments_of
-from disttrain.checkpoint.agreement import Council
-from disttrain.checkpoint.async_saving import AsyncSaver, WhenBusy
-from disttrain.checkpoint.claims import Claim
-from disttrain.checkpoint.commit import retire_old
-from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
-from disttrain.checkpoint.folders import steps
-from disttrain.checkpoint.loading import load_folder
-from disttrain.checkpoint.memory_loading import kept_saves, load_kept
-from disttrain.checkpoint.peer_memory import PeerMemory
-from disttrain.checkpoint.pending import PendingSave
-from disttrain.checkpoint.removal import Removal
-from disttrain.checkpoint.saving import save_folder
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.async_saving.pending import PendingSave
+from disttrain.checkpoint.async_saving.saver import AsyncSaver, WhenBusy
+from disttrain.checkpoint.loading.fits import LoadReport, Misfit, Rename, Rules
+from disttrain.checkpoint.loading.load import load_folder
+from disttrain.checkpoint.memory.loading import kept_saves, load_kept
+from disttrain.checkpoint.memory.peer_memory import PeerMemory
+from disttrain.checkpoint.saving.commit import retire_old
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.saving.save import save_folder
+from disttrain.checkpoint.storage.base import Storage, locate
+from disttrain.checkpoint.storage.claims import Claim
+from disttrain.checkpoint.storage.folders import steps
+from disttrain.checkpoint.storage.removal import Removal
 from disttrain.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ class Checkpointer:
           every  how often `is_due` says so;  when_busy  what `async_save` does while two saves are under way;
           peer_memory  keep the newest saves in the memory of nodes, too: `load` after a restart takes them from there.
     Close it after the last `async_save`, or use it as a context manager. One job at a time may save to a directory: see
-    `claims.py`. `report` is that of the last load.
+    `storage/claims.py`. `report` is that of the last load.
     All methods but `is_due` are collective: every rank of the default world, or one process without a world.
     """
 
@@ -131,18 +131,20 @@ class Checkpointer:
             # The processes that write saves are those that keep them in memory.
             self._save_and_wait(step, state)
             return
-        council = Council("Checkpointer.save")
+        consensus = Consensus("Checkpointer.save")
         self._removal.wait()
-        save_folder(council, state, self._folder(step), self._storage, self._claim)
+        save_folder(consensus, state, self._folder(step), self._storage, self._claim)
         dying: list[Path] = []
-        council.agree(lambda: None, lambda _: dying.extend(retire_old(self._storage, self.directory, step, self.keep)))
+        consensus.agree(
+            lambda: None, lambda _: dying.extend(retire_old(self._storage, self.directory, step, self.keep))
+        )
         self._removal.begin(dying)
 
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
-        council = Council("Checkpointer.latest")
-        with kept_saves(council, self._memory) as kept:
-            return max((*self._agreed_steps(council), *(save.step for save in kept)), default=None)
+        consensus = Consensus("Checkpointer.latest")
+        with kept_saves(consensus, self._memory) as kept:
+            return max((*self._agreed_steps(consensus), *(save.step for save in kept)), default=None)
 
     def load(
         self,
@@ -160,18 +162,18 @@ class Checkpointer:
         Args, errors: those of the function `load`; its report is in `report`. Returns: the step.
         """
         rules = Rules.of(allow, convert, rename)
-        council = Council("Checkpointer.load")
-        with kept_saves(council, self._memory) as kept:
-            steps = self._agreed_steps(council)
+        consensus = Consensus("Checkpointer.load")
+        with kept_saves(consensus, self._memory) as kept:
+            steps = self._agreed_steps(consensus)
             for save in kept:
                 if save.step < max(steps, default=0) if step is None else save.step != step:
                     continue
-                report = load_kept(council, state, save, rules)
+                report = load_kept(consensus, state, save, rules)
                 if report is not None:
                     self.report = report
                     return save.step
-        found: int = council.agree(lambda: None, lambda _: self._wanted(steps, step))
-        self.report = load_folder(council, state, self._folder(found), self._storage, rules)
+        found: int = consensus.agree(lambda: None, lambda _: self._wanted(steps, step))
+        self.report = load_folder(consensus, state, self._folder(found), self._storage, rules)
         return found
 
     def _folder(self, step: int) -> Path:
@@ -194,9 +196,9 @@ class Checkpointer:
                 self.close()
             raise
 
-    def _agreed_steps(self, council: Council) -> list[int]:
+    def _agreed_steps(self, consensus: Consensus) -> list[int]:
         """The steps that were saved whole in `directory`, ascending."""
-        found: list[int] = council.agree(lambda: None, lambda _: list(steps(self._storage, self.directory)))
+        found: list[int] = consensus.agree(lambda: None, lambda _: list(steps(self._storage, self.directory)))
         return found
 
     def _wanted(self, steps: list[int], step: int | None) -> int:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.folders import TEMPORARY, remove_leftovers, set_aside, steps
+from disttrain.checkpoint.format.manifest import MANIFEST
+from disttrain.checkpoint.format.reading import read_manifest
+from disttrain.checkpoint.format.verifying import find_damage, total_bytes
 from disttrain.checkpoint.listings import described_folder, described_save, folder_text, save_text
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.manifest_reading import read_manifest
 from disttrain.checkpoint.progress import progress, speed_text
-from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage, locate
-from disttrain.checkpoint.verifying import find_damage, total_bytes
+from disttrain.checkpoint.storage.base import HOLD_SUFFIX, Storage, locate
+from disttrain.checkpoint.storage.folders import TEMPORARY, remove_leftovers, set_aside, steps
 from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import CheckpointCorruptError, CheckpointError
@@ -84,7 +84,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from disttrain.checkpoint.comparing import compared_bytes, find_differences  # needs torch
+    from disttrain.checkpoint.format.comparing import compared_bytes, find_differences  # needs torch
     from disttrain.checkpoint.interop.calls import open_any  # needs torch
 
     first, second = open_any(options.first), open_any(options.second)
@@ -99,7 +99,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from disttrain.checkpoint.comparing import compared_bytes  # needs torch
+    from disttrain.checkpoint.format.comparing import compared_bytes  # needs torch
     from disttrain.checkpoint.interop.calls import convert, open_any  # needs torch
     from disttrain.checkpoint.interop.choosing import choose  # needs torch
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.format.box import Box
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.dtensor.shard_sizes import num_blocks, piece
+from disttrain.dtensor.spec.shard_sizes import num_blocks, piece
 
 
 @dataclass(frozen=True)

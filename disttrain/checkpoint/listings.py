@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.folders import CLAIM, TEMPORARY
-from disttrain.checkpoint.manifest import MANIFEST, Manifest
-from disttrain.checkpoint.manifest_reading import read_manifest
-from disttrain.checkpoint.storage import HOLD_SUFFIX, Storage
-from disttrain.checkpoint.verifying import all_chunks
+from disttrain.checkpoint.format.manifest import MANIFEST, Manifest
+from disttrain.checkpoint.format.reading import read_manifest
+from disttrain.checkpoint.format.verifying import all_chunks
+from disttrain.checkpoint.storage.base import HOLD_SUFFIX, Storage
+from disttrain.checkpoint.storage.folders import CLAIM, TEMPORARY
 from disttrain.console import size_text, table
 from disttrain.errors import CheckpointError
 

@@ -11,10 +11,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.manifest import Chunk, Manifest
 from disttrain.checkpoint.layout import Sharding
-from disttrain.checkpoint.manifest import Chunk, Manifest
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 SPLIT_BYTES = 4 << 20
@@ -42,7 +42,8 @@ class Outline:
     @property
     def compared(self) -> list[str]:
         """What is looked at before a save: values, and plain tensors that are like values, such as counters and
-        states of generators. Others, such as averages of batches, may be each rank's own: see `copies_compared.py`."""
+        states of generators. Others, such as averages of batches, may be each rank's own: see
+        `saving/copies_compared.py`."""
         return [*self.values, *(name for name, sharding in self.tensors.items() if is_like_a_value(sharding))]
 
     @property

@@ -5,17 +5,17 @@ from __future__ import annotations
 from disttrain.dtensor.comm_debug import CommDebugMode
 from disttrain.dtensor.creation import empty, full, ones, rand, randn, zeros
 from disttrain.dtensor.custom_rules import register_sharding
+from disttrain.dtensor.dispatch.implicit import implicit_replication
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
-from disttrain.dtensor.implicit import implicit_replication
-from disttrain.dtensor.layout import Layout, Spec
+from disttrain.dtensor.gradients.local_step import use_local_steps
 from disttrain.dtensor.local_map import local_map
-from disttrain.dtensor.local_step import use_local_steps
 from disttrain.dtensor.modules import distribute_module
-from disttrain.dtensor.picture import visualize_sharding
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rank_comparison import compare_ranks
-from disttrain.dtensor.shard_sizes import local_shape_and_offset
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.picture import visualize_sharding
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.spec.shard_sizes import local_shape_and_offset
 from disttrain.lazy_names import answering
 from disttrain.mesh import DeviceMesh, init_device_mesh
 

@@ -97,7 +97,7 @@ def is_called_by_autograd() -> bool:
     while frame.f_code.co_name != "__torch_dispatch__" and frame.f_back is not None:
         frame = frame.f_back
     caller = frame.f_back
-    while caller and caller.f_globals["__name__"] in (__name__, "disttrain.dtensor.zero_grads", "torch._ops"):
+    while caller and caller.f_globals["__name__"] in (__name__, "disttrain.dtensor.gradients.zeros", "torch._ops"):
         caller = caller.f_back
     # On a device the engine has a thread of its own, without a frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import as_one_call
-from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.dtensor import DTensor
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Placement
+from disttrain.dtensor.spec.checked_layouts import checked_layout
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Placement
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 

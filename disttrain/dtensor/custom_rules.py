@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.call_plan import replaced
-from disttrain.dtensor.layout import forget_plans
-from disttrain.dtensor.placement import Placement
+from disttrain.dtensor.dispatch.call_plan import replaced
 from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, Signature, all_replicated
+from disttrain.dtensor.spec.layout import forget_plans
+from disttrain.dtensor.spec.placement import Placement
 from disttrain.errors import LayoutError
 
 Shardings = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.spec.layout import Spec
 
 BLOCK_SIZE = 16
 CHUNK_SIZE = 1 << 20

@@ -16,25 +16,25 @@ from disttrain.dtensor._torch import (
     no_torch_function,
     use_foreach_for,
 )
-from disttrain.dtensor.agreement import agreed_shape, spread_first
-from disttrain.dtensor.beneath import catch_all
-from disttrain.dtensor.checked_layouts import checked_layout, gradient_layout, gradient_placements
-from disttrain.dtensor.data import data_of
-from disttrain.dtensor.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.dispatch.beneath import catch_all
+from disttrain.dtensor.dispatch.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.dispatch.implicit import replicates_plain
+from disttrain.dtensor.dispatch.keys import key_of_call
+from disttrain.dtensor.dispatch.lone_errors import tell_of
 from disttrain.dtensor.foreign import check_ours
-from disttrain.dtensor.implicit import replicates_plain
-from disttrain.dtensor.keys import key_of_call
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.lent import up_to_date
-from disttrain.dtensor.lone_errors import tell_of
+from disttrain.dtensor.gradients.settled import AsParameter
 from disttrain.dtensor.outside import Outside
-from disttrain.dtensor.placement import Placement, Placements, Replicate, Shard
 from disttrain.dtensor.rank_comparison import before_redistribution
-from disttrain.dtensor.redistribute import redistribute_local
-from disttrain.dtensor.sequences import has_places, with_places
-from disttrain.dtensor.settled_grads import AsParameter
-from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.spec.agreement import agreed_shape, spread_first
+from disttrain.dtensor.spec.checked_layouts import checked_layout, gradient_layout, gradient_placements
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.placement import Placement, Placements, Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 from disttrain.dtensor.traced import Traced
+from disttrain.dtensor.views.calls import up_to_date
+from disttrain.dtensor.views.data import data_of
+from disttrain.dtensor.views.sequences import has_places, with_places
 from disttrain.errors import BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group._torch import keep_dynamo_out

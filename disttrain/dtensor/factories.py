@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.dtensor._torch import as_one_call
-from disttrain.dtensor.checked_layouts import checked_layout
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.foreign import check_ours
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement
-from disttrain.dtensor.redistribute import redistribute_local
-from disttrain.dtensor.transfers import broadcast
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.redistribute.transfers import broadcast
+from disttrain.dtensor.spec.checked_layouts import checked_layout
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Partial, Placement
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.dtensor.layout import Spec
+from disttrain.dtensor.spec.layout import Spec
 from disttrain.errors import LayoutError
 
 

@@ -11,7 +11,7 @@ import torch
 from disttrain.dtensor._torch import tree_flatten, tree_unflatten
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.foreign import check_ours
-from disttrain.dtensor.placement import Placement, converted, normalized
+from disttrain.dtensor.spec.placement import Placement, converted, normalized
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from disttrain.dtensor._torch import DispatchMode, OpOverload, facts_of
-from disttrain.dtensor.agreement import from_all_ranks
-from disttrain.dtensor.call_plan import tensors_of
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.mixed import is_plain, mesh_of
+from disttrain.dtensor.dispatch.call_plan import tensors_of
+from disttrain.dtensor.dispatch.mixed import is_plain, mesh_of
+from disttrain.dtensor.spec.agreement import from_all_ranks
+from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.errors import RankMismatchError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import World

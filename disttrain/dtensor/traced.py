@@ -12,9 +12,9 @@ from typing import Any, Self, cast
 import torch
 
 from disttrain.dtensor._torch import is_kept_for_later, refuse_caching
-from disttrain.dtensor.checked_layouts import gradient_placements
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.shard_sizes import strides_of_whole
+from disttrain.dtensor.spec.checked_layouts import gradient_placements
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.shard_sizes import strides_of_whole
 from disttrain.errors import LayoutError
 
 _STRIDES_ARE_UNSURE = torch.__version__ < "2.13"

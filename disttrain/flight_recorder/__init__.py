@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from disttrain.flight_recorder.analysis import Analysis as Analysis
-    from disttrain.flight_recorder.analysis import analyze as analyze
-    from disttrain.flight_recorder.dump import Dump as Dump
-    from disttrain.flight_recorder.dump import write_dump as write_dump
-    from disttrain.flight_recorder.dump_reader import read_dump as read_dump
-    from disttrain.flight_recorder.recorder import FlightRecorder as FlightRecorder
-    from disttrain.flight_recorder.step_summaries import StepSummaries as StepSummaries
-    from disttrain.flight_recorder.summary_outputs import PrometheusFile as PrometheusFile
-    from disttrain.flight_recorder.summary_outputs import TensorBoardScalars as TensorBoardScalars
-    from disttrain.flight_recorder.triggers import enable as enable
-    from disttrain.flight_recorder.verdict import Kind as Kind
-    from disttrain.flight_recorder.verdict import Verdict as Verdict
+    from disttrain.flight_recorder.analysis.analysis import Analysis as Analysis
+    from disttrain.flight_recorder.analysis.analysis import analyze as analyze
+    from disttrain.flight_recorder.analysis.verdict import Kind as Kind
+    from disttrain.flight_recorder.analysis.verdict import Verdict as Verdict
+    from disttrain.flight_recorder.dumps.dump import Dump as Dump
+    from disttrain.flight_recorder.dumps.dump import write_dump as write_dump
+    from disttrain.flight_recorder.dumps.reader import read_dump as read_dump
+    from disttrain.flight_recorder.dumps.triggers import enable as enable
+    from disttrain.flight_recorder.live.step_summaries import StepSummaries as StepSummaries
+    from disttrain.flight_recorder.live.summary_outputs import PrometheusFile as PrometheusFile
+    from disttrain.flight_recorder.live.summary_outputs import TensorBoardScalars as TensorBoardScalars
+    from disttrain.flight_recorder.record.recorder import FlightRecorder as FlightRecorder
 
 _MODULE_OF = {
-    "Analysis": "analysis",
-    "Dump": "dump",
-    "FlightRecorder": "recorder",
-    "Kind": "verdict",
-    "PrometheusFile": "summary_outputs",
-    "StepSummaries": "step_summaries",
-    "TensorBoardScalars": "summary_outputs",
-    "Verdict": "verdict",
-    "analyze": "analysis",
-    "enable": "triggers",
-    "read_dump": "dump_reader",
-    "write_dump": "dump",
+    "Analysis": "analysis.analysis",
+    "Dump": "dumps.dump",
+    "FlightRecorder": "record.recorder",
+    "Kind": "analysis.verdict",
+    "PrometheusFile": "live.summary_outputs",
+    "StepSummaries": "live.step_summaries",
+    "TensorBoardScalars": "live.summary_outputs",
+    "Verdict": "analysis.verdict",
+    "analyze": "analysis.analysis",
+    "enable": "dumps.triggers",
+    "read_dump": "dumps.reader",
+    "write_dump": "dumps.dump",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

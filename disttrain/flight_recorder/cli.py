@@ -13,9 +13,9 @@ from pathlib import Path
 from disttrain.command_line import Parser, add_version
 from disttrain.console import write
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.analysis import Analysis, analyze
-from disttrain.flight_recorder.report import as_json, as_text
-from disttrain.flight_recorder.verdict import Kind
+from disttrain.flight_recorder.analysis.analysis import Analysis, analyze
+from disttrain.flight_recorder.analysis.verdict import Kind
+from disttrain.flight_recorder.views.report import as_json, as_text
 from disttrain.garbage import uncollected
 
 USAGE = 2
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `disttrain-flight` and return its exit code: that of the first verdict, or 2 when it was called wrongly."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["watch"]:
-        from disttrain.flight_recorder.watch import watch  # reads a terminal; for this command only
+        from disttrain.flight_recorder.live.watch import watch  # reads a terminal; for this command only
 
         return watch(arguments[1:])
     options = _parser().parse_args(arguments)
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _draw(analysis: Analysis, options: argparse.Namespace) -> None:
     """The files that were asked for. Raises FlightDumpError for one that cannot be written."""
     if options.html is not None:
-        from disttrain.flight_recorder.view_page import write_page  # hashes and drawing: not for the text
+        from disttrain.flight_recorder.views.page import write_page  # hashes and drawing: not for the text
 
         write_page(options.html, analysis)
     if options.trace is not None:
-        from disttrain.flight_recorder.trace import write_trace  # as above
+        from disttrain.flight_recorder.views.trace import write_trace  # as above
 
         write_trace(options.trace, analysis.dumps)
 

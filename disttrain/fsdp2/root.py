@@ -11,13 +11,13 @@ import torch
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import when_backward_ends
-from disttrain.fsdp2.comm import Comm
-from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.faults.lone_errors import tell_of
+from disttrain.fsdp2.faults.stale_graphs import written_to
 from disttrain.fsdp2.machine.commands import Commands
 from disttrain.fsdp2.machine.model import Backward, Model
+from disttrain.fsdp2.modules.structure import Structure
 from disttrain.fsdp2.runner import run
-from disttrain.fsdp2.stale_graphs import written_to
-from disttrain.fsdp2.structure import Structure
+from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.fsdp2.transfers.measuring import costs_of
 from disttrain.fsdp2.transfers.planning import TransferPlan, carry_out, plan_transfers
 

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
-from disttrain.fsdp2.comm import Comm, Named
-from disttrain.fsdp2.given import take_up
 from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.machine.unit import gather_anew
-from disttrain.fsdp2.param import ShardedParam
-from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.modules.given import take_up
+from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.params.param_group import ParamGroup
+from disttrain.fsdp2.transfers.comm import Comm, Named
 from disttrain.fsdp2.transfers.gathering import start_gathering
 from disttrain.fsdp2.transfers.reducing import reduce_together
 

@@ -11,18 +11,18 @@ from torch import nn
 
 from disttrain.dtensor import Placement, Shard
 from disttrain.dtensor.foreign import check_ours
-from disttrain.dtensor.placement import converted
+from disttrain.dtensor.spec.placement import converted
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import compile_forward_alone, own_parameters
-from disttrain.fsdp2.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.module import FSDPModule
-from disttrain.fsdp2.param import Owner, ShardedParam, check_can_shard
-from disttrain.fsdp2.param_group import ParamGroup
-from disttrain.fsdp2.parametrized import keep_parametrizations
+from disttrain.fsdp2.modules.parametrized import keep_parametrizations
+from disttrain.fsdp2.modules.structure import unmanaged_modules
+from disttrain.fsdp2.params.extensions import ExtensionGroup, has_gather_hooks
+from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard
+from disttrain.fsdp2.params.param_group import ParamGroup
+from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
-from disttrain.fsdp2.sharding import Sharding
 from disttrain.fsdp2.state import ShardState, set_state, state_of
-from disttrain.fsdp2.structure import unmanaged_modules
 from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.process_group import current_world
 

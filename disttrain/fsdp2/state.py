@@ -17,13 +17,13 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
-from disttrain.fsdp2.asked_grads import answer_for
-from disttrain.fsdp2.buckets import buckets_of
-from disttrain.fsdp2.checks import is_begun, refuse_begun, refuse_transform
-from disttrain.fsdp2.comm import Comm
-from disttrain.fsdp2.handed_back import Forwards
-from disttrain.fsdp2.lone_errors import tell_of_failure
-from disttrain.fsdp2.lost_writes import note_values, refuse_writes, written_since
+from disttrain.fsdp2.faults.checks import is_begun, refuse_begun, refuse_transform
+from disttrain.fsdp2.faults.lone_errors import tell_of_failure
+from disttrain.fsdp2.faults.lost_writes import note_values, refuse_writes, written_since
+from disttrain.fsdp2.faults.stale_graphs import refuse_stale, written_to
+from disttrain.fsdp2.faults.stale_optimizers import watch_stale_optimizers
+from disttrain.fsdp2.grads.asked import answer_for
+from disttrain.fsdp2.grads.post_backward import watch_inputs
 from disttrain.fsdp2.machine.commands import Commands
 from disttrain.fsdp2.machine.group import Buckets
 from disttrain.fsdp2.machine.model import Backward, free_old
@@ -35,17 +35,17 @@ from disttrain.fsdp2.machine.unit import (
     load_begins,
     wait_for_unshard,
 )
-from disttrain.fsdp2.nests import cast_floats, for_each_tensor, may_hide_tensors
-from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.modules.handed_back import Forwards
+from disttrain.fsdp2.modules.nests import cast_floats, for_each_tensor, may_hide_tensors
+from disttrain.fsdp2.modules.silent_outputs import watch_gradients
+from disttrain.fsdp2.modules.state_dicts import show_shards_in_state_dicts
+from disttrain.fsdp2.modules.structure import STATE, check_parameters, name_groups
+from disttrain.fsdp2.params.buckets import buckets_of
+from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
-from disttrain.fsdp2.post_backward import watch_inputs
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.runner import run
-from disttrain.fsdp2.silent_outputs import watch_gradients
-from disttrain.fsdp2.stale_graphs import refuse_stale, written_to
-from disttrain.fsdp2.stale_optimizers import watch_stale_optimizers
-from disttrain.fsdp2.state_dicts import show_shards_in_state_dicts
-from disttrain.fsdp2.structure import STATE, check_parameters, name_groups
+from disttrain.fsdp2.transfers.comm import Comm
 
 
 class ShardState:

@@ -6,20 +6,20 @@ On GPUs they are Triton's; on CPUs, and for what Triton's don't take, torch's op
 
 from __future__ import annotations
 
-from disttrain.kernels.attention import attention
-from disttrain.kernels.attention_choice import Choice, attention_choices
-from disttrain.kernels.attention_rules import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap
-from disttrain.kernels.float8_linear import Float8Linear, float8_linear
-from disttrain.kernels.float8_weight import Float8Weight
-from disttrain.kernels.glu import geglu, swiglu
-from disttrain.kernels.head import loss_from_head
-from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
-from disttrain.kernels.norms import layer_norm, rms_norm
-from disttrain.kernels.optimizers import SGD, AdamW, FusedOptimizer, Lion
-from disttrain.kernels.rotary import rotate, rotate_
-from disttrain.kernels.sparse24 import Sparse24, SparseLinear, use_sparse24
+from disttrain.kernels.attention.choice import Choice, attention_choices
+from disttrain.kernels.attention.operator import attention
+from disttrain.kernels.attention.rules import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap
+from disttrain.kernels.cross_entropy.head import loss_from_head
+from disttrain.kernels.cross_entropy.linear import linear_cross_entropy
+from disttrain.kernels.float8.linear import Float8Linear, float8_linear
+from disttrain.kernels.float8.use import use_float8
+from disttrain.kernels.float8.weight import Float8Weight
+from disttrain.kernels.glu.operator import geglu, swiglu
+from disttrain.kernels.norms.operator import layer_norm, rms_norm
+from disttrain.kernels.optimizers.fused import SGD, AdamW, FusedOptimizer, Lion
+from disttrain.kernels.rotary.operator import rotate, rotate_
+from disttrain.kernels.sparse24.training import Sparse24, SparseLinear, use_sparse24
 from disttrain.kernels.use import Replaced, use_kernels
-from disttrain.kernels.use_float8 import use_float8
 
 __all__ = [
     "AdamW",

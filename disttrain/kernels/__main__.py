@@ -13,7 +13,7 @@ import torch
 
 from disttrain.command_line import Parser
 from disttrain.console import size_text, write
-from disttrain.kernels.attention_bench import Sizes, timed
+from disttrain.kernels.attention.bench import Sizes, timed
 from disttrain.kernels.bench import Measured, copy_bytes_per_s, measure, measure_adamw, measure_packing
 from disttrain.kernels.bench_cases import cases
 

@@ -18,8 +18,8 @@ import torch
 
 from disttrain.kernels._torch import copy_each
 from disttrain.kernels.bench_cases import Case, Step
-from disttrain.kernels.copies import copy_all
-from disttrain.kernels.optimizers import AdamW
+from disttrain.kernels.copies.operator import copy_all
+from disttrain.kernels.optimizers.fused import AdamW
 
 NUM_ROUNDS: Final = 20
 _COPY_BYTES: Final = 1 << 30

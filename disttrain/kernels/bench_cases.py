@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from disttrain import kernels
-from disttrain.kernels.float8 import cast
-from disttrain.kernels.sparse24_product import Packed24, mask24_of_tiles, sparse24_linear, takes_packed
+from disttrain.kernels.float8.operator import cast
+from disttrain.kernels.sparse24.product import Packed24, mask24_of_tiles, sparse24_linear, takes_packed
 
 Step = Callable[..., Any]
 

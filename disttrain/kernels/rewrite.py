@@ -17,11 +17,11 @@ from torch import fx, nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.kernels._torch import has_hooks
-from disttrain.kernels.attention_sdpa import attended
-from disttrain.kernels.glu import GELUS, geglu, swiglu
-from disttrain.kernels.linear_cross_entropy import linear_cross_entropy
-from disttrain.kernels.norm_modules import KernelLayerNorm, KernelRMSNorm, add_then_norm
-from disttrain.kernels.rotary import rotate
+from disttrain.kernels.attention.sdpa import attended
+from disttrain.kernels.cross_entropy.linear import linear_cross_entropy
+from disttrain.kernels.glu.operator import GELUS, geglu, swiglu
+from disttrain.kernels.norms.modules import KernelLayerNorm, KernelRMSNorm, add_then_norm
+from disttrain.kernels.rotary.operator import rotate
 from disttrain.kernels.tracing import Trace, trace
 
 SWIGLU, GEGLU, ADD_NORM, LOSS, ROTATION, ATTENTION = (

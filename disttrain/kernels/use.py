@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from disttrain.console import write
-from disttrain.kernels.norm_modules import KERNEL_OF
+from disttrain.kernels.norms.modules import KERNEL_OF
 from disttrain.kernels.rewrite import rewritten
 from disttrain.kernels.tracing import Trace, is_as_traced
 

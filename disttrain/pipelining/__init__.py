@@ -15,25 +15,20 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from disttrain.pipelining.action import Action as Action
-    from disttrain.pipelining.action import Op as Op
-    from disttrain.pipelining.action import parse_action as parse_action
-    from disttrain.pipelining.backward import Backward as Backward
-    from disttrain.pipelining.balance import BlockCosts as BlockCosts
-    from disttrain.pipelining.block_stages import split_blocks as split_blocks
-    from disttrain.pipelining.catalogue import make_schedule as make_schedule
-    from disttrain.pipelining.clipping import clip_grad_norm_ as clip_grad_norm_
-    from disttrain.pipelining.costs import Costs as Costs
-    from disttrain.pipelining.costs import Link as Link
-    from disttrain.pipelining.csv_form import from_csv as from_csv
-    from disttrain.pipelining.csv_form import to_csv as to_csv
-    from disttrain.pipelining.layers import split_layers as split_layers
-    from disttrain.pipelining.liveness import Peak as Peak
-    from disttrain.pipelining.liveness import peaks as peaks
     from disttrain.pipelining.microbatch import Microbatches as Microbatches
     from disttrain.pipelining.microbatch import TensorChunkSpec as TensorChunkSpec
     from disttrain.pipelining.microbatch import merge_chunks as merge_chunks
     from disttrain.pipelining.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from disttrain.pipelining.model.backward import Backward as Backward
+    from disttrain.pipelining.model.block_stages import split_blocks as split_blocks
+    from disttrain.pipelining.model.layers import split_layers as split_layers
+    from disttrain.pipelining.model.parts import measure_costs as measure_costs
+    from disttrain.pipelining.model.pipe import Pipe as Pipe
+    from disttrain.pipelining.model.pipe import SplitPoint as SplitPoint
+    from disttrain.pipelining.model.pipe import pipe_split as pipe_split
+    from disttrain.pipelining.model.pipe import pipeline as pipeline
+    from disttrain.pipelining.model.stages import SplitModel as SplitModel
+    from disttrain.pipelining.model.stages import TiedWeight as TiedWeight
     from disttrain.pipelining.named_schedules import PipelineScheduleMulti as PipelineScheduleMulti
     from disttrain.pipelining.named_schedules import PipelineScheduleSingle as PipelineScheduleSingle
     from disttrain.pipelining.named_schedules import Schedule1F1B as Schedule1F1B
@@ -49,45 +44,50 @@ if TYPE_CHECKING:
     from disttrain.pipelining.named_schedules import ScheduleZBH2 as ScheduleZBH2
     from disttrain.pipelining.named_schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from disttrain.pipelining.named_schedules import get_schedule_class as get_schedule_class
-    from disttrain.pipelining.parts import measure_costs as measure_costs
     from disttrain.pipelining.passes.lower import lower as lower
     from disttrain.pipelining.pictures.svg import draw_svg as draw_svg
     from disttrain.pipelining.pictures.text import draw_text as draw_text
     from disttrain.pipelining.pictures.trace import chrome_trace as chrome_trace
-    from disttrain.pipelining.pipe import Pipe as Pipe
-    from disttrain.pipelining.pipe import SplitPoint as SplitPoint
-    from disttrain.pipelining.pipe import pipe_split as pipe_split
-    from disttrain.pipelining.pipe import pipeline as pipeline
-    from disttrain.pipelining.placement import Placement as Placement
-    from disttrain.pipelining.runtime import PipelineSchedule as PipelineSchedule
-    from disttrain.pipelining.schedule import Schedule as Schedule
-    from disttrain.pipelining.schedule import Wiring as Wiring
+    from disttrain.pipelining.runtime.clipping import clip_grad_norm_ as clip_grad_norm_
+    from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule as PipelineSchedule
+    from disttrain.pipelining.schedule.action import Action as Action
+    from disttrain.pipelining.schedule.action import Op as Op
+    from disttrain.pipelining.schedule.action import parse_action as parse_action
+    from disttrain.pipelining.schedule.balance import BlockCosts as BlockCosts
+    from disttrain.pipelining.schedule.catalogue import make_schedule as make_schedule
+    from disttrain.pipelining.schedule.costs import Costs as Costs
+    from disttrain.pipelining.schedule.costs import Link as Link
+    from disttrain.pipelining.schedule.csv_form import from_csv as from_csv
+    from disttrain.pipelining.schedule.csv_form import to_csv as to_csv
+    from disttrain.pipelining.schedule.liveness import Peak as Peak
+    from disttrain.pipelining.schedule.liveness import peaks as peaks
+    from disttrain.pipelining.schedule.placement import Placement as Placement
+    from disttrain.pipelining.schedule.schedule import Schedule as Schedule
+    from disttrain.pipelining.schedule.schedule import Wiring as Wiring
+    from disttrain.pipelining.schedule.simulator import simulate as simulate
+    from disttrain.pipelining.schedule.timeline import Timeline as Timeline
+    from disttrain.pipelining.schedule.verifier import find_problems as find_problems
+    from disttrain.pipelining.schedule.verifier import verify as verify
     from disttrain.pipelining.schedules.forward_only import forward_only as forward_only
     from disttrain.pipelining.searching.search import search as search
-    from disttrain.pipelining.simulator import simulate as simulate
     from disttrain.pipelining.stage import PipelineStage as PipelineStage
-    from disttrain.pipelining.stages import SplitModel as SplitModel
-    from disttrain.pipelining.stages import TiedWeight as TiedWeight
-    from disttrain.pipelining.timeline import Timeline as Timeline
-    from disttrain.pipelining.verifier import find_problems as find_problems
-    from disttrain.pipelining.verifier import verify as verify
 
 _MODULE_OF = {
-    "Action": "action",
-    "Backward": "backward",
-    "BlockCosts": "balance",
-    "Costs": "costs",
-    "Link": "costs",
+    "Action": "schedule.action",
+    "Backward": "model.backward",
+    "BlockCosts": "schedule.balance",
+    "Costs": "schedule.costs",
+    "Link": "schedule.costs",
     "Microbatches": "microbatch",
-    "Op": "action",
-    "Peak": "liveness",
-    "Pipe": "pipe",
-    "PipelineSchedule": "runtime",
+    "Op": "schedule.action",
+    "Peak": "schedule.liveness",
+    "Pipe": "model.pipe",
+    "PipelineSchedule": "runtime.schedule_runtime",
     "PipelineScheduleMulti": "named_schedules",
     "PipelineScheduleSingle": "named_schedules",
     "PipelineStage": "stage",
-    "Placement": "placement",
-    "Schedule": "schedule",
+    "Placement": "schedule.placement",
+    "Schedule": "schedule.schedule",
     "Schedule1F1B": "named_schedules",
     "ScheduleDualPipeV": "named_schedules",
     "ScheduleForwardOnly": "named_schedules",
@@ -100,35 +100,35 @@ _MODULE_OF = {
     "ScheduleZBH1": "named_schedules",
     "ScheduleZBH2": "named_schedules",
     "ScheduleZBVZeroBubble": "named_schedules",
-    "SplitModel": "stages",
-    "SplitPoint": "pipe",
+    "SplitModel": "model.stages",
+    "SplitPoint": "model.pipe",
     "TensorChunkSpec": "microbatch",
-    "TiedWeight": "stages",
-    "Timeline": "timeline",
-    "Wiring": "schedule",
+    "TiedWeight": "model.stages",
+    "Timeline": "schedule.timeline",
+    "Wiring": "schedule.schedule",
     "chrome_trace": "pictures.trace",
-    "clip_grad_norm_": "clipping",
+    "clip_grad_norm_": "runtime.clipping",
     "draw_svg": "pictures.svg",
     "draw_text": "pictures.text",
-    "find_problems": "verifier",
+    "find_problems": "schedule.verifier",
     "forward_only": "schedules.forward_only",
-    "from_csv": "csv_form",
+    "from_csv": "schedule.csv_form",
     "get_schedule_class": "named_schedules",
     "lower": "passes.lower",
-    "make_schedule": "catalogue",
-    "measure_costs": "parts",
+    "make_schedule": "schedule.catalogue",
+    "measure_costs": "model.parts",
     "merge_chunks": "microbatch",
-    "parse_action": "action",
-    "peaks": "liveness",
-    "pipe_split": "pipe",
-    "pipeline": "pipe",
+    "parse_action": "schedule.action",
+    "peaks": "schedule.liveness",
+    "pipe_split": "model.pipe",
+    "pipeline": "model.pipe",
     "search": "searching.search",
-    "simulate": "simulator",
+    "simulate": "schedule.simulator",
     "split_args_kwargs_into_chunks": "microbatch",
-    "split_blocks": "block_stages",
-    "split_layers": "layers",
-    "to_csv": "csv_form",
-    "verify": "verifier",
+    "split_blocks": "model.block_stages",
+    "split_layers": "model.layers",
+    "to_csv": "schedule.csv_form",
+    "verify": "schedule.verifier",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

@@ -11,19 +11,19 @@ from pathlib import Path
 from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.catalogue import RECIPES, find_recipe, make_schedule
-from disttrain.pipelining.costs import Costs, Link
-from disttrain.pipelining.csv_form import from_csv, to_csv
 from disttrain.pipelining.passes import lower
 from disttrain.pipelining.pictures import chrome_trace, draw_svg, draw_text
 from disttrain.pipelining.pictures.look import plural
 from disttrain.pipelining.pictures.table import compare_table
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.catalogue import RECIPES, find_recipe, make_schedule
+from disttrain.pipelining.schedule.costs import Costs, Link
+from disttrain.pipelining.schedule.csv_form import from_csv, to_csv
+from disttrain.pipelining.schedule.schedule import Schedule
+from disttrain.pipelining.schedule.simulator import simulate
+from disttrain.pipelining.schedule.timeline import Timeline
+from disttrain.pipelining.schedule.verifier import find_problems
 from disttrain.pipelining.searching import search
 from disttrain.pipelining.searching.search import Found, named_schedules
-from disttrain.pipelining.simulator import simulate
-from disttrain.pipelining.timeline import Timeline
-from disttrain.pipelining.verifier import find_problems
 
 WRONG = 1
 USAGE = 2

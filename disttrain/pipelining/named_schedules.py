@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.catalogue import find_recipe, make_schedule
-from disttrain.pipelining.csv_form import from_csv
-from disttrain.pipelining.refusing import refusing
-from disttrain.pipelining.runtime import PipelineSchedule
+from disttrain.pipelining.runtime.refusing import refusing
+from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
+from disttrain.pipelining.schedule.catalogue import find_recipe, make_schedule
+from disttrain.pipelining.schedule.csv_form import from_csv
 from disttrain.pipelining.stage import PipelineStage, stages_of
 from disttrain.process_group.current import resolve_group
 

@@ -13,10 +13,10 @@ from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
 from disttrain.mesh import DeviceMesh
-from disttrain.pipelining.forms import form_of
-from disttrain.pipelining.refusing import refusing
-from disttrain.pipelining.routes import Value
-from disttrain.pipelining.sharded import ScheduledModule, scheduled_modules
+from disttrain.pipelining.runtime.message_metadata import form_of
+from disttrain.pipelining.runtime.refusing import refusing
+from disttrain.pipelining.runtime.routes import Value
+from disttrain.pipelining.runtime.sharded import ScheduledModule, scheduled_modules
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.current import resolve_group
 

@@ -4,9 +4,9 @@
     for plan in find_plans(job).plans:
         print(plan.choice, plan.memory.total_bytes, plan.times.step_s)
 
-Nothing is run and no torch is loaded: memory is counted tensor by tensor (`memory.py`), bytes on the wire collective by
-collective (`traffic.py`), times follow from the hardware's attained rates (`times.py`), and a pipeline's bubble is the
-simulator's. `python -m disttrain.plan` prints it.
+Nothing is run and no torch is loaded: memory is counted tensor by tensor (`model/memory.py`), bytes on the wire
+collective by collective (`time/traffic.py`), times follow from the hardware's attained rates (`time/times.py`), and a
+pipeline's bubble is the simulator's. `python -m disttrain.plan` prints it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from disttrain.plan.hardware import HARDWARE as HARDWARE
-    from disttrain.plan.hardware import Hardware as Hardware
     from disttrain.plan.job import Choice as Choice
     from disttrain.plan.job import Job as Job
     from disttrain.plan.job import MeshSizes as MeshSizes
-    from disttrain.plan.memory import Memory as Memory
-    from disttrain.plan.memory import memory_of as memory_of
+    from disttrain.plan.model.memory import Memory as Memory
+    from disttrain.plan.model.memory import memory_of as memory_of
+    from disttrain.plan.model.sizes import PRESETS as PRESETS
+    from disttrain.plan.model.sizes import LlamaSizes as LlamaSizes
+    from disttrain.plan.model.sizes import read_sizes as read_sizes
     from disttrain.plan.search import Plan as Plan
     from disttrain.plan.search import Plans as Plans
     from disttrain.plan.search import find_plans as find_plans
     from disttrain.plan.search import plan_of as plan_of
-    from disttrain.plan.sizes import PRESETS as PRESETS
-    from disttrain.plan.sizes import LlamaSizes as LlamaSizes
-    from disttrain.plan.sizes import read_sizes as read_sizes
-    from disttrain.plan.times import Times as Times
-    from disttrain.plan.traffic import Traffic as Traffic
-    from disttrain.plan.traffic import traffic_of as traffic_of
+    from disttrain.plan.time.hardware import HARDWARE as HARDWARE
+    from disttrain.plan.time.hardware import Hardware as Hardware
+    from disttrain.plan.time.times import Times as Times
+    from disttrain.plan.time.traffic import Traffic as Traffic
+    from disttrain.plan.time.traffic import traffic_of as traffic_of
 
 _MODULE_OF = {
     "Choice": "job",
-    "HARDWARE": "hardware",
-    "Hardware": "hardware",
+    "HARDWARE": "time.hardware",
+    "Hardware": "time.hardware",
     "Job": "job",
-    "LlamaSizes": "sizes",
-    "Memory": "memory",
+    "LlamaSizes": "model.sizes",
+    "Memory": "model.memory",
     "MeshSizes": "job",
-    "PRESETS": "sizes",
+    "PRESETS": "model.sizes",
     "Plan": "search",
     "Plans": "search",
-    "Times": "times",
-    "Traffic": "traffic",
+    "Times": "time.times",
+    "Traffic": "time.traffic",
     "find_plans": "search",
-    "memory_of": "memory",
+    "memory_of": "model.memory",
     "plan_of": "search",
-    "read_sizes": "sizes",
-    "traffic_of": "traffic",
+    "read_sizes": "model.sizes",
+    "traffic_of": "time.traffic",
 }
 
 __all__ = sorted(_MODULE_OF)  # noqa: PLE0605

@@ -12,14 +12,14 @@ from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.doctor.links import read_links
 from disttrain.errors import DisttrainError, ScheduleError, SettingError
-from disttrain.pipelining.catalogue import find_recipe
 from disttrain.pipelining.pictures import draw_svg
-from disttrain.plan.hardware import HARDWARE, Hardware, read_hardware, to_json
+from disttrain.pipelining.schedule.catalogue import find_recipe
 from disttrain.plan.job import AXES, MIXED, PURE, Choice, Job, MeshSizes
+from disttrain.plan.model.sizes import PRESETS, read_sizes
 from disttrain.plan.report import as_json, as_text
 from disttrain.plan.search import SCHEDULES, find_plans
-from disttrain.plan.sizes import PRESETS, read_sizes
-from disttrain.plan.times import timeline_of
+from disttrain.plan.time.hardware import HARDWARE, Hardware, read_hardware, to_json
+from disttrain.plan.time.times import timeline_of
 
 NOTHING_FITS = 1
 USAGE = 2
@@ -63,7 +63,7 @@ def _picture(job: Job, choice: Choice) -> str:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from disttrain.plan.measure import measure  # loads torch
+    from disttrain.plan.time.measure import measure  # loads torch
 
     found = measure(_hardware(options))
     if found is not None:

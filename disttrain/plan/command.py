@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.sizes import PRESETS
+from disttrain.plan.model.sizes import PRESETS
 
 ROTARY_BASE = ",rotary_base=500000"
 """Of all Llamas that have a name here; it takes neither time nor memory."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from disttrain.errors import SettingError
-from disttrain.plan.hardware import HARDWARE, Hardware
-from disttrain.plan.sizes import LlamaSizes
+from disttrain.plan.model.sizes import LlamaSizes
+from disttrain.plan.time.hardware import HARDWARE, Hardware
 
 AXES = ("pp", "replicate", "dp", "tp")
 """In the order of ranks: those of the last axis are neighbours, since it sends most."""

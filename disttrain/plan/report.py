@@ -12,7 +12,7 @@ from disttrain.plan.command import command_of, unsaid
 from disttrain.plan.job import Job
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import Misfit, Plan, Plans
-from disttrain.plan.traffic import Traffic
+from disttrain.plan.time.traffic import Traffic
 
 _INDENT = "  "
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from disttrain.errors import ScheduleError
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
-from disttrain.plan.memory import Memory, memory_of, resting_bytes
-from disttrain.plan.times import Times, likely_s, times_of
-from disttrain.plan.traffic import Traffic, traffic_of
+from disttrain.plan.model.memory import Memory, memory_of, resting_bytes
+from disttrain.plan.time.times import Times, likely_s, times_of
+from disttrain.plan.time.traffic import Traffic, traffic_of
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "V-Half", "V-Min")
 EAGER_SCHEDULES = frozenset({"ZBVZeroBubble", "V-Half", "V-Min", "ZB-H1", "ZB-H2", "InterleavedZeroBubble"})

@@ -16,8 +16,9 @@ from disttrain.process_group.availability import (
 )
 from disttrain.process_group.backends import Backend, CompletedWork, Membership, register_backend
 from disttrain.process_group.backends.fabric import Fabric
-from disttrain.process_group.coalescing import coalescing_manager
-from disttrain.process_group.collectives import (
+from disttrain.process_group.beside.interop import from_torch, to_torch
+from disttrain.process_group.calls.coalescing import coalescing_manager
+from disttrain.process_group.calls.collectives import (
     all_gather_into_tensor,
     all_gather_single,
     all_reduce,
@@ -27,7 +28,30 @@ from disttrain.process_group.collectives import (
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
-from disttrain.process_group.counting import count_collectives
+from disttrain.process_group.calls.list_collectives import (
+    all_gather,
+    all_to_all,
+    all_to_all_single,
+    gather,
+    reduce_scatter,
+    scatter,
+)
+from disttrain.process_group.calls.many import (
+    all_gather_coalesced,
+    all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
+from disttrain.process_group.calls.monitored import monitored_barrier
+from disttrain.process_group.calls.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from disttrain.process_group.calls.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from disttrain.process_group.current import (
     current_world,
     destroy_process_group,
@@ -40,33 +64,15 @@ from disttrain.process_group.current import (
     new_group,
 )
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.interop import from_torch, to_torch
-from disttrain.process_group.list_collectives import (
-    all_gather,
-    all_to_all,
-    all_to_all_single,
-    gather,
-    reduce_scatter,
-    scatter,
+from disttrain.process_group.joining.subgroups import (
+    abort_process_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    split_group,
 )
-from disttrain.process_group.many import (
-    all_gather_coalesced,
-    all_gather_into_tensor_coalesced,
-    all_reduce_coalesced,
-    reduce_scatter_tensor_coalesced,
-)
-from disttrain.process_group.monitored import monitored_barrier
-from disttrain.process_group.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from disttrain.process_group.observer import Call, Observer
-from disttrain.process_group.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from disttrain.process_group.questions import (
+from disttrain.process_group.watching.counting import count_collectives
+from disttrain.process_group.watching.observer import Call, Observer
+from disttrain.process_group.watching.questions import (
     get_backend,
     get_backend_config,
     get_global_rank,
@@ -74,12 +80,6 @@ from disttrain.process_group.questions import (
     get_node_local_rank,
     get_pg_count,
     get_process_group_ranks,
-)
-from disttrain.process_group.subgroups import (
-    abort_process_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    split_group,
 )
 from disttrain.process_group.work import Work
 from disttrain.process_group.world import NON_GROUP_MEMBER, World

@@ -18,15 +18,15 @@ import torch
 from disttrain.arguments import arguments_of
 from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
-from disttrain.process_group import rendezvous
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.hosts import tell_host
+from disttrain.process_group.joining import rendezvous
+from disttrain.process_group.joining.hosts import tell_host
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
 from disttrain.settings import FLIGHT_RECORDER, TIMEOUT_S
 from disttrain.store import HashStore, PrefixStore, Store
 
-_RECORDER: Final = "disttrain.flight_recorder.triggers"
+_RECORDER: Final = "disttrain.flight_recorder.dumps.triggers"
 
 
 class _ThreadWorld(threading.local):
@@ -143,7 +143,7 @@ def enter_process_world(world: World, *, register_with_torch: bool | None = Fals
             world.default_group.to_torch()
         elif register_with_torch is None:
             # Here: what torch calls stands above worlds.
-            from disttrain.process_group.torch_registration import register_if_free
+            from disttrain.process_group.beside.torch_registration import register_if_free
 
             register_if_free(world.default_group)
     except BaseException:
@@ -212,7 +212,7 @@ def current_world(operation: str = "current_world") -> World:
     world = _default.thread.world or _default.process_world
     if world is None and _torch_alone() is not None:
         # What joins asks here for the current world itself.
-        importlib.import_module("disttrain.process_group.interop").from_torch()
+        importlib.import_module("disttrain.process_group.beside.interop").from_torch()
         world = _default.process_world
     if world is None:
         raise GroupError(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from disttrain.errors import BackendError, DisttrainError, ShapeError
-from disttrain.process_group.async_tensor import AsyncCollectiveTensor, settled
-from disttrain.process_group.fingerprint import compare_calls
+from disttrain.process_group.calls.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.observer import Call, How
+from disttrain.process_group.watching.fingerprint import compare_calls
+from disttrain.process_group.watching.observer import Call, How
 from disttrain.process_group.work import Place, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)

@@ -16,9 +16,9 @@ from disttrain.errors import BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
-from disttrain.process_group.hosts import leaves_host
-from disttrain.process_group.observer import Call
-from disttrain.process_group.torch_methods import add_torch_methods
+from disttrain.process_group.beside.torch_methods import add_torch_methods
+from disttrain.process_group.joining.hosts import leaves_host
+from disttrain.process_group.watching.observer import Call
 from disttrain.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ProcessGroup:
     `spans_hosts`, once `leaves_host` has found it out;
     `barrier_device`, where barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
     Transports are made by the first collective on a device type, which connects the members and nobody else; those that
-    have not come to it connect beside what they do (`connecting.py`).
+    have not come to it connect beside what they do (`joining/connecting.py`).
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class ProcessGroup:
         self._connecting = ""
         self._is_destroyed = False
         self.callable: Any = None
-        """What has the methods of torch's groups, once one of them was asked for (`torch_methods.py`)."""
+        """What has the methods of torch's groups, once one of them was asked for (`beside/torch_methods.py`)."""
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
         self.registration: TorchRegistration | None = None
         """What torch knows of the group, if it was told."""
         self.mail: Any = None
-        """How pipelines over this group send messages, once there is one (`pipelining/mail.py`)."""
+        """How pipelines over this group send messages, once there is one (`pipelining/runtime/messages.py`)."""
         self.transfer_cost: Any = None
         """What a gather over it takes, once it has been measured (`fsdp2/transfers/measuring.py`)."""
         self.costs_of_mesh: dict[Any, Any] = {}
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
-        """Memory that its ranks share, once somebody has asked for it (`peer_memory.py`)."""
+        """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -223,7 +223,7 @@ class ProcessGroup:
         Collective where the group has NCCL: every rank of the group, which connects for all of its devices.
         """
         # Here: what torch calls stands above groups.
-        from disttrain.process_group.torch_registration import register
+        from disttrain.process_group.beside.torch_registration import register
 
         return register(self)
 

@@ -11,7 +11,7 @@ import torch
 
 from disttrain.durations import Duration, seconds
 from disttrain.errors import DisttrainError
-from disttrain.process_group.observer import Call, Recorder
+from disttrain.process_group.watching.observer import Call, Recorder
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup

@@ -15,11 +15,11 @@ import torch
 
 from disttrain.errors import GroupError
 from disttrain.process_group._c10d import forget_ranks
-from disttrain.process_group.comparing import Comparing
-from disttrain.process_group.connecting import Connecting
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
-from disttrain.process_group.observer import Observer, Recorder
-from disttrain.process_group.refusals import Refusals
+from disttrain.process_group.joining.connecting import Connecting
+from disttrain.process_group.watching.comparing import Comparing
+from disttrain.process_group.watching.observer import Observer, Recorder
+from disttrain.process_group.watching.refusals import Refusals
 from disttrain.process_group.work import Work
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store

@@ -14,38 +14,38 @@ from typing import TYPE_CHECKING
 from disttrain.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from disttrain.store.auth import new_token as new_token
-    from disttrain.store.auth import read_token as read_token
-    from disttrain.store.auth import write_token as write_token
     from disttrain.store.base import Store as Store
-    from disttrain.store.certificates import Certificates as Certificates
     from disttrain.store.client import TCPStore as TCPStore
     from disttrain.store.file import FileStore as FileStore
-    from disttrain.store.follower import Following as Following
-    from disttrain.store.limits import Limits as Limits
     from disttrain.store.memory import HashStore as HashStore
     from disttrain.store.prefix import PrefixStore as PrefixStore
-    from disttrain.store.process import ServerProcess as ServerProcess
-    from disttrain.store.process import certificates_from_settings as certificates_from_settings
-    from disttrain.store.process import spawn_server as spawn_server
-    from disttrain.store.values import Value as Value
+    from disttrain.store.protocol.auth import new_token as new_token
+    from disttrain.store.protocol.auth import read_token as read_token
+    from disttrain.store.protocol.auth import write_token as write_token
+    from disttrain.store.protocol.limits import Limits as Limits
+    from disttrain.store.protocol.values import Value as Value
+    from disttrain.store.serving.process import ServerProcess as ServerProcess
+    from disttrain.store.serving.process import certificates_from_settings as certificates_from_settings
+    from disttrain.store.serving.process import spawn_server as spawn_server
+    from disttrain.store.standby.follower import Following as Following
+    from disttrain.store.tls.certificates import Certificates as Certificates
 
 _MODULE_OF = {
-    "Certificates": "certificates",
+    "Certificates": "tls.certificates",
     "FileStore": "file",
-    "Following": "follower",
+    "Following": "standby.follower",
     "HashStore": "memory",
-    "Limits": "limits",
+    "Limits": "protocol.limits",
     "PrefixStore": "prefix",
-    "ServerProcess": "process",
+    "ServerProcess": "serving.process",
     "Store": "base",
     "TCPStore": "client",
-    "Value": "values",
-    "certificates_from_settings": "process",
-    "new_token": "auth",
-    "read_token": "auth",
-    "spawn_server": "process",
-    "write_token": "auth",
+    "Value": "protocol.values",
+    "certificates_from_settings": "serving.process",
+    "new_token": "protocol.auth",
+    "read_token": "protocol.auth",
+    "spawn_server": "serving.process",
+    "write_token": "protocol.auth",
 }
 
 __all__ = [

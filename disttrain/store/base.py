@@ -8,7 +8,7 @@ from typing import Self
 
 from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import SettingError
-from disttrain.store.values import Value, checked_pairs, to_bytes
+from disttrain.store.protocol.values import Value, checked_pairs, to_bytes
 
 
 class Store:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreConnectionError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
-from disttrain.store.auth import read_token
-from disttrain.store.certificates import Certificates
-from disttrain.store.channel import Channel
-from disttrain.store.dial import Dialer
-from disttrain.store.methods import StoreMethods
-from disttrain.store.process import ServerProcess, certificates_from_settings, spawn_server
+from disttrain.store.connection.channel import Channel
+from disttrain.store.connection.dial import Dialer
+from disttrain.store.protocol.auth import read_token
+from disttrain.store.protocol.methods import StoreMethods
+from disttrain.store.protocol.wire import Address, Answer, Op
 from disttrain.store.server import is_loopback
-from disttrain.store.wire import Address, Answer, Op
+from disttrain.store.serving.process import ServerProcess, certificates_from_settings, spawn_server
+from disttrain.store.tls.certificates import Certificates
 
 if TYPE_CHECKING:
-    from disttrain.store.tls_socket import ClientTls
+    from disttrain.store.tls.socket import ClientTls
 
 _JOINED: Final = "disttrain/workers/joined"
 _COMPLETE: Final = "disttrain/workers/complete"
@@ -187,7 +187,7 @@ class TCPStore(StoreMethods):
 
 def _client_tls(certificates: Certificates) -> ClientTls:
     # It loads OpenSSL, which a client without certificates does not wait for.
-    from disttrain.store.tls_socket import ClientTls
+    from disttrain.store.tls.socket import ClientTls
 
     return ClientTls(certificates)
 

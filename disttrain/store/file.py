@@ -21,10 +21,10 @@ from typing import Any, Final, Self
 from disttrain.durations import Duration
 from disttrain.errors import DisttrainError, StoreConnectionError, StoreTimeoutError
 from disttrain.store.file_log import FileLog, pauses
-from disttrain.store.limits import Limits
-from disttrain.store.methods import StoreMethods
-from disttrain.store.state import NEVER_S, Outgoing, StoreState
-from disttrain.store.wire import READING, Answer, Message, Op
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.methods import StoreMethods
+from disttrain.store.protocol.state import NEVER_S, Outgoing, StoreState
+from disttrain.store.protocol.wire import READING, Answer, Message, Op
 
 _GIVE_UP: Final = -1
 """In place of an op: the requester waits no longer."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from disttrain.errors import StoreError, StoreLimitError, StoreTimeoutError
-from disttrain.store.wire import HEADER_BYTES, Decoder, Message, encode
+from disttrain.store.protocol.wire import HEADER_BYTES, Decoder, Message, encode
 
 _CRC_BYTES: Final = 4
 _PREFIX_BYTES: Final = _CRC_BYTES + HEADER_BYTES

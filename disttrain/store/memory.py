@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from disttrain.durations import Duration
 from disttrain.errors import StoreConnectionError
-from disttrain.store.limits import Limits
-from disttrain.store.methods import StoreMethods
-from disttrain.store.state import NEVER_S, Outgoing, StoreState
-from disttrain.store.wire import Answer, Op
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.methods import StoreMethods
+from disttrain.store.protocol.state import NEVER_S, Outgoing, StoreState
+from disttrain.store.protocol.wire import Answer, Op
 
 
 class _Call:

@@ -8,7 +8,7 @@ from typing import Self
 from disttrain.durations import Duration
 from disttrain.errors import StoreError
 from disttrain.store.base import Store, checked_store
-from disttrain.store.values import Value, to_bytes, to_keys
+from disttrain.store.protocol.values import Value, to_bytes, to_keys
 
 
 class PrefixStore(Store):

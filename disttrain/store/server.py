@@ -20,15 +20,15 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
-from disttrain.store.addresses import lookup_name
-from disttrain.store.certificates import Certificates
-from disttrain.store.follower import Follower, Following
-from disttrain.store.handshake import Votes
-from disttrain.store.hub import Hub
-from disttrain.store.keepalive import set_options
-from disttrain.store.limits import Limits
-from disttrain.store.shell import AnyHub, Shell
-from disttrain.store.wire import Decoder, Message, encode
+from disttrain.store.connection.addresses import lookup_name
+from disttrain.store.connection.keepalive import set_options
+from disttrain.store.protocol.handshake import Votes
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.wire import Decoder, Message, encode
+from disttrain.store.serving.hub import Hub
+from disttrain.store.serving.shell import AnyHub, Shell
+from disttrain.store.standby.follower import Follower, Following
+from disttrain.store.tls.certificates import Certificates
 
 ENGINES: Final = ("pyuv", "uvloop")
 READY: Final = "ready"
@@ -176,7 +176,7 @@ def make_hub(config: ServerConfig, limits: Limits, votes: Votes | None) -> AnyHu
     if config.certificates is None:
         return Hub(config.token, limits, votes=votes)
     # It loads OpenSSL, which a store without certificates does not wait for.
-    from disttrain.store.tls_hub import TlsHub
+    from disttrain.store.tls.hub import TlsHub
 
     return TlsHub(config.token, limits, config.certificates, votes=votes)
 
@@ -188,7 +188,7 @@ def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follo
     tls = None
     if config.certificates is not None:
         # As above.
-        from disttrain.store.tls_socket import ClientTls
+        from disttrain.store.tls.socket import ClientTls
 
         tls = ClientTls(config.certificates)
     return Follower(config.following, port, config.token, tls, votes)

@@ -1,11 +1,11 @@
-"""Values over a pipe: 4 bytes of length, then `disttrain.process_group.packing`."""
+"""Values over a pipe: 4 bytes of length, then `disttrain.process_group.calls.packing`."""
 
 from __future__ import annotations
 
 import struct
 from typing import IO, Any
 
-from disttrain.process_group.packing import pack, unpack
+from disttrain.process_group.calls.packing import pack, unpack
 
 _HEADER = struct.Struct(">I")
 

@@ -86,7 +86,7 @@ class RankPool:
     ) -> list[Any]:
         """Call the module-level `function` with keyword `arguments` on every rank of a new world.
 
-        Arguments and results are what `disttrain.process_group.packing` knows. Returns: the results, by rank.
+        Arguments and results are what `disttrain.process_group.calls.packing` knows. Returns: the results, by rank.
         Raises RankError with each failed rank's traceback, and with the stacks of those that hang or crashed.
         """
         try:

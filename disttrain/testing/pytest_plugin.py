@@ -6,7 +6,7 @@
         ...                       # runs on every rank of a world of 2, then of 3 processes
 
 Load it with `pytest_plugins = ["disttrain.testing.pytest_plugin"]`. A test on ranks is a module-level function; its
-arguments must be values that `disttrain.process_group.packing` can send.
+arguments must be values that `disttrain.process_group.calls.packing` can send.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import disttrain
-from disttrain.process_group.packing import pack
+from disttrain.process_group.calls.packing import pack
 from disttrain.settings import set_for_libraries
 from disttrain.store import PrefixStore, TCPStore
 from disttrain.testing.frames import read_frame, write_frame

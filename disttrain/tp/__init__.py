@@ -5,14 +5,14 @@ from __future__ import annotations
 from disttrain.lazy_names import answering
 from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.ddp import _pre_dp_module_transform as _pre_dp_module_transform
-from disttrain.tp.loss import vocab_parallel_cross_entropy
-from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.layers.sequence import SequenceParallel
+from disttrain.tp.loss.context import loss_parallel
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from disttrain.tp.parallelize import parallelize_module
-from disttrain.tp.plan import plan_for
-from disttrain.tp.plan_table import ParallelPlan
+from disttrain.tp.planning.plan_for import plan_for
+from disttrain.tp.planning.table import ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from disttrain.tp.randomness import own_randomness
-from disttrain.tp.sequence import SequenceParallel
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = [

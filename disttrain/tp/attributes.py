@@ -6,7 +6,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
-from disttrain.tp.axis import Axis
+from disttrain.tp.layers.axis import Axis
 from disttrain.tp.styles import ParallelStyle
 
 _DIVIDED = "_disttrain_divided"

@@ -12,8 +12,8 @@ from torch import nn
 from disttrain.dtensor import DTensor, Placement
 from disttrain.errors import ShardingError
 from disttrain.tp._torch import hook_after, hook_before
-from disttrain.tp.axis import Axis
-from disttrain.tp.layers import as_dtensor, given_out
+from disttrain.tp.layers.axis import Axis
+from disttrain.tp.layers.layers import as_dtensor, given_out
 
 
 @dataclass(frozen=True)

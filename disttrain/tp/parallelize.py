@@ -11,10 +11,10 @@ from torch import nn
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import absent_children
-from disttrain.tp.axis import Axis
+from disttrain.tp.layers.axis import Axis
+from disttrain.tp.layers.params import check_none_is_left
 from disttrain.tp.modules import check_module
-from disttrain.tp.params import check_none_is_left
-from disttrain.tp.plan_checks import check_plan
+from disttrain.tp.planning.checks import check_plan
 from disttrain.tp.prepare import find_shared_layers
 from disttrain.tp.styles import ParallelStyle
 

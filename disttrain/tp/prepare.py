@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard
-from disttrain.dtensor.placement import converted_all
+from disttrain.dtensor.spec.placement import converted_all
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import graph_root, hook_after, hook_before, hooks_before
-from disttrain.tp.axis import Axis
-from disttrain.tp.layers import as_dtensor, given_out
+from disttrain.tp.layers.axis import Axis
+from disttrain.tp.layers.layers import as_dtensor, given_out
+from disttrain.tp.layers.shared_input import Sharing
 from disttrain.tp.modules import as_tuple, first_input_name
-from disttrain.tp.shared_input import Sharing
 from disttrain.tp.styles import ParallelStyle, check_placements
 
 Layouts = Placement | Sequence[Placement | None] | None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from disttrain.mesh import DeviceMesh
-from disttrain.tp.axis import Axis
+from disttrain.tp.layers.axis import Axis
 
 _NUM_SEEDS = 1 << 62
 

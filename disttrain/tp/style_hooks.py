@@ -12,8 +12,8 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Placement, Shard
 from disttrain.mesh import DeviceMesh
-from disttrain.tp.axis import Axis
-from disttrain.tp.params import lay_out
+from disttrain.tp.layers.axis import Axis
+from disttrain.tp.layers.params import lay_out
 
 
 class StyleHooks:

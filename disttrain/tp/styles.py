@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import Placement, Replicate, Shard
-from disttrain.dtensor.placement import converted
+from disttrain.dtensor.spec.placement import converted
 from disttrain.errors import ShardingError
 from disttrain.mesh import DeviceMesh
 from disttrain.tp._torch import own_parameters
-from disttrain.tp.axis import Axis
-from disttrain.tp.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
-from disttrain.tp.linears import column_cuts, matrix_of, row_cuts
+from disttrain.tp.layers.axis import Axis
+from disttrain.tp.layers.layers import ColumnLayer, ColumnLinear, Parallel, RowLayer, RowLinear, become
+from disttrain.tp.layers.linears import column_cuts, matrix_of, row_cuts
+from disttrain.tp.layers.params import REPLICATED, Cut, lay_out
 from disttrain.tp.modules import FinishOutput, hook
-from disttrain.tp.params import REPLICATED, Cut, lay_out
 from disttrain.tp.style_hooks import StyleHooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -10,7 +10,7 @@ The parts, from the command line inwards:
     rounds, messages    nodes, places and ranks; what nodes and node 0 tell each other; pure
     rendezvous_state    nodes that come, go and fail in, rounds out; with peers, held, refusals and restarts; pure
     rendezvous          node 0's shell around it, over disttrain.store; sweeping removes what old rounds left there
-    seat, standby       who leads, who keeps the store's standby and takes node 0's place
+    lease, standby       who leads, who keeps the store's standby and takes node 0's place
     inherited           the rendezvous as a successor of node 0 goes on with it; pure
     link                a node's side: its reports, node 0's words
     part                a node's part: follow the words, round after round
@@ -36,6 +36,6 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from disttrain_launch.cli import main
-from disttrain_launch.job import JobSpec
+from disttrain_launch.request.job import JobSpec
 
 __all__ = ["JobSpec", "main"]

@@ -18,9 +18,9 @@ from disttrain import settings
 from disttrain.devices import num_gpus
 from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.clusters.placing import placed
-from disttrain_launch.flags import parse
-from disttrain_launch.job import NOT_STARTED, OPERATION
-from disttrain_launch.request import job_spec
+from disttrain_launch.request.flags import parse
+from disttrain_launch.request.job import NOT_STARTED, OPERATION
+from disttrain_launch.request.request import job_spec
 
 # What a machine may run out of at any step, and what to do then.
 _SHORTAGES = {

@@ -26,31 +26,31 @@ from disttrain.store import (
     spawn_server,
     write_token,
 )
-from disttrain.store.elector import Elector
-from disttrain_launch.addresses import LOOPBACK, is_loopback, is_ours
-from disttrain_launch.agent import Agent
-from disttrain_launch.board import Board
-from disttrain_launch.dumps import dump_folder, ring_folder, with_dump_folder
-from disttrain_launch.environment import Meeting
-from disttrain_launch.event_log import EventLog
-from disttrain_launch.events import Record, cause_of
-from disttrain_launch.handed_token import STDIN, read_handed_token
-from disttrain_launch.job import NOT_STARTED, OPERATION, JobSpec
-from disttrain_launch.leading import first_leader, has_standby, successor
-from disttrain_launch.link import JobLink
-from disttrain_launch.outcome import Interrupted, Outcome, signal_name
-from disttrain_launch.part import take_part
-from disttrain_launch.rendezvous import Leader, Say, connect
-from disttrain_launch.report import ending
-from disttrain_launch.rounds import Node
-from disttrain_launch.screen import Outlet
-from disttrain_launch.signals import SignalPipe, SignalStop
-from disttrain_launch.standby import Standby
-from disttrain_launch.sweeping import Sweeper
-from disttrain_launch.telling import Connect, Telling
-from disttrain_launch.view import JobState
-from disttrain_launch.warden import Warden
-from disttrain_launch.whereabouts import Address, leave_note
+from disttrain.store.standby.elector import Elector
+from disttrain_launch.output.event_log import EventLog
+from disttrain_launch.output.events import Record, cause_of
+from disttrain_launch.output.report import ending
+from disttrain_launch.output.screen import Outlet
+from disttrain_launch.output.telling import Connect, Telling
+from disttrain_launch.output.view import JobState
+from disttrain_launch.rendezvous.leading import first_leader, has_standby, successor
+from disttrain_launch.rendezvous.link import JobLink
+from disttrain_launch.rendezvous.node0 import Leader, Say, connect
+from disttrain_launch.rendezvous.part import take_part
+from disttrain_launch.rendezvous.rounds import Node
+from disttrain_launch.rendezvous.standby import Standby
+from disttrain_launch.rendezvous.sweeping import Sweeper
+from disttrain_launch.request.addresses import LOOPBACK, is_loopback, is_ours
+from disttrain_launch.request.handed_token import STDIN, read_handed_token
+from disttrain_launch.request.job import NOT_STARTED, OPERATION, JobSpec
+from disttrain_launch.request.whereabouts import Address, leave_note
+from disttrain_launch.workers.agent import Agent
+from disttrain_launch.workers.board import Board
+from disttrain_launch.workers.dumps import dump_folder, ring_folder, with_dump_folder
+from disttrain_launch.workers.environment import Meeting
+from disttrain_launch.workers.outcome import Interrupted, Outcome, signal_name
+from disttrain_launch.workers.signals import SignalPipe, SignalStop
+from disttrain_launch.workers.warden import Warden
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
@@ -164,7 +164,7 @@ def _story(
 ) -> tuple[str, Mapping[str, object]]:
     if not dumps.is_dir():
         return "", {}
-    from disttrain_launch.dump_story import story  # see there: a start does not wait for it
+    from disttrain_launch.output.dump_story import story  # see there: a start does not wait for it
 
     told = story(dumps, own_folder, outcome, spec, started_s)
     return told.text, told.facts
@@ -173,7 +173,9 @@ def _story(
 def _keep_rings(environ: Mapping[str, str]) -> None:
     """What workers have left of their rings, where the agent was killed, and nobody knows the round."""
     if (rings := ring_folder(environ)).is_dir():
-        from disttrain.flight_recorder.left_rings import collect_linked  # only the warden of a killed agent needs it
+        from disttrain.flight_recorder.dumps.orphaned_rings import (
+            collect_linked,  # only the warden of a killed agent needs it
+        )
 
         collect_linked(rings, dump_folder(environ, 0))
 

@@ -1,6 +1,6 @@
 """`disttrain-launch status`: what running jobs are doing, seen from any machine that has the token.
 
-Jobs of this user on this machine are found by what their launchers left there (`whereabouts.py`), others by
+Jobs of this user on this machine are found by what their launchers left there (`request/whereabouts.py`), others by
 `--endpoint`.
 """
 
@@ -20,12 +20,12 @@ from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import LaunchError, StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore, TCPStore, read_token
-from disttrain_launch.job import OPERATION
-from disttrain_launch.rendezvous import ROOM
-from disttrain_launch.screen import Outlet, Screen
-from disttrain_launch.table import drawn, table_of
-from disttrain_launch.view import Sight, look
-from disttrain_launch.whereabouts import Address, addresses_here
+from disttrain_launch.output.screen import Outlet, Screen
+from disttrain_launch.output.table import drawn, table_of
+from disttrain_launch.output.view import Sight, look
+from disttrain_launch.rendezvous.node0 import ROOM
+from disttrain_launch.request.job import OPERATION
+from disttrain_launch.request.whereabouts import Address, addresses_here
 
 NO_JOB = 3
 _WAIT_S = 5.0

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.flight_recorder.analysis import Analysis
-from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.judge import judge
-from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Frame, ThreadStack
-from disttrain.flight_recorder.view_page import as_html
+from disttrain.flight_recorder.analysis.analysis import Analysis
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.record.record import Frame, ThreadStack
+from disttrain.flight_recorder.views.page import as_html
 from tests.chromium import Chromium
 from tests.flight_job import job
 

@@ -18,20 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import disttrain
-from disttrain.dtensor import (
-    DTensor,
-    Layout,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Spec,
-    implicit_replication,
-    whole,
-)
+from disttrain.dtensor import DTensor, Layout, Partial, Placement, Replicate, Shard, Spec, implicit_replication
 from disttrain.dtensor._torch import OpFacts
-from disttrain.dtensor.redistribute import redistribute_local
-from disttrain.dtensor.shard_sizes import is_permuted
+from disttrain.dtensor.dispatch import whole
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.spec.shard_sizes import is_permuted
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.testing import run_threads
 from tests.dtensor_ops.cases import MESHES, Case, calls_of, cases_of, num_parts, plain_result, run_call

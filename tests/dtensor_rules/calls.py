@@ -13,9 +13,9 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from disttrain.dtensor import dispatch
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.call_plan import replaced, tensors_of
+from disttrain.dtensor.dispatch import dispatch
+from disttrain.dtensor.dispatch.call_plan import replaced, tensors_of
 from tests.dtensor_ops.cases import calls_of, run_call
 
 MAX_ELEMENTS = 4096

@@ -22,10 +22,11 @@ from torch.distributed.tensor.placement_types import Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Shard as TorchShard
 
 import disttrain
-from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, dispatch
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard
+from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.rules import Propagation, Rule, Signature
-from disttrain.dtensor.shard_sizes import num_blocks
+from disttrain.dtensor.spec.placement import NormPartial
+from disttrain.dtensor.spec.shard_sizes import num_blocks
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing import run_threads

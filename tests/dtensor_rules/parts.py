@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops.strategy_validation import _checkerboard_mask
 from torch.distributed.tensor.placement_types import Partial as TorchPartial
 
 from disttrain.dtensor import Partial, Placement, Replicate, StridedShard
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor.spec.placement import NormPartial
 
 
 class NoParts(Exception):

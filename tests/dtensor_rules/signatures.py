@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 import disttrain
-from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, Spec, dispatch
-from disttrain.dtensor.call_plan import replaced
-from disttrain.dtensor.global_outputs import global_outputs
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, Spec
+from disttrain.dtensor.dispatch import dispatch
+from disttrain.dtensor.dispatch.call_plan import replaced
+from disttrain.dtensor.dispatch.global_outputs import global_outputs
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature, find_rule
+from disttrain.dtensor.spec.placement import NormPartial
 from tests.dtensor_rules.calls import AtenCall
 
 PARTIALS = (*map(Partial, ("sum", "avg", "min", "max", "product")), NormPartial())

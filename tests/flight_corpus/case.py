@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 
 TIMEOUT_S: Final = 60.0
 """Of a collective, in most runs: longer than any lasts."""

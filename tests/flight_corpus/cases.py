@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from disttrain.flight_recorder.verdict import Kind
+from disttrain.flight_recorder.analysis.verdict import Kind
 from tests.flight_corpus import absent, calls, gpu, healthy, messages, parallel, second, slow, third
 from tests.flight_corpus.case import NCCL, Case
 

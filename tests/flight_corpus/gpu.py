@@ -7,7 +7,7 @@ import time
 import torch
 
 import disttrain
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 from tests.flight_corpus.case import NCCL, Cases, labelled
 from tests.flight_corpus.steps import step, train
 from tests.flight_corpus.tensors import ones

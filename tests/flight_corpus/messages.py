@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import disttrain
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, step, train
 from tests.flight_corpus.tensors import ones

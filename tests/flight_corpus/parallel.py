@@ -7,7 +7,7 @@ import signal
 import time
 
 import disttrain
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.tensors import ones
 from tests.flight_corpus.training import by_hand, meshed, pipeline, sharded

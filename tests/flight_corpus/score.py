@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from disttrain.flight_recorder.analysis import Analysis, analyze
-from disttrain.flight_recorder.verdict import Kind, Verdict
+from disttrain.flight_recorder.analysis.analysis import Analysis, analyze
+from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from tests.flight_corpus.case import Case
 from tests.flight_corpus.cases import RUNS, SETS
 

@@ -20,10 +20,10 @@ from torch import nn
 import disttrain
 from disttrain import tp
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineStage, make_schedule
-from disttrain.pipelining.runtime import PipelineSchedule
+from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, train
 from tests.flight_corpus.tensors import device, ones

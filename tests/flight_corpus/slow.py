@@ -7,7 +7,7 @@ import time
 import torch
 
 import disttrain
-from disttrain.flight_recorder.verdict import Kind
+from disttrain.flight_recorder.analysis.verdict import Kind
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.steps import group_of, step
 from tests.flight_corpus.tensors import ones

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import disttrain
-from disttrain.flight_recorder.verdict import Kind
+from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.pipelining import PipelineStage, make_schedule
-from disttrain.pipelining.runtime import PipelineSchedule
+from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
 from tests.flight_corpus.case import Cases, labelled
 from tests.flight_corpus.tensors import device, ones
 from tests.flight_corpus.training import DIM, Layer

@@ -11,7 +11,7 @@ from torch import nn
 import disttrain
 from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining import PipelineStage, make_schedule
-from disttrain.pipelining.runtime import PipelineSchedule
+from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
 from tests.flight_corpus.tensors import device, ones
 
 NUM_MICROBATCHES = 4

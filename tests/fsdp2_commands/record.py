@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 from torch import nn
 
-from disttrain.fsdp2 import extensions
-from disttrain.fsdp2.collectives import Gather, Reduction
-from disttrain.fsdp2.comm import Comm
-from disttrain.fsdp2.param import ShardedParam
-from disttrain.fsdp2.shown import Shown
+from disttrain.fsdp2.modules.shown import Shown
+from disttrain.fsdp2.params import extensions
+from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.params.unsharded import UnshardedParams
 from disttrain.fsdp2.transfers import gathering, reducing
-from disttrain.fsdp2.unsharded import UnshardedParams
+from disttrain.fsdp2.transfers.collectives import Gather, Reduction
+from disttrain.fsdp2.transfers.comm import Comm
 
 
 class Commands:

@@ -17,13 +17,21 @@ from typing import Any
 import msgpack
 
 from disttrain.errors import StoreError
-from disttrain.store.auth import client_proof
-from disttrain.store.handshake import ClientHandshake
-from disttrain.store.hub import HANDSHAKE_S, Hub
-from disttrain.store.limits import Limits
-from disttrain.store.sessions import SESSION_S
-from disttrain.store.state import StoreState
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, PROTOCOL_VERSION, Decoder, Op, Status, WireError, encode
+from disttrain.store.protocol.auth import client_proof
+from disttrain.store.protocol.handshake import ClientHandshake
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.sessions import SESSION_S
+from disttrain.store.protocol.state import StoreState
+from disttrain.store.protocol.wire import (
+    HANDSHAKE_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Decoder,
+    Op,
+    Status,
+    WireError,
+    encode,
+)
+from disttrain.store.serving.hub import HANDSHAKE_S, Hub
 
 TOKEN = "0123456789abcdef"
 LIMITS = Limits(key_bytes=24, value_bytes=40, frame_bytes=600, num_keys=8, num_clients=3, total_bytes=200)

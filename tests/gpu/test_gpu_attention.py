@@ -17,9 +17,9 @@ import disttrain
 from disttrain.dtensor import DTensor, Shard, distribute_tensor
 from disttrain.errors import BackendError
 from disttrain.kernels import Causal, Documents, SlidingWindow, attention, attention_choices, use_kernels
-from disttrain.kernels.attention import call_of
-from disttrain.kernels.attention_choice import machine_of
-from disttrain.kernels.attention_plan import serving
+from disttrain.kernels.attention.choice import machine_of
+from disttrain.kernels.attention.operator import call_of
+from disttrain.kernels.attention.plan import serving
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.attention_cases import NAMES, on, rule_called, tensors, wished
 from tests.gpu_ranks import NUM_GPU_RANKS

@@ -14,8 +14,10 @@ from torch import nn
 import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
-from disttrain.kernels import Float8Weight, float8_linear, float8_twin, use_float8
-from disttrain.kernels.float8 import cast
+from disttrain.kernels import Float8Weight, use_float8
+from disttrain.kernels.float8 import linear as float8_linear
+from disttrain.kernels.float8 import reference as float8_reference
+from disttrain.kernels.float8.operator import cast
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import drawn, values_and_grads
@@ -45,14 +47,14 @@ def test_casts_are_their_twin_s_bit_by_bit(shape: tuple[int, int], dtype: torch.
         for by_rows in (False, True):
             for wants in ((True, True), (True, False), (False, True)):
                 found = cast(x, kind, by_rows=by_rows, wants_rows=wants[0], wants_columns=wants[1])
-                wished = float8_twin.cast(x, None, 1, kind, by_rows, *wants)
+                wished = float8_reference.cast(x, None, 1, kind, by_rows, *wants)
                 for one, other in zip(found, wished, strict=True):
                     assert one.shape == other.shape
                     assert torch.equal(as_bytes(one), as_bytes(other))
     codes, scales = cast(x, FORMATS[0], by_rows=True, wants_columns=False)[:2]
     for by_rows in (False, True):
         found = cast(codes, FORMATS[0], by_rows=by_rows, in_scales=scales)
-        wished = float8_twin.cast(codes, scales, 1, FORMATS[0], by_rows, True, True)
+        wished = float8_reference.cast(codes, scales, 1, FORMATS[0], by_rows, True, True)
         for one, other in zip(found, wished, strict=True):
             assert torch.equal(as_bytes(one), as_bytes(other))
 

@@ -14,7 +14,7 @@ from torch import nn
 import disttrain
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from disttrain.fsdp2.comm import Comm
+from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 

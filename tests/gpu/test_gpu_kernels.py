@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import disttrain
-from disttrain.dtensor.shard_sizes import piece
+from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import BackendError
 from disttrain.kernels import (
     SGD,
@@ -30,7 +30,7 @@ from disttrain.kernels import (
     swiglu,
     use_kernels,
 )
-from disttrain.kernels.copies import copy_all
+from disttrain.kernels.copies.operator import copy_all
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.kernel_cases import drawn, judge

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.process_group.peer_memory import PeerMemory, peer_memory_of
+from disttrain.process_group.peers.memory import PeerMemory, peer_memory_of
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 

@@ -14,7 +14,7 @@ from torch import nn
 import disttrain
 from disttrain.errors import DisttrainError
 from disttrain.pipelining import Costs, PipelineSchedule, PipelineStage, get_schedule_class, make_schedule, simulate
-from disttrain.process_group.peer_channels import open_channels
+from disttrain.process_group.peers.channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu_ranks import NUM_GPU_RANKS
 from tests.launching import EXAMPLES, launched

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.pipelining.backward import Backward
-from disttrain.pipelining.layers import split_layers
+from disttrain.pipelining.model.backward import Backward
+from disttrain.pipelining.model.layers import split_layers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.kernels import AdamW, Sparse24, sparse24_product, use_sparse24
+from disttrain.kernels import AdamW, Sparse24, use_sparse24
 from disttrain.kernels._torch import search24
+from disttrain.kernels.sparse24 import product as sparse24_product
 from tests.kernel_cases import drawn
 
 pytestmark = pytest.mark.skipif(

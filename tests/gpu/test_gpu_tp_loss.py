@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, Shard, distribute_tensor
-from disttrain.dtensor.shard_sizes import piece
-from disttrain.kernels import cross_entropy_pieces
-from disttrain.kernels.cross_entropy_pieces import LossTerms
+from disttrain.dtensor.spec.shard_sizes import piece
+from disttrain.kernels.cross_entropy import pieces as cross_entropy_pieces
+from disttrain.kernels.cross_entropy.pieces import LossTerms
 from disttrain.testing.pytest_plugin import on_ranks
-from disttrain.tp.loss import vocab_parallel_cross_entropy
-from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.loss.context import loss_parallel
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from tests.gpu_ranks import NUM_GPU_RANKS
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -36,7 +36,9 @@ def part(whole: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(64, 16000), (37, 20001), (5, 7), (1, 1)])
 def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from disttrain.kernels import cross_entropy_triton  # as the library does, where Triton is
+    from disttrain.kernels.cross_entropy import (
+        triton_kernels as cross_entropy_triton,  # as the library does, where Triton is
+    )
 
     num_rows, num_own = shape
     first_class, num_classes = 11, num_own + 50

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from disttrain.checkpoint.storage import LocalStorage
+from disttrain.checkpoint.storage.base import LocalStorage
 
 CALLS = ("pwrite", "fsync", "rename", "mkdir")
 NEVER = 1 << 30

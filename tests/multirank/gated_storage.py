@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.storage import LocalStorage
+from disttrain.checkpoint.storage.base import LocalStorage
 
 
 class GatedStorage(LocalStorage):

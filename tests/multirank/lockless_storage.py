@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from disttrain.checkpoint.storage import LocalStorage
+from disttrain.checkpoint.storage.base import LocalStorage
 
 
 class LocklessStorage(LocalStorage):

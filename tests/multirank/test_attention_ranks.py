@@ -12,16 +12,8 @@ from torch import nn
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import LayoutError, ShapeError
-from disttrain.kernels import (
-    Alibi,
-    Causal,
-    Documents,
-    Prefix,
-    SoftCap,
-    attention,
-    attention_choice,
-    attention_choices,
-)
+from disttrain.kernels import Alibi, Causal, Documents, Prefix, SoftCap, attention, attention_choices
+from disttrain.kernels.attention import choice as attention_choice
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
 from tests.attention_cases import rule_called, tensors, wished

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from disttrain.errors import StoreAuthError
-from disttrain.process_group.beside_torch import open_beside
+from disttrain.process_group.joining.beside_torch import open_beside
 from disttrain.store import new_token, spawn_server, write_token
 
 

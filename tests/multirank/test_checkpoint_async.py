@@ -17,7 +17,7 @@ import torch
 
 from disttrain import barrier, current_world, get_rank, get_world_size, init_device_mesh
 from disttrain.checkpoint import Checkpointer, PerRank, Value, async_save, load
-from disttrain.checkpoint.session import Session, Turn
+from disttrain.checkpoint.async_saving.session import Session, Turn
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import CheckpointError
 from disttrain.store import PrefixStore

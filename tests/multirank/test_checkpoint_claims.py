@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from disttrain.checkpoint import Checkpointer, LocalStorage
-from disttrain.checkpoint.folders import CLAIM
+from disttrain.checkpoint.storage.folders import CLAIM
 from disttrain.errors import CheckpointError
 from disttrain.testing import RankPool
 from tests.multirank.lockless_storage import LocklessStorage

@@ -26,10 +26,10 @@ from disttrain.checkpoint import (
     rng_state,
     save,
     set_training_state,
-    spreading,
     training_state,
 )
-from disttrain.checkpoint.storage import ReadableFile
+from disttrain.checkpoint.loading import spreading
+from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.fsdp2 import fully_shard

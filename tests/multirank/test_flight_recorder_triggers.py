@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain.flight_recorder import Dump, Kind, Verdict, analyze, enable
-from disttrain.flight_recorder.record import State
-from disttrain.flight_recorder.verdict import Cause
+from disttrain.flight_recorder.analysis.verdict import Cause
+from disttrain.flight_recorder.record.record import State
 from disttrain.process_group import World, entered_world
 from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore

@@ -14,7 +14,8 @@ import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
-from disttrain.kernels import Float8Weight, float8_twin, use_float8
+from disttrain.kernels import Float8Weight, use_float8
+from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -207,7 +208,7 @@ def check_cut(recipe: str, *, is_compiled: bool) -> None:
         fully_shard(model, mesh=mesh["dp"])
     x = torch.randn(4, 4, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
     never = patch.object(Float8Weight, "values", side_effect=AssertionError("multiplied in its values"))
-    with never, patch.object(float8_twin, "multiply", wraps=float8_twin.multiply) as multiply:
+    with never, patch.object(float8_reference, "multiply", wraps=float8_reference.multiply) as multiply:
         found = model(x.chunk(num_ranks // 2)[rank // 2])
         found.square().mean().backward()
     assert multiply.call_count == 3 * 6

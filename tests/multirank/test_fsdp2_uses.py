@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.fsdp2 import param_group
-from disttrain.fsdp2.reduced_grads import Receivers, hand_out
+from disttrain.fsdp2.grads.reduced import Receivers, hand_out
+from disttrain.fsdp2.params import param_group
 from tests.fsdp2_uses.__main__ import main
 from tests.fsdp2_uses.generate import program_of
 from tests.fsdp2_uses.programs import Node, Program, Shard, Use

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.verdict import Kind
 from tests.launching import EXAMPLES, launched
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 
 import disttrain
 from disttrain.errors import GroupError, RendezvousError, StoreConnectionError
-from disttrain.process_group.rendezvous import Place, join
+from disttrain.process_group.joining.rendezvous import Place, join
 from disttrain.store import PrefixStore
 from disttrain.testing.pytest_plugin import on_ranks
 

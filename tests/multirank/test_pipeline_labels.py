@@ -5,8 +5,8 @@ from __future__ import annotations
 import disttrain
 from disttrain.errors import DisttrainError
 from disttrain.pipelining import PipelineStage, ScheduleZBVZeroBubble, lower, make_schedule
-from disttrain.pipelining.action import MESSAGES
-from disttrain.process_group.observer import Call
+from disttrain.pipelining.schedule.action import MESSAGES
+from disttrain.process_group.watching.observer import Call
 from disttrain.testing import run_threads
 from tests.pipeline_ranks import mlp, rows
 

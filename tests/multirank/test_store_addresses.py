@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.store.addresses import lookup_name
+from disttrain.store.connection.addresses import lookup_name
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "2001:db8::1"])

@@ -23,7 +23,8 @@ from disttrain.errors import (
     StoreQueueEmptyError,
     StoreTimeoutError,
 )
-from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token, process
+from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
+from disttrain.store.serving import process
 from tests.warm_process import WarmProcess
 from tests.warm_python import WarmPython
 

@@ -13,7 +13,7 @@ import pytest
 
 import disttrain
 from disttrain.errors import RendezvousError, StoreAddressError, StoreConnectionError
-from disttrain.store.handover import store_from_plain, store_to_plain
+from disttrain.store.connection.handover import store_from_plain, store_to_plain
 
 
 def _free_port() -> int:

@@ -17,8 +17,8 @@ import pytest
 
 from disttrain.errors import StoreConnectionError, StoreLimitError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, spawn_server
-from disttrain.store.channel import Channel
-from disttrain.store.wire import Op
+from disttrain.store.connection.channel import Channel
+from disttrain.store.protocol.wire import Op
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 SOON_S = 0.05
@@ -308,7 +308,7 @@ def test_both_ends_ask_the_kernel_to_watch_the_link() -> None:
     assert channel is not None
     options = (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT, socket.TCP_NODELAY)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        from disttrain.store.keepalive import set_options  # next to its use
+        from disttrain.store.connection.keepalive import set_options  # next to its use
 
         set_options(listener)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:

@@ -19,8 +19,8 @@ import pytest
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server
-from disttrain.store.dial import Dialer, Link
-from disttrain.store.wire import Op, encode
+from disttrain.store.connection.dial import Dialer, Link
+from disttrain.store.protocol.wire import Op, encode
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]

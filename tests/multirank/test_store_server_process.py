@@ -21,7 +21,7 @@ import pytest
 
 from disttrain.errors import SettingError, StoreAddressError, StoreAuthError, StoreConnectionError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server, write_token
-from disttrain.store.wire import Decoder, Op, encode
+from disttrain.store.protocol.wire import Decoder, Op, encode
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 GONE_S = 10.0
@@ -151,7 +151,7 @@ def test_the_server_loads_neither_torch_nor_numpy(engine: str) -> None:
     code = f"import sys, disttrain.store.server, disttrain.store.shell_{engine}; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert f"disttrain.store.shell_{engine}" in modules
-    assert not {"torch", "numpy", "disttrain.settings", "disttrain.store.tls"} & set(modules)
+    assert not {"torch", "numpy", "disttrain.settings", "disttrain.store.tls.records"} & set(modules)
 
 
 def test_a_port_in_use_is_one_clear_error(engine: str) -> None:

@@ -26,8 +26,8 @@ from disttrain.errors import (
     StoreTimeoutError,
 )
 from disttrain.store import Certificates, ServerProcess, TCPStore, new_token, spawn_server
-from disttrain.store.tls import Tunnel, make_context
-from disttrain.store.tls_socket import ClientTls
+from disttrain.store.tls.records import Tunnel, make_context
+from disttrain.store.tls.socket import ClientTls
 from tests.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]

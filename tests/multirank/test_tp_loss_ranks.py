@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, Replicate, Shard, distribute_tensor
-from disttrain.dtensor.shard_sizes import piece
+from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import BackendError, ShapeError
 from disttrain.testing.pytest_plugin import on_ranks
-from disttrain.tp.loss import vocab_parallel_cross_entropy
-from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.loss.context import loss_parallel
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from tests.sharding_cases import mesh_of, normal
 
 TARGET = torch.tensor([0, 3, -100, 6, 2])

@@ -10,7 +10,7 @@ import torch
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 from tests.sharding_cases import mesh_of

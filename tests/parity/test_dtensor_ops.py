@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import disttrain
-from disttrain.dtensor import dispatch
+from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.rules import pointwise
 from disttrain.errors import LayoutError
 from tests.dtensor_ops.infos import all_infos

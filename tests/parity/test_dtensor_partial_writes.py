@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor, implicit_replication
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.testing import run_threads
 from tests.dtensor_ops.judge import _RankRandom
 from tests.sharding_cases import mesh_of

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import Op, Schedule, from_csv, lower, make_schedule, parse_action, simulate, to_csv, verify
-from disttrain.pipelining.verifier import find_problems
+from disttrain.pipelining.schedule.verifier import find_problems
 
 SINGLE = {"GPipe": theirs.ScheduleGPipe, "1F1B": theirs.Schedule1F1B}
 MULTI = {

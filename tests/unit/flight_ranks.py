@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.record import (
+from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.record.record import (
     CallSite,
     ChannelProgress,
     Failure,

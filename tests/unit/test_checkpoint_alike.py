@@ -27,11 +27,11 @@ from disttrain.checkpoint import (
     load_full,
     save,
 )
-from disttrain.checkpoint.alike import described_values, differing_groups, refuse_differing, shared_names
-from disttrain.checkpoint.digests import weighed
 from disttrain.checkpoint.plan import SPLIT_BYTES
+from disttrain.checkpoint.saving.alike import described_values, differing_groups, refuse_differing, shared_names
+from disttrain.checkpoint.saving.digests import weighed
 from disttrain.errors import CheckpointError
-from disttrain.process_group.packing import pack
+from disttrain.process_group.calls.packing import pack
 from disttrain.testing import run_threads
 
 OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0123))[0]
@@ -145,7 +145,7 @@ def test_digests_of_gpus_tell_places() -> None:
 
 
 def test_alike_values_take_no_meeting_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from disttrain.checkpoint.assembly import Assembly  # here, to count its meetings
+    from disttrain.checkpoint.saving.assembly import Assembly  # here, to count its meetings
 
     met: list[str] = []
     agree = Assembly.agree

@@ -10,8 +10,9 @@ from threading import Timer
 
 import pytest
 
-from disttrain.checkpoint import LocalStorage, claims
-from disttrain.checkpoint.claims import Claim, check_claim
+from disttrain.checkpoint import LocalStorage
+from disttrain.checkpoint.storage import claims
+from disttrain.checkpoint.storage.claims import Claim, check_claim
 from disttrain.errors import CheckpointError
 from tests.multirank.lockless_storage import LocklessStorage
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint import direct
+from disttrain.checkpoint.storage import direct
 
 PIECE_BYTES = 4 * direct.PAGE_BYTES
 SOURCE = mmap.mmap(-1, 1 << 18)

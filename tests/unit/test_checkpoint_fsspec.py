@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from disttrain.checkpoint import Checkpointer, load, load_full, save
-from disttrain.checkpoint.fsspec_storage import FsspecStorage
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.storage import LocalStorage, locate
+from disttrain.checkpoint.format.manifest import MANIFEST
+from disttrain.checkpoint.storage.base import LocalStorage, locate
+from disttrain.checkpoint.storage.fsspec_storage import FsspecStorage
 from disttrain.errors import CheckpointError
 
 

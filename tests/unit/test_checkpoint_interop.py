@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from disttrain.checkpoint import LocalStorage, PerRank, Value, load, load_full, save
 from disttrain.checkpoint.cli import main
 from disttrain.checkpoint.interop import convert, load_dcp, load_safetensors, load_torch, save_dcp, save_safetensors
-from disttrain.checkpoint.storage import ReadableFile
+from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
 from tests.foreign_cases import as_bytes, nested, tensors
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.keepers import Holding, KeptName, WholeSave, keeper_of, nodes_of, whole_saves
+from disttrain.checkpoint.memory.replica_placement import Holding, KeptName, WholeSave, keeper_of, nodes_of, whole_saves
 from disttrain.errors import CheckpointError
 
 WORLDS = st.lists(st.integers(1, 9), min_size=1, max_size=8)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.checkpoint.folders import remove_leftovers
-from disttrain.checkpoint.locks import is_locked, lock
-from disttrain.checkpoint.storage import LocalStorage
+from disttrain.checkpoint.storage.base import LocalStorage
+from disttrain.checkpoint.storage.folders import remove_leftovers
+from disttrain.checkpoint.storage.locks import is_locked, lock
 
 
 def test_a_lock_is_held_until_the_block_ends(tmp_path: Path) -> None:

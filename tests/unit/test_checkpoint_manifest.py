@@ -13,11 +13,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_name
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, encode
-from disttrain.checkpoint.manifest_reading import decode
-from disttrain.checkpoint.manifest_rules import ITEM_BYTES, have_overlap
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_name
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, encode
+from disttrain.checkpoint.format.reading import decode
+from disttrain.checkpoint.format.rules import ITEM_BYTES, have_overlap
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 FILE = "rank-00000.safetensors"

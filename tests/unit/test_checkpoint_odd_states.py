@@ -17,7 +17,7 @@ from disttrain import get_rank
 from disttrain.checkpoint import LocalStorage, Value, load, load_full, save, training_state
 from disttrain.checkpoint.cli import main
 from disttrain.checkpoint.interop import load_dcp, load_safetensors, save_dcp, save_safetensors
-from disttrain.checkpoint.local_file import LocalFile
+from disttrain.checkpoint.storage.local_file import LocalFile
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.testing import run_threads
 
@@ -233,7 +233,7 @@ def test_a_tensor_that_no_memory_holds_is_named(tmp_path: Path, monkeypatch: pyt
     def fail(*_: Any) -> torch.Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("disttrain.checkpoint.whole._empty", fail)
+    monkeypatch.setattr("disttrain.checkpoint.loading.whole._empty", fail)
     with pytest.raises(CheckpointError, match="there is no memory for the 8 bytes of 'w': DefaultCPU"):
         load_full(tmp_path / "save")
 

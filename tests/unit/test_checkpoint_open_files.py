@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.checkpoint import open_files
-from disttrain.checkpoint.local_file import LocalFile, aligned_memory
-from disttrain.checkpoint.open_files import OpenFiles
+from disttrain.checkpoint.storage import open_files
+from disttrain.checkpoint.storage.local_file import LocalFile, aligned_memory
+from disttrain.checkpoint.storage.open_files import OpenFiles
 
 
 class NoBytes:

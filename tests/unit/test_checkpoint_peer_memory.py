@@ -13,10 +13,11 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from disttrain.checkpoint import Checkpointer, PeerMemory, exchange
-from disttrain.checkpoint.exchange import Address, FileServer, RemoteFile, put_file, remote_file
-from disttrain.checkpoint.keepers import KeptName
-from disttrain.checkpoint.peer_memory import NodeMemory
+from disttrain.checkpoint import Checkpointer, PeerMemory
+from disttrain.checkpoint.memory import exchange
+from disttrain.checkpoint.memory.exchange import Address, FileServer, RemoteFile, put_file, remote_file
+from disttrain.checkpoint.memory.peer_memory import NodeMemory
+from disttrain.checkpoint.memory.replica_placement import KeptName
 from disttrain.errors import CheckpointError
 from disttrain.store import FileStore, PrefixStore
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.box import Box
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.layout import Sharding, parts_at
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save, with_one_way
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError

@@ -13,11 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint import LocalStorage, fetches, image, reader, writer
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.manifest import Manifest, SavedTensor
+from disttrain.checkpoint import LocalStorage
+from disttrain.checkpoint.format import image
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.manifest import Manifest, SavedTensor
+from disttrain.checkpoint.loading import fetches, reader
 from disttrain.checkpoint.plan import plan_load
-from disttrain.checkpoint.storage import ReadableFile
+from disttrain.checkpoint.saving import writer
+from disttrain.checkpoint.storage.base import ReadableFile
 
 BLOCK_BYTES = 16
 FOLDER = Path("/nowhere")

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from disttrain.checkpoint import PerRank, Value, load, save
-from disttrain.checkpoint.manifest import BLOCK_BYTES
+from disttrain.checkpoint.format.manifest import BLOCK_BYTES
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 DTYPES = [

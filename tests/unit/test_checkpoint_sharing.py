@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.box import Box, boxes_of_range
+from disttrain.checkpoint.format.box import Box, boxes_of_range
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.layout import Sharding
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.loading.sharing import SharedFetch, plan_shared, shared_boxes
 from disttrain.checkpoint.plan import Outline, plan_load, plan_save
-from disttrain.checkpoint.sharing import SharedFetch, plan_shared, shared_boxes
 from tests.unit.test_checkpoint_plan import SHAPES, shardings
 
 BLOCK_BYTES = 8

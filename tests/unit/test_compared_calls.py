@@ -7,7 +7,7 @@ import torch
 
 import disttrain
 from disttrain.errors import CollectiveMismatchError, SettingError
-from disttrain.process_group.fingerprint import fields_of, find_mismatch
+from disttrain.process_group.watching.fingerprint import fields_of, find_mismatch
 from disttrain.store import HashStore
 from disttrain.testing import run_threads
 

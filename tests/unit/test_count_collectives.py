@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.fsdp2 import fully_shard
-from disttrain.kernels.total_norm import total_norm
+from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -127,7 +127,7 @@ def test_small_partial_tensors_of_one_call_are_reduced_together(num_ranks: int) 
 
 
 def test_large_partial_tensors_go_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttrain.dtensor.redistribute_many.MAX_TOGETHER_BYTES", 50)
+    monkeypatch.setattr("disttrain.dtensor.redistribute.many.MAX_TOGETHER_BYTES", 50)
 
     def body() -> None:
         mesh = mesh_of((2,))

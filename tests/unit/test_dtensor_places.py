@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.dtensor.places import Places
+from disttrain.dtensor.spec.places import Places
 
 ENDS = st.none() | st.integers(-12, 12)
 SIZES = st.integers(0, 9)

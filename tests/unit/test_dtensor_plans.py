@@ -19,10 +19,9 @@ from disttrain.dtensor import (
     Shard,
     Spec,
     StridedShard,
-    dispatch,
     distribute_tensor,
-    global_outputs,
 )
+from disttrain.dtensor.dispatch import dispatch, global_outputs
 from disttrain.testing import run_threads
 
 MESH_SHAPES = [(2,), (3,), (2, 2), (2, 3), (1, 3), (2, 1)]

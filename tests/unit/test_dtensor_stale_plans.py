@@ -18,8 +18,8 @@ from disttrain.dtensor import (
     implicit_replication,
     register_sharding,
 )
-from disttrain.dtensor.layout import forget_plans
 from disttrain.dtensor.rules import CUSTOM
+from disttrain.dtensor.spec.layout import forget_plans
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 from tests.sharding_cases import check, mesh_of, normal

@@ -25,8 +25,8 @@ from disttrain.dtensor import (
     register_sharding,
     visualize_sharding,
 )
-from disttrain.dtensor.layout import forget_plans
 from disttrain.dtensor.rules import CUSTOM
+from disttrain.dtensor.spec.layout import forget_plans
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 

@@ -66,7 +66,7 @@ def test_python_values_are_global() -> None:
 
 def test_a_view_without_a_rule_reads_and_writes_what_it_views(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whichever views have rules, one that has none must be right.
-    monkeypatch.setattr("disttrain.dtensor.dispatch.find_rule", lambda call: None)
+    monkeypatch.setattr("disttrain.dtensor.dispatch.dispatch.find_rule", lambda call: None)
 
     def body() -> None:
         whole = torch.arange(6.0).reshape(3, 2)

@@ -10,7 +10,7 @@ import torch
 
 import disttrain
 from disttrain.dtensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from disttrain.dtensor.placement import NormPartial
+from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads

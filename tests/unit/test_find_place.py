@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disttrain.errors import RendezvousError
-from disttrain.process_group.rendezvous import Place, find_place, join
+from disttrain.process_group.joining.rendezvous import Place, find_place, join
 from disttrain.store import HashStore
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.dump import dump_name, write_dump
-from disttrain.flight_recorder.verdict import Kind
+from disttrain.flight_recorder.dumps.dump import dump_name, write_dump
 from tests.unit.flight_ranks import Rank
 
 

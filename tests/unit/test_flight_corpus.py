@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.verdict import Kind
 from tests.flight_corpus.case import GLOO, Case
 from tests.flight_corpus.cases import CASES, KEPT, MISSED, RUNS
 from tests.flight_corpus.score import answer, sets_table, table, unpack

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disttrain.flight_recorder.dump import RING, Dump
-from disttrain.flight_recorder.dump_words import EXIT
-from disttrain.flight_recorder.judge import judge
-from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import DeviceTimes
-from disttrain.flight_recorder.verdict import Cause, Kind, Verdict
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
+from disttrain.flight_recorder.dumps.dump import RING, Dump
+from disttrain.flight_recorder.dumps.words import EXIT
+from disttrain.flight_recorder.record.record import DeviceTimes
 from tests.unit.flight_ranks import NOW_S, Rank
 
 READ_LOSS = 40

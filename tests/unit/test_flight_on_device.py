@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.dump_words import EXIT
-from disttrain.flight_recorder.judge import judge
-from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.verdict import Cause, Kind, Verdict
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
+from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.dumps.words import EXIT
 from tests.unit.flight_ranks import Rank
 
 READ_LOSS = 40

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from disttrain.flight_recorder.analysis import Analysis
+from disttrain.flight_recorder.analysis.analysis import Analysis
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.analysis.verdict import Kind
+from disttrain.flight_recorder.analysis.waits import find_waits
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
-from disttrain.flight_recorder.judge import judge
-from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Failure, Frame
-from disttrain.flight_recorder.trace import trace_events
-from disttrain.flight_recorder.verdict import Kind
-from disttrain.flight_recorder.view_data import timeline_data
-from disttrain.flight_recorder.view_graph import MAX_BOXES, boxes_of, draw_graph
-from disttrain.flight_recorder.view_page import as_html
-from disttrain.flight_recorder.view_stacks import stack_groups
-from disttrain.flight_recorder.waits import find_waits
+from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder.record.record import Failure, Frame
+from disttrain.flight_recorder.views.data import timeline_data
+from disttrain.flight_recorder.views.graph import MAX_BOXES, boxes_of, draw_graph
+from disttrain.flight_recorder.views.page import as_html
+from disttrain.flight_recorder.views.stacks import stack_groups
+from disttrain.flight_recorder.views.trace import trace_events
 from tests.flight_job import job
 from tests.unit.flight_ranks import Rank
 
@@ -118,7 +118,7 @@ def test_clocks_are_aligned() -> None:
 
 
 def test_a_rank_gives_its_last_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttrain.flight_recorder.view_data.MAX_RECORDS", 200)
+    monkeypatch.setattr("disttrain.flight_recorder.views.data.MAX_RECORDS", 200)
     calls = Rank(0, 1)
     for _ in range(250):
         calls.call("all_reduce")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.analysis import analyze
-from disttrain.flight_recorder.plain_pickle import load_plain
-from disttrain.flight_recorder.record import State
-from disttrain.flight_recorder.torch_dump import read_torch_dump
-from disttrain.flight_recorder.verdict import Cause, Kind
+from disttrain.flight_recorder.analysis.analysis import analyze
+from disttrain.flight_recorder.analysis.verdict import Cause, Kind
+from disttrain.flight_recorder.dumps.plain_pickle import load_plain
+from disttrain.flight_recorder.dumps.torch_dump import read_torch_dump
+from disttrain.flight_recorder.record.record import State
 
 FILES = Path(__file__).parent / "flight_files" / "torch"
 plain = st.recursive(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.dump import Dump, dump_name, write_dump
-from disttrain.flight_recorder.record import DeviceTimes
-from disttrain.flight_recorder.trace import trace_events
+from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder.record.record import DeviceTimes
+from disttrain.flight_recorder.views.trace import trace_events
 from tests.unit.flight_ranks import Rank
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from disttrain.flight_recorder.dump import Dump
-from disttrain.flight_recorder.judge import judge
-from disttrain.flight_recorder.match import match
-from disttrain.flight_recorder.record import Failure, State
-from disttrain.flight_recorder.verdict import Kind, Verdict
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
+from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.record.record import Failure, State
 from tests.unit.flight_ranks import Rank, line
 
 Found = tuple[Kind, tuple[int, ...]]

@@ -12,10 +12,10 @@ import torch
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder
-from disttrain.flight_recorder import watch as watch_module
 from disttrain.flight_recorder.cli import main
-from disttrain.flight_recorder.live import SILENT_S, look
-from disttrain.flight_recorder.watch import lines_of
+from disttrain.flight_recorder.live import watch as watch_module
+from disttrain.flight_recorder.live.live import SILENT_S, look
+from disttrain.flight_recorder.live.watch import lines_of
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 

@@ -12,9 +12,9 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import LayoutError, ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from disttrain.fsdp2.comm import Comm
-from disttrain.fsdp2.reduced_grads import to_host
+from disttrain.fsdp2.grads.reduced import to_host
 from disttrain.fsdp2.state import state_of
+from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.testing import run_threads
 from tests.fsdp2_cases import small_parts
 from tests.multirank import models

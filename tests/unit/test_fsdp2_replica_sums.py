@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.fsdp2 import collectives, fully_shard
+from disttrain.fsdp2 import fully_shard
+from disttrain.fsdp2.transfers import collectives
 from disttrain.process_group import ProcessGroup, Work, World, entered_world
 from disttrain.store import HashStore
 

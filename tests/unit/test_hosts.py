@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disttrain.process_group import World
-from disttrain.process_group.hosts import leaves_host, tell_host
+from disttrain.process_group.joining.hosts import leaves_host, tell_host
 from disttrain.store import HashStore
 
 

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow, attention, attention_choice
-from disttrain.kernels.attention_choice import Choice, attention_choices
-from disttrain.kernels.attention_flex import _KEPT, _NUM_KEPT, block_masks, flex, prepare
-from disttrain.kernels.attention_plan import Call, Machine, candidates, serving
-from disttrain.kernels.attention_rules import BLOCK_SIZE, name_of, seen, window_of
-from disttrain.kernels.attention_runs import places_of
+from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow, attention
+from disttrain.kernels.attention import choice as attention_choice
+from disttrain.kernels.attention.choice import Choice, attention_choices
+from disttrain.kernels.attention.flex import _KEPT, _NUM_KEPT, block_masks, flex, prepare
+from disttrain.kernels.attention.plan import Call, Machine, candidates, serving
+from disttrain.kernels.attention.rules import BLOCK_SIZE, name_of, seen, window_of
+from disttrain.kernels.attention.runs import places_of
 from tests.attention_cases import NAMES, rule_called, tensors, wished
 
 HOPPER = Machine("cuda", 90, has_triton=True, is_deterministic=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from disttrain.kernels import attention_bench
 from disttrain.kernels.__main__ import main
-from disttrain.kernels.attention_bench import Sizes, timed
+from disttrain.kernels.attention import bench as attention_bench
+from disttrain.kernels.attention.bench import Sizes, timed
 
 
 def test_rows_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

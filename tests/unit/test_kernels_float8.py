@@ -21,8 +21,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.errors import BackendError, LayoutError, ShapeError
-from disttrain.kernels import Float8Linear, Float8Weight, float8, float8_linear, float8_twin, use_float8, use_kernels
-from disttrain.kernels.float8 import cast, multiply
+from disttrain.kernels import Float8Linear, Float8Weight, use_float8, use_kernels
+from disttrain.kernels.float8 import linear as float8_linear
+from disttrain.kernels.float8 import operator as float8
+from disttrain.kernels.float8 import reference as float8_reference
+from disttrain.kernels.float8.operator import cast, multiply
 from disttrain.weight_grads import Grads, kept_by
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
 
@@ -44,14 +47,14 @@ def whole_numbers(*shape: int, seed: int = 0, largest: int = 4) -> torch.Tensor:
 
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from([E4, E5]))
 def test_a_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torch.dtype) -> None:
-    scale = float8_twin.scale_of(torch.tensor([amax]), dtype).item()
+    scale = float8_reference.scale_of(torch.tensor([amax]), dtype).item()
     largest = torch.finfo(dtype).max
     assert scale.hex().startswith("0x1.0000000000000p")
     assert scale / 2 * largest < amax <= scale * largest
 
 
 def test_scales_of_nothing_and_of_what_is_not_finite() -> None:
-    scales = float8_twin.scale_of(torch.tensor([0.0, float("inf"), float("nan")]), E4)
+    scales = float8_reference.scale_of(torch.tensor([0.0, float("inf"), float("nan")]), E4)
     assert scales[0] == 2.0**-126
     assert scales[1].isinf()
     assert scales[2].isnan()
@@ -85,7 +88,7 @@ def test_casts_of_exact_values(
     x = whole_numbers(*shape) * torch.arange(shape[1]).remainder(4).exp2()
     for wants_rows, wants_columns in ((True, True), (True, False), (False, True)):
         found = cast(x.bfloat16(), E4, by_rows=by_rows, wants_rows=wants_rows, wants_columns=wants_columns)
-        wished = float8_twin.cast(x, None, 1, E4, by_rows, wants_rows, wants_columns)
+        wished = float8_reference.cast(x, None, 1, E4, by_rows, wants_rows, wants_columns)
         for one, other in zip(found, wished, strict=True):
             assert one.shape == other.shape
             assert torch.equal(one.float(), other.float())
@@ -156,7 +159,7 @@ def test_gradients_that_nobody_asks_for() -> None:
     frozen = weight.detach()
     (grad,) = torch.autograd.grad(float8_linear(x.requires_grad_(), frozen).sum(), [x])
     assert grad.shape == x.shape
-    with torch.no_grad(), patch.object(float8_twin, "cast", wraps=float8_twin.cast) as casts:
+    with torch.no_grad(), patch.object(float8_reference, "cast", wraps=float8_reference.cast) as casts:
         assert not float8_linear(x, weight).requires_grad
     assert not any(call.args[-1] for call in casts.call_args_list)  # no transpose
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard
-from disttrain.dtensor.shard_sizes import piece
+from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, LayoutError, ShapeError
 from disttrain.kernels import linear_cross_entropy
-from disttrain.kernels.linear_loss_plan import FEWEST_ROWS, plan_blocks
+from disttrain.kernels.cross_entropy.plan import FEWEST_ROWS, plan_blocks
 from disttrain.testing import run_threads
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, judge, use_implementation
 from tests.sharding_cases import laid_out, mesh_of
@@ -73,7 +73,7 @@ def expected(
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that classes are cut before rows are single."""
-    monkeypatch.setattr("disttrain.kernels.linear_loss_plan.FEWEST_ROWS", 2)
+    monkeypatch.setattr("disttrain.kernels.cross_entropy.plan.FEWEST_ROWS", 2)
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -233,7 +233,7 @@ def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise AssertionError("a gradient was begun")
 
-    monkeypatch.setattr("disttrain.kernels.linear_loss_graph.Sums", refuse)
+    monkeypatch.setattr("disttrain.kernels.cross_entropy.graph.Sums", refuse)
     weight = WEIGHT.clone().requires_grad_()
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(HIDDEN, weight, TARGET), expected(HIDDEN, WEIGHT))

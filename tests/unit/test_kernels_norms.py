@@ -91,7 +91,7 @@ def test_gradients_have_their_parameters_dtypes(implementation: str, dtypes: tup
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_tiles_fit_into_shared_memory(element_size: int, memory_bytes: int) -> None:
     """As large as a GPU has it: an A100 has 163 KiB."""
-    norms_triton = pytest.importorskip("disttrain.kernels.norms_triton", exc_type=ImportError)
+    norms_triton = pytest.importorskip("disttrain.kernels.norms.triton_kernels", exc_type=ImportError)
     for row_size in (1, 96, 128, 1000, 4096, 8192, 20000, 32768):
         block, rows, num_tiles = norms_triton._backward_tile(row_size, element_size, memory_bytes)
         assert block >= row_size

@@ -13,7 +13,7 @@ from torch import nn
 from disttrain.dtensor import DTensor, Replicate, Shard
 from disttrain.errors import ShapeError
 from disttrain.kernels import SGD, AdamW, Lion
-from disttrain.kernels.total_norm import total_norm
+from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.testing import run_threads
 from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
 from tests.sharding_cases import laid_out, mesh_of

@@ -12,7 +12,7 @@ from torch import nn
 
 from disttrain.errors import ShapeError, ShardingError
 from disttrain.kernels import SGD, AdamW, Sparse24, SparseLinear, use_sparse24
-from disttrain.kernels.sparse24 import mask24
+from disttrain.kernels.sparse24.training import mask24
 from tests.kernel_cases import drawn
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttrain.errors import LayoutError, ShapeError
-from disttrain.kernels import Sparse24, SparseLinear, sparse24_product, use_sparse24
-from disttrain.kernels.sparse24_product import mask24_of_tiles
+from disttrain.kernels import Sparse24, SparseLinear, use_sparse24
+from disttrain.kernels.sparse24 import product as sparse24_product
+from disttrain.kernels.sparse24.product import mask24_of_tiles
 from tests.kernel_cases import drawn
 
 
@@ -26,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return x @ packed.t()
 
     monkeypatch.setattr(sparse24_product, "takes_packed", sparse24_product.takes_tiles)
-    monkeypatch.setattr("disttrain.kernels.sparse24.takes_packed", sparse24_product.takes_tiles)
+    monkeypatch.setattr("disttrain.kernels.sparse24.training.takes_packed", sparse24_product.takes_tiles)
     monkeypatch.setattr(sparse24_product, "pack24", torch.clone)
     monkeypatch.setattr(sparse24_product, "multiply24", multiply)
     monkeypatch.setattr(sparse24_product, "_measured", lambda *_: 0)
@@ -58,7 +59,7 @@ def test_training_is_that_of_dense_products(calls: list[tuple[int, ...]], monkey
     found = []
     for is_packed in (True, False):
         if not is_packed:
-            monkeypatch.setattr("disttrain.kernels.sparse24.takes_packed", lambda _: False)
+            monkeypatch.setattr("disttrain.kernels.sparse24.training.takes_packed", lambda _: False)
         model, x = layers(), torch.empty(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         Sparse24(model, optimizer, every=2, products="sparse")

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from disttrain.flight_recorder import FlightRecorder
-from disttrain.flight_recorder.process_state import has_handler
+from disttrain.flight_recorder.record.process_state import has_handler
 from disttrain.process_group import World
 from disttrain.store import HashStore
-from disttrain_launch import dump_asking
-from disttrain_launch.dump_asking import Dumping
+from disttrain_launch.workers import dump_asking
+from disttrain_launch.workers.dump_asking import Dumping
 
 
 @pytest.mark.parametrize("is_own_session", [True, False])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_launch.binding import Binding, Way, bindings, chosen_bindings, inherited_by_children
-from disttrain_launch.topology import Core, Topology, core_list, numbers_gpus, read_topology
+from disttrain_launch.workers.binding import Binding, Way, bindings, chosen_bindings, inherited_by_children
+from disttrain_launch.workers.topology import Core, Topology, core_list, numbers_gpus, read_topology
 
 # Two sockets of two NUMA nodes of two caches of two physical cores of two threads; siblings are 16 apart.
 CORES = {

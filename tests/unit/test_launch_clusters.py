@@ -13,7 +13,7 @@ from disttrain_launch.clusters import Membership, find
 from disttrain_launch.clusters.host_lists import expand
 from disttrain_launch.clusters.membership import FIRST_PORT, NUM_PORTS, port_of
 from disttrain_launch.clusters.placing import placed
-from disttrain_launch.flags import parse
+from disttrain_launch.request.flags import parse
 
 STEP = {
     "SLURM_JOB_ID": "17",

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from disttrain.errors import StoreTimeoutError
 from disttrain.store import HashStore
-from disttrain_launch.events import Chronicle, Record
-from disttrain_launch.link import JobLink
-from disttrain_launch.messages import (
+from disttrain_launch.output.events import Chronicle, Record
+from disttrain_launch.output.view import JobState
+from disttrain_launch.rendezvous.link import JobLink
+from disttrain_launch.rendezvous.messages import (
     Came,
     Done,
     Ended,
@@ -29,13 +30,12 @@ from disttrain_launch.messages import (
     decode,
     encode,
 )
-from disttrain_launch.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
-from disttrain_launch.rendezvous import Leader, Pulse
-from disttrain_launch.rendezvous_state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
-from disttrain_launch.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
-from disttrain_launch.sweeping import Sweeper
-from disttrain_launch.view import JobState
+from disttrain_launch.rendezvous.node0 import Leader, Pulse
+from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
+from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
+from disttrain_launch.rendezvous.sweeping import Sweeper
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
 from tests.rendezvous_model import failed
 
 

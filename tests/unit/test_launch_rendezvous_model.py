@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from disttrain_launch.messages import Came, Done, Refused
-from disttrain_launch.rounds import Phase, Terms
+from disttrain_launch.rendezvous.messages import Came, Done, Refused
+from disttrain_launch.rendezvous.rounds import Phase, Terms
 from tests.rendezvous_model import Cluster, Player, node
 
 ELASTIC = Terms(2, 3, max_restarts=2, join_timeout_s=100.0, last_call_s=5.0)

@@ -11,14 +11,14 @@ import pytest
 from disttrain.devices import num_cores
 from disttrain.errors import LaunchError
 from disttrain_launch.cli import main
-from disttrain_launch.environment import Meeting, worker_environment
-from disttrain_launch.flags import parse
-from disttrain_launch.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
-from disttrain_launch.messages import Run
-from disttrain_launch.outcome import Failed, Interrupted, Lost, Succeeded
-from disttrain_launch.report import ending
-from disttrain_launch.request import job_spec
-from disttrain_launch.rounds import Place, Terms
+from disttrain_launch.output.report import ending
+from disttrain_launch.rendezvous.messages import Run
+from disttrain_launch.rendezvous.rounds import Place, Terms
+from disttrain_launch.request.flags import parse
+from disttrain_launch.request.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
+from disttrain_launch.request.request import job_spec
+from disttrain_launch.workers.environment import Meeting, worker_environment
+from disttrain_launch.workers.outcome import Failed, Interrupted, Lost, Succeeded
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -181,7 +181,7 @@ def test_flags_we_do_not_have_are_refused(capsys: pytest.CaptureFixture[str], ar
 
 
 def test_more_workers_than_gpus_need_a_word(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("disttrain_launch.request.num_gpus", lambda environ: 2)
+    monkeypatch.setattr("disttrain_launch.request.request.num_gpus", lambda environ: 2)
     assert spec_of("--nproc-per-node", "auto", script).num_local_workers == 2
     assert spec_of("--nproc-per-node", "gpu", script).num_local_workers == 2
     assert spec_of("--nproc-per-node", "3", "--oversubscribe", script).num_local_workers == 3

@@ -1,55 +1,55 @@
-"""Node 0's seat: one has it, who loses it learns so in time, and the standby is on a node that can keep it."""
+"""Node 0's lease: one has it, who loses it learns so in time, and the standby is on a node that can keep it."""
 
 from __future__ import annotations
 
 import pytest
 
 from disttrain.store import HashStore
-from disttrain_launch.messages import Came, Formed, Run, Stop, Wait, encode
-from disttrain_launch.outcome import Changed
-from disttrain_launch.rounds import Node, Place
-from disttrain_launch.seat import FORMED, LEADER, STANDBY, Seat, SupersededError, last_formed, told_by
+from disttrain_launch.rendezvous.lease import FORMED, LEADER, STANDBY, Lease, SupersededError, last_formed, told_by
+from disttrain_launch.rendezvous.messages import Came, Formed, Run, Stop, Wait, encode
+from disttrain_launch.rendezvous.rounds import Node, Place
+from disttrain_launch.workers.outcome import Changed
 
 
 def test_who_is_superseded_learns_so_before_it_speaks() -> None:
     store = HashStore()
-    seat = Seat(store, "a", lambda: ("here", 1), keep_alive_s=0.0)
-    seat.check()
+    lease = Lease(store, "a", lambda: ("here", 1), keep_alive_s=0.0)
+    lease.check()
     assert store.compare_set(LEADER, "a", "b") == b"b"
     with pytest.raises(SupersededError, match="another leads the job"):
-        seat.check()
+        lease.check()
 
 
 def test_a_seat_that_was_looked_at_just_now_is_not_looked_at_again() -> None:
     store = HashStore()
-    seat = Seat(store, "a", lambda: ("here", 1), keep_alive_s=100.0)
+    lease = Lease(store, "a", lambda: ("here", 1), keep_alive_s=100.0)
     store.set(LEADER, "b")
-    seat.check()
+    lease.check()
 
 
 def test_the_standby_stays_where_it_is_while_it_can() -> None:
     store = HashStore()
     home = ("here", 1)
-    seat = Seat(store, "a", lambda: home, keep_alive_s=8.0)
-    seat.choose_standby([])
+    lease = Lease(store, "a", lambda: home, keep_alive_s=8.0)
+    lease.choose_standby([])
     assert not store.check([STANDBY])
-    seat.choose_standby(["b", "c"])
+    lease.choose_standby(["b", "c"])
     assert store.get(STANDBY) == b"b"
-    seat.choose_standby(["c", "b"])
+    lease.choose_standby(["c", "b"])
     assert store.get(STANDBY) == b"b"
-    seat.choose_standby(["c"])
+    lease.choose_standby(["c"])
     assert store.get(STANDBY) == b"c"
-    seat.choose_standby([])
+    lease.choose_standby([])
     assert store.get(STANDBY) == b""
 
 
 def test_whose_standby_became_the_store_keeps_no_other() -> None:
     store = HashStore()
     home = ("here", 1)
-    seat = Seat(store, "a", lambda: home, keep_alive_s=8.0)
-    seat.choose_standby(["b", "c"])
+    lease = Lease(store, "a", lambda: home, keep_alive_s=8.0)
+    lease.choose_standby(["b", "c"])
     home = ("there", 2)
-    seat.choose_standby(["b", "c"])
+    lease.choose_standby(["b", "c"])
     assert store.get(STANDBY) == b"c"
 
 

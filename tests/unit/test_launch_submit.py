@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import LaunchError
-from disttrain_launch.handed_token import read_handed_token
-from disttrain_launch.report import node_that_failed
+from disttrain_launch.output.report import node_that_failed
+from disttrain_launch.request.handed_token import read_handed_token
 from disttrain_launch.submit.command import submit
 
 ODD = ["--x", """it's "q" $HOME `id` $(HOME) \\ ü""", "", "--", "-y"]

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
-from disttrain_launch.supervision import (
+from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
+from disttrain_launch.workers.supervision import (
     KILL_S,
     PASSED_SIGNALS,
     PATIENCE_S,

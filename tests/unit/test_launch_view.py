@@ -11,14 +11,10 @@ import pytest
 
 from disttrain.errors import LaunchError
 from disttrain.store import HashStore
-from disttrain_launch.event_log import EventLog
-from disttrain_launch.events import Chronicle, Record, happened
-from disttrain_launch.messages import Came, Ended, Stopped
-from disttrain_launch.outcome import Failed, Interrupted, Outcome, Succeeded
-from disttrain_launch.rendezvous_state import Event, NodeLost, Rendezvous
-from disttrain_launch.rounds import Node, Phase, Terms
-from disttrain_launch.table import drawn, table_of
-from disttrain_launch.view import (
+from disttrain_launch.output.event_log import EventLog
+from disttrain_launch.output.events import Chronicle, Record, happened
+from disttrain_launch.output.table import drawn, table_of
+from disttrain_launch.output.view import (
     JobNode,
     JobState,
     NodeState,
@@ -29,7 +25,11 @@ from disttrain_launch.view import (
     tell_job,
     tell_node,
 )
-from disttrain_launch.whereabouts import Address, addresses_here, leave_note
+from disttrain_launch.rendezvous.messages import Came, Ended, Stopped
+from disttrain_launch.rendezvous.rounds import Node, Phase, Terms
+from disttrain_launch.rendezvous.state import Event, NodeLost, Rendezvous
+from disttrain_launch.request.whereabouts import Address, addresses_here, leave_note
+from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
 from tests.terminal import Terminal
 
 FAILED = Failed(1, 1, 0, "host-0", 99, -9, 3.0, "a password", "")

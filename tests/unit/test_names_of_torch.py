@@ -18,7 +18,7 @@ from disttrain.errors import CollectiveTimeoutError, MeshError, ScheduleError
 from disttrain.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, get_schedule_class, make_schedule, to_csv
 from disttrain.process_group import World
 from disttrain.process_group.backends.fabric import Fabric
-from disttrain.store.wire import Answer, Op
+from disttrain.store.protocol.wire import Answer, Op
 from disttrain.testing import run_threads
 
 

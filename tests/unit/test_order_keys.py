@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.dtensor.order_keys import from_order_keys, order_keys
+from disttrain.dtensor.redistribute.order_keys import from_order_keys, order_keys
 
 
 @given(st.lists(st.floats(width=16), min_size=1), st.booleans())

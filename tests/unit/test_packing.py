@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import ShapeError
-from disttrain.process_group.packing import pack, unpack
+from disttrain.process_group.calls.packing import pack, unpack
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

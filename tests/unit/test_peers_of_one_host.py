@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.process_group import ProcessGroup, new_group, peer_channels, peer_memory
+from disttrain.process_group import ProcessGroup, new_group
+from disttrain.process_group.peers import channels as peer_channels
+from disttrain.process_group.peers import memory as peer_memory
 from disttrain.testing import run_threads
 
 GPU = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ from disttrain.pipelining import (
     parse_action,
     to_csv,
 )
-from disttrain.pipelining.action import MESSAGES, OF_ONE_STAGE, TIED
+from disttrain.pipelining.schedule.action import MESSAGES, OF_ONE_STAGE, TIED
 
 _counts = st.integers(0, 10_000)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.pipelining.buffers import Buffers
+from disttrain.pipelining.runtime.buffers import Buffers
 
 CPU = torch.device("cpu")
 

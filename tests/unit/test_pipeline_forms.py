@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.pipelining.forms import form_of, pack_form, unpack_form
+from disttrain.pipelining.runtime.message_metadata import form_of, pack_form, unpack_form
 
 
 @pytest.mark.parametrize(

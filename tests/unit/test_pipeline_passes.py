@@ -22,8 +22,6 @@ from disttrain.pipelining import (
     to_csv,
     verify,
 )
-from disttrain.pipelining.action import MESSAGES, RECEIVES
-from disttrain.pipelining.catalogue import RECIPES
 from disttrain.pipelining.passes import (
     insert_messages,
     merge_backward,
@@ -33,6 +31,8 @@ from disttrain.pipelining.passes import (
     split_backward,
     unshard_stages,
 )
+from disttrain.pipelining.schedule.action import MESSAGES, RECEIVES
+from disttrain.pipelining.schedule.catalogue import RECIPES
 
 
 def _rows(schedule: Schedule) -> list[str]:

@@ -19,7 +19,7 @@ from disttrain.pipelining import (
     make_schedule,
     simulate,
 )
-from disttrain.pipelining.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import RECIPES
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.pipe import Pipe, SplitPoint, pipe_split, pipeline
+from disttrain.pipelining.model.pipe import Pipe, SplitPoint, pipe_split, pipeline
 from tests.tp_cases import Decoder
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END

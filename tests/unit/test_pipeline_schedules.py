@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import Costs, Op, Placement, Timeline, lower, make_schedule, peaks, simulate, verify
-from disttrain.pipelining.catalogue import RECIPES, find_recipe
+from disttrain.pipelining.schedule.catalogue import RECIPES, find_recipe
 from disttrain.pipelining.schedules import forward_only
 
 NAMES = [recipe.name for recipe in RECIPES]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disttrain.pipelining import Schedule, Wiring, lower, make_schedule
-from disttrain.pipelining.catalogue import RECIPES
-from disttrain.pipelining.slots import slots_needed
+from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.slots import slots_needed
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

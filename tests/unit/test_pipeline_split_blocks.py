@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.balance import BlockCosts, balance
-from disttrain.pipelining.block_stages import split_blocks
-from disttrain.pipelining.parts import find_parts, measure_costs
-from disttrain.pipelining.stages import SplitModel
+from disttrain.pipelining.model.block_stages import split_blocks
+from disttrain.pipelining.model.parts import find_parts, measure_costs
+from disttrain.pipelining.model.stages import SplitModel
+from disttrain.pipelining.schedule.balance import BlockCosts, balance
 from tests.tp_cases import Decoder
 
 TOKENS = torch.randint(0, 16, (2, 6))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from disttrain.pipelining.streams import Streams, are_apart
+from disttrain.pipelining.runtime.streams import Streams, are_apart
 
 CUDA = torch.device("cuda", 0)
 

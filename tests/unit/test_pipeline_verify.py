@@ -9,7 +9,7 @@ import pytest
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import Action, Op, Placement, Schedule, Wiring, from_csv, lower, make_schedule, verify
-from disttrain.pipelining.verifier import find_problems
+from disttrain.pipelining.schedule.verifier import find_problems
 from tests.unit.pipeline_interpreter import is_right
 
 SKIP_AND_TIE = Wiring(skips=((0, 2),), ties=((0, 3),))

@@ -14,8 +14,8 @@ from llama.config import config_named
 from disttrain.errors import SettingError
 from disttrain.plan import HARDWARE, PRESETS, LlamaSizes, read_sizes
 from disttrain.plan.cli import main
-from disttrain.plan.hardware import read_hardware, to_json
-from disttrain.plan.measure import Sizes, rates_of
+from disttrain.plan.time.hardware import read_hardware, to_json
+from disttrain.plan.time.measure import Sizes, rates_of
 
 ARGUMENTS = ["--model", "8b", "--gpus", "16", "--gpu-memory", "80", "--batch-tokens", "524288", "--top", "3"]
 HUGGING_FACE = {

@@ -15,13 +15,13 @@ import disttrain
 from disttrain import tp
 from disttrain.fsdp2 import MixedPrecisionPolicy, TransferCost, estimate, fully_shard
 from disttrain.fsdp2.state import state_of
-from disttrain.kernels.linear_loss_plan import BLOCK_BYTES, plan_blocks
+from disttrain.kernels.cross_entropy.plan import BLOCK_BYTES, plan_blocks
 from disttrain.pipelining import Costs, make_schedule, peaks, simulate
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, memory_of, plan_of, traffic_of
-from disttrain.plan.activations import kept_of
-from disttrain.plan.memory import profiles
-from disttrain.plan.parts import elements_of, stages_of
-from disttrain.plan.times import costs_of, makespan_s
+from disttrain.plan.model.activations import kept_of
+from disttrain.plan.model.memory import profiles
+from disttrain.plan.model.parts import elements_of, stages_of
+from disttrain.plan.time.times import costs_of, makespan_s
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 

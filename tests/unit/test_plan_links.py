@@ -12,8 +12,8 @@ from disttrain.doctor.links import LinkOfPair, Links, merged, read_links
 from disttrain.errors import SettingError
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, find_plans, plan_of, traffic_of
 from disttrain.plan.cli import main
-from disttrain.plan.collective_times import TREE_RATE, Link
-from disttrain.plan.links import link_of
+from disttrain.plan.time.collective_times import TREE_RATE, Link
+from disttrain.plan.time.links import link_of
 
 NETWORK = Link(latency_s=50e-6, bytes_per_s=1e9, num_ranks=8, num_nodes=8, network_step_s=10e-6)
 LINKS = Links(

@@ -12,7 +12,7 @@ from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_p
 from disttrain.plan.job import meshes, why_not
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import choices, leanest
-from disttrain.plan.traffic import traffic_of
+from disttrain.plan.time.traffic import traffic_of
 
 JOB = Job(PRESETS["8b"], 8, HARDWARE["h100"], node_size=4, num_sequences=32)
 SMALL = Job(PRESETS["8b"], 8, HARDWARE["a100-40"], seq_size=4096, num_sequences=64)

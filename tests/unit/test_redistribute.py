@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from disttrain.dtensor.redistribute_plan import AllGather, AllReduce, ReduceScatter, Split, merged, plan_redistribute
+from disttrain.dtensor.redistribute.plan import AllGather, AllReduce, ReduceScatter, Split, merged, plan_redistribute
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
 from tests.dtensor_cases import collectives_of

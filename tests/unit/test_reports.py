@@ -18,9 +18,9 @@ import torch
 import disttrain
 from disttrain import reports, settings
 from disttrain.reports import PAGE_BYTES, make_page, open_page, read, write
-from disttrain_launch.board import Board
-from disttrain_launch.view import WorkerState
-from disttrain_launch.worker import Worker
+from disttrain_launch.output.view import WorkerState
+from disttrain_launch.workers.board import Board
+from disttrain_launch.workers.worker import Worker
 
 
 @pytest.fixture

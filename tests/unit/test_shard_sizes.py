@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.dtensor.placement import Replicate, Shard
-from disttrain.dtensor.shard_sizes import contiguous_strides, local_shape_and_offset, piece, strides_of_whole
+from disttrain.dtensor.spec.placement import Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides, local_shape_and_offset, piece, strides_of_whole
 
 
 @given(st.integers(0, 20), st.integers(1, 6))

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.errors import StoreAuthError, StoreConnectionError
-from disttrain.store.auth import NONCE_BYTES, client_proof, new_token, read_token, server_proof, write_token
-from disttrain.store.handshake import ClientHandshake, ServerHandshake
-from disttrain.store.hub import HANDSHAKE_S, Hub
-from disttrain.store.limits import Limits
-from disttrain.store.wire import PROTOCOL_VERSION, Decoder, Op, Status, encode
+from disttrain.store.protocol.auth import NONCE_BYTES, client_proof, new_token, read_token, server_proof, write_token
+from disttrain.store.protocol.handshake import ClientHandshake, ServerHandshake
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.wire import PROTOCOL_VERSION, Decoder, Op, Status, encode
+from disttrain.store.serving.hub import HANDSHAKE_S, Hub
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 FRAME_BYTES = 1000

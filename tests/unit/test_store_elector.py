@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from disttrain.store import TCPStore
-from disttrain.store.dial import Dialer, Link
-from disttrain.store.elector import Elector
-from disttrain.store.wire import NEWS, Decoder, encode
+from disttrain.store.connection.dial import Dialer, Link
+from disttrain.store.protocol.wire import NEWS, Decoder, encode
+from disttrain.store.standby.elector import Elector
 
 STANDBY = ("10.0.0.7", 29_500)
 ANSWER = encode([0, 0, [1, False]])

@@ -8,7 +8,7 @@ import pytest
 
 from disttrain.errors import StoreError
 from disttrain.store import FileStore, HashStore, PrefixStore
-from disttrain.store.handover import store_from_plain, store_to_plain
+from disttrain.store.connection.handover import store_from_plain, store_to_plain
 
 
 def test_a_file_under_prefixes(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from disttrain.store.handshake import ClientHandshake
-from disttrain.store.hub import Hub
-from disttrain.store.limits import Limits
-from disttrain.store.sessions import MAX_REPLIES, MAX_REPLY_BYTES, SESSION_S, Session
-from disttrain.store.wire import NOT_A_REQUEST, Decoder, Op, Status, encode
+from disttrain.store.protocol.handshake import ClientHandshake
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.sessions import MAX_REPLIES, MAX_REPLY_BYTES, SESSION_S, Session
+from disttrain.store.protocol.wire import NOT_A_REQUEST, Decoder, Op, Status, encode
+from disttrain.store.serving.hub import Hub
 
 
 class Client:

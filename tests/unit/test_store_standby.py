@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.store.handshake import ClientHandshake
-from disttrain.store.hub import Hub
-from disttrain.store.journal import WINDOW_BYTES
-from disttrain.store.limits import Limits
-from disttrain.store.replica import Replica, present_state
-from disttrain.store.sessions import SESSION_S
-from disttrain.store.wire import NEWS, NOT_A_REQUEST, READING, Decoder, Message, Op, Status, encode
+from disttrain.store.protocol.handshake import ClientHandshake
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.sessions import SESSION_S
+from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, READING, Decoder, Message, Op, Status, encode
+from disttrain.store.serving.hub import Hub
+from disttrain.store.standby.journal import WINDOW_BYTES
+from disttrain.store.standby.replica import Replica, present_state
 from tests.fuzz.store_fuzz import LIMITS, Choices
 
 PATIENCE_S = 4.0

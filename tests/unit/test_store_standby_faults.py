@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain.store.dial import Dialer
-from disttrain.store.follower import Follower, Following
-from disttrain.store.handshake import ServerHandshake, SessionGoneError, to_address
-from disttrain.store.hub import Hub
-from disttrain.store.journal import FRESH
-from disttrain.store.replica import Replica
-from disttrain.store.sessions import ASLEEP_S, SESSION_S
-from disttrain.store.succession import Side, may_take_over
-from disttrain.store.wire import NEWS, NOT_A_REQUEST, Decoder, Op, Status, encode
+from disttrain.store.connection.dial import Dialer
+from disttrain.store.protocol.handshake import ServerHandshake, SessionGoneError, to_address
+from disttrain.store.protocol.sessions import ASLEEP_S, SESSION_S
+from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Decoder, Op, Status, encode
+from disttrain.store.serving.hub import Hub
+from disttrain.store.standby.follower import Follower, Following
+from disttrain.store.standby.journal import FRESH
+from disttrain.store.standby.replica import Replica
+from disttrain.store.standby.succession import Side, may_take_over
 from tests.unit.test_store_standby import FOLLOWER, PATIENCE_S, Job
 
 HOST = "127.0.0.1"
@@ -83,7 +83,7 @@ def test_reads_cost_nothing_while_the_standby_beats() -> None:
 
 def test_a_vote_does_not_count_while_the_leader_may_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("disttrain.store.follower.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("disttrain.store.standby.follower.time.monotonic", lambda: now_s)
     votes = {b"a": (1, now_s)}
     follower = Follower(Following(HOST, 1, HOST, PATIENCE_S), 2, None, None, votes)
     replica = Replica()
@@ -316,7 +316,7 @@ def test_a_standby_does_not_follow_another_store_at_the_dead_leaders_address(mon
         raise SessionGoneError("connect", "the server knows no such client.")
 
     follower = Follower(Following(HOST, 1, HOST, PATIENCE_S), 2, None, None, {})
-    monkeypatch.setattr("disttrain.store.follower.Dialer.attempt", attempt)
+    monkeypatch.setattr("disttrain.store.standby.follower.Dialer.attempt", attempt)
     replica = Replica()
     replica.is_synced = True
     follower._lease_s = time.monotonic() + PATIENCE_S

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from disttrain.store.limits import Limits
-from disttrain.store.state import INT64_MAX, StoreState
-from disttrain.store.wire import Op, Status
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.state import INT64_MAX, StoreState
+from disttrain.store.protocol.wire import Op, Status
 
 KEYS = ["a", "b", "c", "d"]
 key_names = st.sampled_from(KEYS)

@@ -7,11 +7,11 @@ import select
 
 import pytest
 
-from disttrain.store.handshake import ClientHandshake
-from disttrain.store.hub import HANDSHAKE_S, Hub
-from disttrain.store.limits import Limits
-from disttrain.store.log import MAX_LINES, PERIOD_S, Log
-from disttrain.store.wire import HANDSHAKE_FRAME_BYTES, Decoder, encode
+from disttrain.store.protocol.handshake import ClientHandshake
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.wire import HANDSHAKE_FRAME_BYTES, Decoder, encode
+from disttrain.store.serving.hub import HANDSHAKE_S, Hub
+from disttrain.store.serving.log import MAX_LINES, PERIOD_S, Log
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

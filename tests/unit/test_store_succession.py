@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from disttrain.store.succession import Consent, Side, may_take_over
+from disttrain.store.standby.succession import Consent, Side, may_take_over
 
 NAMES = [b"a", b"b", b"c", b"d", b"e"]
 SOMEBODY = st.sampled_from(NAMES)

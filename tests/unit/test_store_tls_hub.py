@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from disttrain.errors import SettingError, StoreAuthError
 from disttrain.store import Certificates, Limits, certificates_from_settings, new_token
-from disttrain.store.handshake import ClientHandshake
-from disttrain.store.hub import HANDSHAKE_S
-from disttrain.store.tls import Tunnel, make_context
-from disttrain.store.tls_hub import HANDSHAKE_BYTES, TlsHub
-from disttrain.store.wire import Decoder, Op, encode
+from disttrain.store.protocol.handshake import ClientHandshake
+from disttrain.store.protocol.wire import Decoder, Op, encode
+from disttrain.store.serving.hub import HANDSHAKE_S
+from disttrain.store.tls.hub import HANDSHAKE_BYTES, TlsHub
+from disttrain.store.tls.records import Tunnel, make_context
 from tests.authority import Authority
 
 TOKEN = new_token()

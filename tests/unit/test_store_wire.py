@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.store.wire import Decoder, Op, WireError, encode
+from disttrain.store.protocol.wire import Decoder, Op, WireError, encode
 
 LIMIT = 1 << 16
 leaves = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disttrain.tp.linears import Matrix, input_grad
+from disttrain.tp.layers.linears import Matrix, input_grad
 
 
 @pytest.mark.parametrize("widths", [[3], [4, 2, 2], [2, 6, 5], [8, 8]])

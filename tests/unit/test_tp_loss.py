@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode
-from disttrain.dtensor.shard_sizes import piece
+from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, ShapeError
-from disttrain.kernels import cross_entropy_pieces
+from disttrain.kernels.cross_entropy import pieces as cross_entropy_pieces
 from disttrain.testing import run_threads
-from disttrain.tp.loss import vocab_parallel_cross_entropy
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from tests.sharding_cases import normal
 
 CUTS = ((1, 7), (2, 7), (3, 7), (3, 2), (4, 5))

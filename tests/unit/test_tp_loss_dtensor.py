@@ -14,8 +14,8 @@ import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import GroupError, LayoutError
 from disttrain.testing import run_threads
-from disttrain.tp.loss import vocab_parallel_cross_entropy
-from disttrain.tp.loss_context import loss_parallel
+from disttrain.tp.loss.context import loss_parallel
+from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from tests.sharding_cases import mesh_of, normal
 
 SHAPES = ((7,), (5, 7), (5, 7, 2), (2, 7, 2, 3))

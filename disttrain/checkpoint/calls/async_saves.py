@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from disttrain.checkpoint.async_saving import AsyncSaver
+from disttrain.checkpoint.async_saving.saver import AsyncSaver
 from disttrain.checkpoint.calls.meeting import meet
 from disttrain.checkpoint.calls.planners import check_save_planner
 from disttrain.checkpoint.calls.stagers import (
@@ -17,7 +17,7 @@ from disttrain.checkpoint.calls.stagers import (
     stages_asynchronously,
 )
 from disttrain.checkpoint.calls.writers import HuggingFaceStorageWriter, PathLike, as_writer
-from disttrain.checkpoint.storage import Portable, Storage
+from disttrain.checkpoint.storage.base import Portable, Storage
 from disttrain.errors import CheckpointError
 
 
@@ -61,21 +61,21 @@ def async_save(
     overwrites = overwrite
     if overwrites is None:
         overwrites = meeting.is_torchs and (writer is None or writer.overwrite)
-    council = meeting.council
-    if council.world is None or council.party is None:
+    consensus = meeting.consensus
+    if consensus.world is None or consensus.party is None:
         saver = AsyncSaver(meeting.storage, "wait")
     else:
-        ranks = council.party.ranks
-        saver = council.world.companion(_WorldSavers, _WorldSavers).of(meeting.storage, ranks)
+        ranks = consensus.party.ranks
+        saver = consensus.world.companion(_WorldSavers, _WorldSavers).of(meeting.storage, ranks)
     pending = saver.save(
         state_dict,
         meeting.path,
         optimizers,
-        council=council,
+        consensus=consensus,
         overwrites=overwrites,
         is_marked=meeting.is_torchs,
     )
-    if council.world is None:
+    if consensus.world is None:
         saver.let_go()
     return AsyncSaveResponse(pending.staged, pending) if stages_asynchronously(async_stager) else pending
 

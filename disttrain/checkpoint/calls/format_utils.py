@@ -11,9 +11,9 @@ from disttrain.checkpoint.calls.opening import open_ours_or_torchs
 from disttrain.checkpoint.calls.saves import save
 from disttrain.checkpoint.calls.writers import PathLike
 from disttrain.checkpoint.interop.torch_files import open_torch
+from disttrain.checkpoint.loading.whole import read_full
 from disttrain.checkpoint.stateful import PerRank
-from disttrain.checkpoint.storage import locate
-from disttrain.checkpoint.whole import read_full
+from disttrain.checkpoint.storage.base import locate
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: PathLike, torch_save_path: PathLike) -> None:

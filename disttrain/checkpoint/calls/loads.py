@@ -15,11 +15,11 @@ from disttrain.checkpoint.calls.writers import (
     PathLike,
     as_reader,
 )
-from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.interop.safetensors_files import open_safetensors
 from disttrain.checkpoint.interop.torch_files import open_torch
-from disttrain.checkpoint.loading import load_source
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.loading.fits import LoadReport, Misfit, Rename, Rules
+from disttrain.checkpoint.loading.load import load_source
+from disttrain.checkpoint.storage.base import Storage
 
 
 def load(
@@ -66,7 +66,7 @@ def load(
         rules = replace(rules, allow=rules.allow | {"unexpected"}, convert=(*rules.convert, "*"))
     opened = _OPENED_BY.get(type(reader), open_ours_or_torchs)
     return load_source(
-        meeting.council,
+        meeting.consensus,
         state_dict,
         lambda: opened(meeting.storage, meeting.path),
         rules,

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from disttrain.checkpoint.agreement import Council
 from disttrain.checkpoint.calls.writers import FileSystemReader, FileSystemWriter, PathLike
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.storage.base import Storage, locate
 from disttrain.errors import CheckpointError
 from disttrain.process_group import ProcessGroup, current_world, is_initialized
 
@@ -17,7 +17,7 @@ from disttrain.process_group import ProcessGroup, current_world, is_initialized
 class Meeting(NamedTuple):
     """Who saves or loads, and where; `is_torchs`: by torch's form of the call."""
 
-    council: Council
+    consensus: Consensus
     storage: Storage
     path: Path
     is_torchs: bool
@@ -46,7 +46,7 @@ def meet(
             raise CheckpointError(operation, "neither of path and checkpoint_id are given.", _ONE)
         found, where = locate(Path(given) if isinstance(given, os.PathLike) else given, storage)
     group = None if no_dist else _part_of_world(operation, process_group)
-    return Meeting(Council(operation, alone=no_dist, group=group), found, where, is_torchs=path is None)
+    return Meeting(Consensus(operation, alone=no_dist, group=group), found, where, is_torchs=path is None)
 
 
 _ONE = "Give one: a path or a URL."

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.manifest import Manifest, SavedTensor
-from disttrain.checkpoint.tree import parts_of
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.manifest import Manifest, SavedTensor
+from disttrain.checkpoint.state.tree import parts_of
 
 
 def as_metadata(manifest: Manifest) -> Any:

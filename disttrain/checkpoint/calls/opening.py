@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from disttrain.checkpoint.folders import standing
+from disttrain.checkpoint.format.manifest import MANIFEST
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
-from disttrain.checkpoint.loading import open_save
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.loading.load import open_save
+from disttrain.checkpoint.storage.base import Storage
+from disttrain.checkpoint.storage.folders import standing
 
 
 def open_ours_or_torchs(storage: Storage, folder: Path) -> Source:

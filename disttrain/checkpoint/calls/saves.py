@@ -10,8 +10,8 @@ from disttrain.checkpoint.calls.writers import HuggingFaceStorageWriter, PathLik
 from disttrain.checkpoint.interop.calls import MAX_FILE_BYTES, without_empty
 from disttrain.checkpoint.interop.exporting import save_as
 from disttrain.checkpoint.interop.safetensors_writing import SafetensorsFormat
-from disttrain.checkpoint.saving import save_folder
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.saving.save import save_folder
+from disttrain.checkpoint.storage.base import Storage
 
 
 def save(
@@ -51,9 +51,9 @@ def save(
     overwrites = overwrite
     if overwrites is None:
         overwrites = meeting.is_torchs and (writer is None or writer.overwrite)
-    council, target = meeting.council, meeting.path
+    consensus, target = meeting.consensus, meeting.path
     if isinstance(writer, HuggingFaceStorageWriter):
         form = SafetensorsFormat(MAX_FILE_BYTES, writer.fqn_to_index_mapping or {})
-        save_as(council, without_empty(state_dict), target, meeting.storage, form, overwrites=overwrites)
+        save_as(consensus, without_empty(state_dict), target, meeting.storage, form, overwrites=overwrites)
     else:
-        save_folder(council, state_dict, target, meeting.storage, overwrites=overwrites, is_marked=meeting.is_torchs)
+        save_folder(consensus, state_dict, target, meeting.storage, overwrites=overwrites, is_marked=meeting.is_torchs)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.storage.base import Storage, locate
 from disttrain.errors import CheckpointError
 
 PathLike = str | os.PathLike[str]
@@ -30,7 +30,7 @@ class _Place:
         if not self._options:
             return locate(where)
         # fsspec is an optional extra, and heavy.
-        from disttrain.checkpoint.fsspec_storage import open_url
+        from disttrain.checkpoint.storage.fsspec_storage import open_url
 
         return open_url(where, **self._options)
 

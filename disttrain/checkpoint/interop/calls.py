@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from disttrain.checkpoint.agreement import Council
-from disttrain.checkpoint.fits import LoadReport, Misfit, Rename, Rules
+from disttrain.checkpoint.format.manifest import MANIFEST
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.choosing import choose
 from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
 from disttrain.checkpoint.interop.dcp_writing import DcpFormat
@@ -18,10 +18,10 @@ from disttrain.checkpoint.interop.native_writing import NativeFormat
 from disttrain.checkpoint.interop.safetensors_files import SUFFIX, open_safetensors
 from disttrain.checkpoint.interop.safetensors_writing import SafetensorsFormat
 from disttrain.checkpoint.interop.torch_files import open_torch
-from disttrain.checkpoint.loading import load_source, open_save
-from disttrain.checkpoint.manifest import MANIFEST
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage, locate
+from disttrain.checkpoint.loading.fits import LoadReport, Misfit, Rename, Rules
+from disttrain.checkpoint.loading.load import load_source, open_save
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.storage.base import Storage, locate
 from disttrain.errors import CheckpointError
 
 FormatName = Literal["disttrain", "dcp", "safetensors"]
@@ -87,7 +87,7 @@ def save_dcp(state_dict: dict[str, Any], path: str | Path, *, storage: Storage |
     Collective: every rank of the default world, or one process without a world.
     """
     storage, target = locate(path, storage)
-    save_as(Council("save_dcp"), state_dict, target, storage, DcpFormat())
+    save_as(Consensus("save_dcp"), state_dict, target, storage, DcpFormat())
 
 
 def save_safetensors(
@@ -105,7 +105,7 @@ def save_safetensors(
     Collective: every rank of the default world, or one process without a world.
     """
     storage, target = locate(path, storage)
-    save_as(Council("save_safetensors"), without_empty(state_dict), target, storage, _safetensors(max_file_bytes))
+    save_as(Consensus("save_safetensors"), without_empty(state_dict), target, storage, _safetensors(max_file_bytes))
 
 
 def convert(
@@ -129,8 +129,8 @@ def convert(
     Collective: every rank of the default world, or one process without a world.
     """
     storage, folder = locate(target)
-    council = Council("convert")
-    save_id: str = council.agree(lambda: None, lambda _: uuid4().hex)
+    consensus = Consensus("convert")
+    save_id: str = consensus.agree(lambda: None, lambda _: uuid4().hex)
     forms: dict[str, Callable[[], Format]] = {
         "disttrain": lambda: NativeFormat(save_id),
         "dcp": DcpFormat,
@@ -147,7 +147,7 @@ def convert(
         chosen, left_out = choose(opened.manifest, to, *parts)
         return replace(opened, manifest=chosen)
 
-    export(council, open_chosen, folder, storage, forms[to](), advance)
+    export(consensus, open_chosen, folder, storage, forms[to](), advance)
     return left_out
 
 
@@ -181,7 +181,7 @@ def _load(
     rules: Rules,
 ) -> LoadReport:
     found, folder = locate(path, storage)
-    return load_source(Council(operation), state, lambda: opened(found, folder), rules)
+    return load_source(Consensus(operation), state, lambda: opened(found, folder), rules)
 
 
 def without_empty(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from disttrain.checkpoint.dtypes import is_safetensors_dtype
-from disttrain.checkpoint.fits import with_names
-from disttrain.checkpoint.manifest import Manifest
-from disttrain.checkpoint.tree import listed
+from disttrain.checkpoint.format.dtypes import is_safetensors_dtype
+from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.loading.fits import with_names
+from disttrain.checkpoint.state.tree import listed
 from disttrain.errors import CheckpointError
 
 _MODEL = "model"

@@ -12,19 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_name
+from disttrain.checkpoint.format.manifest import TORCH_METADATA, Chunk, Manifest, SavedTensor, plain_name
+from disttrain.checkpoint.format.rules import can_be_a_shape
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
 from disttrain.checkpoint.interop.joining import joined
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.torch_zip import Archive
-from disttrain.checkpoint.manifest import TORCH_METADATA, Chunk, Manifest, SavedTensor, plain_name
-from disttrain.checkpoint.manifest_rules import can_be_a_shape
 from disttrain.checkpoint.plan import Read
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import ReadableFile, Storage, read_small
-from disttrain.checkpoint.tree import name_of
+from disttrain.checkpoint.state.tree import name_of
+from disttrain.checkpoint.storage.base import ReadableFile, Storage, read_small
 from disttrain.errors import CheckpointError
 
 METADATA = TORCH_METADATA

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.dcp import METADATA, METADATA_MODULE, STORAGE_INFO
 from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_values_per_rank
 from disttrain.checkpoint.interop.names import dotted, dotted_names
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, dumps
 from disttrain.checkpoint.interop.torch_zip import archive_of
-from disttrain.checkpoint.manifest import Manifest
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
-from disttrain.checkpoint.tree import parts_of
+from disttrain.checkpoint.state.tree import parts_of
+from disttrain.checkpoint.storage.base import Storage
 
 _PART_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30

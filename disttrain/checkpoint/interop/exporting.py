@@ -14,17 +14,17 @@ from uuid import uuid4
 
 import torch
 
-from disttrain.checkpoint.agreement import Council
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.folders import remove_leftovers, temporary
-from disttrain.checkpoint.loading import open_save
-from disttrain.checkpoint.manifest import Manifest
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.format.source import Source
+from disttrain.checkpoint.loading.load import open_save
 from disttrain.checkpoint.plan import plan_load
-from disttrain.checkpoint.replacing import check_room, put_in_place
-from disttrain.checkpoint.saving import save_folder
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.saving.save import save_folder
+from disttrain.checkpoint.storage.base import Storage
+from disttrain.checkpoint.storage.folders import remove_leftovers, temporary
+from disttrain.checkpoint.storage.replacing import check_room, put_in_place
 from disttrain.errors import CheckpointError
 
 Job = Any
@@ -49,7 +49,7 @@ class Format(Protocol):
 
 
 def export(
-    council: Council,
+    consensus: Consensus,
     open_source: Callable[[], Source],
     target: Path,
     storage: Storage,
@@ -74,12 +74,12 @@ def export(
             storage.make_folder(folder)
             return export_id
 
-        folder = temporary(target, council.agree(lambda: None, begin))
+        folder = temporary(target, consensus.agree(lambda: None, begin))
 
         def write() -> list[Any]:
             source = open_source()
             rows = []
-            for number, job in list(enumerate(form.jobs(source.manifest)))[council.rank :: council.size]:
+            for number, job in list(enumerate(form.jobs(source.manifest)))[consensus.rank :: consensus.size]:
                 rows.append([number, form.write(storage, folder, source, job, advance)])
             return rows
 
@@ -89,11 +89,11 @@ def export(
             storage.sync_folder(folder)
             put_in_place(storage, folder, target, overwrites=overwrites)
 
-        council.agree(write, finish)
+        consensus.agree(write, finish)
 
 
 def save_as(
-    council: Council,
+    consensus: Consensus,
     state: dict[str, Any],
     target: Path,
     storage: Storage,
@@ -111,11 +111,11 @@ def save_as(
             held.enter_context(storage.hold(temporary(target, own_id)))
             return own_id
 
-        own = temporary(target, council.agree(lambda: None, begin))
-        if council.rank == 0:
+        own = temporary(target, consensus.agree(lambda: None, begin))
+        if consensus.rank == 0:
             held.callback(_remove_if_there, storage, own)
-        save_folder(council, state, own, storage)
-        export(council, lambda: open_save(storage, own), target, storage, form, overwrites=overwrites)
+        save_folder(consensus, state, own, storage)
+        export(consensus, lambda: open_save(storage, own), target, storage, form, overwrites=overwrites)
 
 
 def _remove_if_there(storage: Storage, folder: Path) -> None:

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.interop.joining import JoinedChunk, assembled
 from disttrain.checkpoint.interop.torch_zip import StoredTensor, strided
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.loading.reader import Reader
+from disttrain.checkpoint.loading.scattering import Targets
 from disttrain.checkpoint.plan import Read
-from disttrain.checkpoint.reader import Reader
-from disttrain.checkpoint.scattering import Targets
-from disttrain.checkpoint.storage import ReadableFile
-from disttrain.checkpoint.tree import name_of
+from disttrain.checkpoint.state.tree import name_of
+from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 16

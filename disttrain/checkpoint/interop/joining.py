@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from disttrain.checkpoint.manifest import Chunk, Manifest
-from disttrain.checkpoint.tree import Tree, parts_of
+from disttrain.checkpoint.format.manifest import Chunk, Manifest
+from disttrain.checkpoint.state.tree import Tree, parts_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from disttrain.checkpoint.tree import Tree, parts_of
+from disttrain.checkpoint.state.tree import Tree, parts_of
 from disttrain.errors import CheckpointError
 
 _OF_TORCH = re.compile(r"^optim(?:izer)?/state/([^/]+)/([^/]+)$")

@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.commit import Contents, make_manifest
-from disttrain.checkpoint.dtypes import dtype_named
-from disttrain.checkpoint.image import Written, file_name
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named
+from disttrain.checkpoint.format.image import Written, file_name
+from disttrain.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest, encode
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_values_per_rank
-from disttrain.checkpoint.manifest import FORMAT, MANIFEST, VERSION, Manifest, encode
-from disttrain.checkpoint.saving import made_by
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
-from disttrain.checkpoint.writer import Item, value_item, write_items
+from disttrain.checkpoint.saving.commit import Contents, make_manifest
+from disttrain.checkpoint.saving.save import made_by
+from disttrain.checkpoint.saving.writer import Item, value_item, write_items
+from disttrain.checkpoint.storage.base import Storage
 
 _FILE_BYTES = 2 << 30
 

@@ -11,15 +11,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named, dtype_of_safetensors
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named, dtype_of_safetensors
+from disttrain.checkpoint.format.manifest import MANIFEST, Chunk, SavedTensor, plain_name
+from disttrain.checkpoint.format.rules import can_be_a_shape, is_text
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.foreign import ForeignReader, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
-from disttrain.checkpoint.manifest import MANIFEST, Chunk, SavedTensor, plain_name
-from disttrain.checkpoint.manifest_rules import can_be_a_shape, is_text
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage, read_small
-from disttrain.checkpoint.tree import name_of
+from disttrain.checkpoint.state.tree import name_of
+from disttrain.checkpoint.storage.base import Storage, read_small
 from disttrain.errors import CheckpointError
 
 SUFFIX = ".safetensors"

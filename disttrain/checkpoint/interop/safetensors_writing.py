@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_named, is_safetensors_dtype, safetensors_entry
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_named, is_safetensors_dtype, safetensors_entry
+from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.exporting import Advance, leave_out, read_box
 from disttrain.checkpoint.interop.names import dotted, dotted_names
 from disttrain.checkpoint.interop.safetensors_files import INDEX
-from disttrain.checkpoint.manifest import Manifest
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
+from disttrain.checkpoint.storage.base import Storage
 from disttrain.errors import CheckpointError
 
 _PART_BYTES = 64 << 20

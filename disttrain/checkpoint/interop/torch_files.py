@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.box import Box
-from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.dtypes import dtype_name
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
 from disttrain.checkpoint.interop.pickles import Made, Map, Name
 from disttrain.checkpoint.interop.torch_zip import Archive, StoredTensor
-from disttrain.checkpoint.manifest import Chunk, Manifest, SavedTensor
-from disttrain.checkpoint.source import Source
-from disttrain.checkpoint.storage import Storage
-from disttrain.checkpoint.tree import name_of
+from disttrain.checkpoint.state.tree import name_of
+from disttrain.checkpoint.storage.base import Storage
 from disttrain.errors import CheckpointError
 
 

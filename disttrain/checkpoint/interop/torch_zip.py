@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from disttrain.checkpoint.dtypes import dtype_name
+from disttrain.checkpoint.format.dtypes import dtype_name
+from disttrain.checkpoint.format.rules import can_be_a_shape
 from disttrain.checkpoint.interop.pickles import Made, Map, Name, Persistent, dumps, parse
-from disttrain.checkpoint.manifest_rules import can_be_a_shape
-from disttrain.checkpoint.storage import ReadableFile
+from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
 
 _STORAGES = {

@@ -14,7 +14,7 @@ from disttrain.checkpoint.state_dict.names import parameter_names
 from disttrain.checkpoint.state_dict.options import StateDictOptions
 from disttrain.checkpoint.state_dict.whole import Path, broadcast_whole, gathered, laid_as, mapped, transport_device
 from disttrain.errors import ShapeError, StateDictError
-from disttrain.process_group.packing import pack
+from disttrain.process_group.calls.packing import pack
 
 _NOT_STRICT = "Save the state of the same optimizers, or give StateDictOptions(strict=False)."
 

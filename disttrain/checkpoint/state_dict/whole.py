@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from disttrain.checkpoint.dtypes import dtype_name, dtype_named
-from disttrain.checkpoint.tree import local_parts
+from disttrain.checkpoint.format.dtypes import dtype_name, dtype_named
+from disttrain.checkpoint.state.tree import local_parts
 from disttrain.dtensor import DTensor
 from disttrain.errors import StateDictError
 from disttrain.process_group import broadcast, broadcast_object_list, current_world, get_rank, is_initialized
-from disttrain.process_group.packing import pack
+from disttrain.process_group.calls.packing import pack
 
 Path = tuple[Any, ...]
 _TENSOR = b"tensor"

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Signature, all_replicated
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 UNCUT = "."
 """In place of a letter: a dim that is never cut, or that is broadcast."""

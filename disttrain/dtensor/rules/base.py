@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.loan import Fetch
-from disttrain.dtensor.placement import Placement, Replicate
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.placement import Placement, Replicate
+from disttrain.dtensor.views.view_copy import Fetch
 
 
 @dataclass(frozen=True)

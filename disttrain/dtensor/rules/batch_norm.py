@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.rules.axis_map import (
     BATCH_LETTERS,
     UNCUT,
@@ -20,6 +19,7 @@ from disttrain.dtensor.rules.axis_map import (
 )
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.parts import summed
+from disttrain.dtensor.spec.layout import Spec
 
 _ALWAYS_TRAINING = ("aten._batch_norm_with_update",)
 _NEVER_TRAINING = ("aten._native_batch_norm_legit_no_training",)

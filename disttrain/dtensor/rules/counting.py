@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, largest, operand_part, partials_of
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Partial, Shard
 
 _SUM = Partial("sum")
 

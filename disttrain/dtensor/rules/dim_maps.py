@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Signature, all_replicated
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 DimMap = Mapping[int, int]
 """Operand dim -> result dim, for the dims that may be cut: each rank then holds the same places of both."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import Partial, Shard
-from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.rules.axis_map import local_outputs
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.spec.placement import Partial, Shard
 
 
 def dropout(call: OpCall) -> list[Signature]:

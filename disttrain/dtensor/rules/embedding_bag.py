@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import Partial, Replicate, Shard
 from disttrain.dtensor.rules.axis_map import operand_called, operand_names
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, operand_part, result_part
+from disttrain.dtensor.spec.placement import Partial, Replicate, Shard
 
 _SUM_MODE, _MEAN_MODE, _MAX_MODE = 0, 1, 2
 _SUM, _WHOLE = Partial("sum"), Replicate()

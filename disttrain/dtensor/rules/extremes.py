@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, gathered, highest, kept, lowest, operand_part
 from disttrain.dtensor.rules.reduction import keeps_dims, reduced_dims
-from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
 _NOWHERE = torch.iinfo(torch.int64).max
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import NormPartial, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import operand_part, partials_of, result_part
-from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.dtensor.spec.placement import NormPartial, Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
 
 def like(call: OpCall) -> Sequence[Signature]:

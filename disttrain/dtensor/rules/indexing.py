@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, operand_part, owned, partials_of, result_part
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 _SUM, _WHOLE = Partial("sum"), Replicate()
 

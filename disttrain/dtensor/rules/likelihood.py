@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import is_traced
-from disttrain.dtensor.layout import Spec
 from disttrain.dtensor.rules.axis_map import AxisMap, guarded, local_spec, operand_called, signatures_of
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.loss import MEAN, NONE
 from disttrain.dtensor.rules.parts import summed
+from disttrain.dtensor.spec.layout import Spec
 
 _SUM = 2
 _SKIPPED = -100

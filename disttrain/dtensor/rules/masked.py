@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, gathered, operand_part, result_part
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 _WHOLE = Replicate()
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, gathered, kept, operand_part, result_part
 from disttrain.dtensor.rules.reduction import keeps_dims, reduced_dims
-from disttrain.dtensor.shard_sizes import local_shape
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Placement, Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import local_shape
 
 
 def moments(call: OpCall) -> Sequence[Signature]:

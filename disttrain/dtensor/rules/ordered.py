@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.dtensor.placement import Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import kept, partials_of
+from disttrain.dtensor.spec.placement import Placement, Replicate, Shard
 
 _LAST = -1
 

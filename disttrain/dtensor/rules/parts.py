@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from disttrain.dtensor.layout import Layout, Spec
-from disttrain.dtensor.placement import Partial
+from disttrain.dtensor.redistribute.transfers import all_gather, all_reduce
 from disttrain.dtensor.rules.base import OpCall, Propagation
-from disttrain.dtensor.transfers import all_gather, all_reduce
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.placement import Partial
 from disttrain.mesh import DeviceMesh
 
 

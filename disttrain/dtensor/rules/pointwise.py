@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import OpCall, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import partials_of
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Replicate, Shard
 
 _COPIES = (
     "aten._to_copy",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.dtensor.layout import Layout
-from disttrain.dtensor.placement import Shard, StridedShard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import LINEAR, inverse, mapped, unchanged, without
+from disttrain.dtensor.spec.layout import Layout
+from disttrain.dtensor.spec.placement import Shard, StridedShard
 
 
 def _moved_dims(call: OpCall) -> Sequence[Signature]:

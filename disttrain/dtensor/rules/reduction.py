@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of, result_part
+from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Shard
 
 _SUM, _MAX, _MIN = Partial("sum"), Partial("max"), Partial("min")
 

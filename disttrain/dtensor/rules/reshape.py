@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Placement, Replicate, Shard, StridedShard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import mapped, result_spec, unchanged
-from disttrain.dtensor.shard_sizes import cut, piece_size
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.spec.shard_sizes import cut, piece_size
 
 
 class _Group(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import Partial, Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.indexing import IndexMap, are_places, can_be_summed, index_map, named_dim
 from disttrain.dtensor.rules.parts import cutting_axes, operand_part, owned, partials_of
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 _SUM, _WHOLE = Partial("sum"), Replicate()
 _KINDS = {"sum": _SUM, "prod": Partial("product"), "amax": Partial("max"), "amin": Partial("min")}

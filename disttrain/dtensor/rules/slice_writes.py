@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import Partial, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.indexing import named_dim
 from disttrain.dtensor.rules.parts import cutting_axes, kept, operand_part, partials_of
-from disttrain.dtensor.shard_sizes import piece_size
+from disttrain.dtensor.spec.placement import Partial, Replicate, Shard
+from disttrain.dtensor.spec.shard_sizes import piece_size
 
 _WHOLE = Replicate()
 

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.exchange import Broadcast, Exchange, elements, sole_axis
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.loan import Fetch
-from disttrain.dtensor.placement import Replicate, Shard
-from disttrain.dtensor.places import Places
+from disttrain.dtensor.redistribute.exchange import Broadcast, Exchange, elements, sole_axis
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import (
     dim_of,
@@ -27,6 +23,10 @@ from disttrain.dtensor.rules.dim_maps import (
     with_argument,
     without,
 )
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import Replicate, Shard
+from disttrain.dtensor.spec.places import Places
+from disttrain.dtensor.views.view_copy import Fetch
 
 # Slices and splits: every result is a slice of the operand.
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.placement import Placement, Replicate, Shard
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.parts import cutting_axes, kept, largest, operand_part, partials_of, summed
 from disttrain.dtensor.rules.reduction import keeps_dims, reduced_dims
+from disttrain.dtensor.spec.placement import Placement, Replicate, Shard
 
 
 def same_shape(call: OpCall) -> Sequence[Signature]:

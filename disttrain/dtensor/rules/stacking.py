@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.exchange import Exchange, sole_axis
-from disttrain.dtensor.layout import Spec
-from disttrain.dtensor.placement import NormPartial, Partial, Placement, Replicate, Shard
-from disttrain.dtensor.places import Places
+from disttrain.dtensor.redistribute.exchange import Exchange, sole_axis
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.spec.layout import Spec
+from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Replicate, Shard
+from disttrain.dtensor.spec.places import Places
 
 
 def stack(call: OpCall) -> Sequence[Signature]:

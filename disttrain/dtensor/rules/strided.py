@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.dtensor.counted_places import check_begins_there, counts_from_start
-from disttrain.dtensor.loan import Fetch
-from disttrain.dtensor.redistribute import redistribute_local
+from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
 from disttrain.dtensor.rules.dim_maps import mapped, unchanged
-from disttrain.dtensor.shard_sizes import contiguous_strides
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
+from disttrain.dtensor.views.counted_places import check_begins_there, counts_from_start
+from disttrain.dtensor.views.view_copy import Fetch
 from disttrain.errors import LayoutError
 
 

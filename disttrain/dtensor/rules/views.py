@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from disttrain.dtensor.loan import Fetch
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.rules.dim_maps import (
     LINEAR,
@@ -17,6 +16,7 @@ from disttrain.dtensor.rules.dim_maps import (
     with_local_size,
     without,
 )
+from disttrain.dtensor.views.view_copy import Fetch
 
 
 def _rank_of(call: OpCall) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttrain.fsdp2.collectives import ALIGNMENT_BYTES
 from disttrain.fsdp2.estimating.values import (
     GATHERED,
     PACKED,
@@ -29,6 +28,7 @@ from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Bundle, Group, Status
 from disttrain.fsdp2.machine.model import Model
 from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready
+from disttrain.fsdp2.transfers.collectives import ALIGNMENT_BYTES
 from disttrain.fsdp2.transfers.forms import reduces_in_place
 
 Parts = Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]

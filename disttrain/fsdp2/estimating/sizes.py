@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from disttrain.fsdp2._torch import own_parameters
-from disttrain.fsdp2.buckets import buckets_of
 from disttrain.fsdp2.estimating.values import GroupSizes, ParamSizes, SizedModule, Use
-from disttrain.fsdp2.extensions import ExtensionGroup
-from disttrain.fsdp2.flat import plan_flat
 from disttrain.fsdp2.machine.group import Buckets, Group
 from disttrain.fsdp2.machine.unit import Unit
-from disttrain.fsdp2.param import ShardedParam
-from disttrain.fsdp2.param_group import ParamGroup
+from disttrain.fsdp2.params.buckets import buckets_of
+from disttrain.fsdp2.params.extensions import ExtensionGroup
+from disttrain.fsdp2.params.flat import plan_flat
+from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.params.param_group import ParamGroup
+from disttrain.fsdp2.params.unsharded import unsharded_offsets
 from disttrain.fsdp2.state import ShardState, state_of
 from disttrain.fsdp2.transfers.forms import TransferCost
 from disttrain.fsdp2.transfers.planning import TransferPlan, bundle_of, plan_transfers
-from disttrain.fsdp2.unsharded import unsharded_offsets
 
 OptimizerCost = float | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

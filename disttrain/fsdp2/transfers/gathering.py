@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from disttrain.fsdp2._torch import out_of_inference
-from disttrain.fsdp2.collectives import Gather, sent_numels, start_gather, start_gather_in_place
-from disttrain.fsdp2.lone_errors import tell_of
+from disttrain.fsdp2.faults.lone_errors import tell_of
+from disttrain.fsdp2.transfers.collectives import Gather, sent_numels, start_gather, start_gather_in_place
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.comm import Comm
-    from disttrain.fsdp2.param_group import ParamGroup
+    from disttrain.fsdp2.params.param_group import ParamGroup
+    from disttrain.fsdp2.transfers.comm import Comm
 
 
 class Gathering:

@@ -10,10 +10,10 @@ import torch
 
 from disttrain.fsdp2.transfers.forms import TransferCost
 from disttrain.process_group import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, broadcast
-from disttrain.process_group.hosts import leaves_host
+from disttrain.process_group.joining.hosts import leaves_host
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.sharding import Sharding
+    from disttrain.fsdp2.params.sharding import Sharding
 
 _SMALL_BYTES, _LARGE_BYTES, _MOST_BYTES = 64, 4 * 2**20, 64 * 2**20
 _NUM_SMALL, _NUM_LARGE = 4, 2

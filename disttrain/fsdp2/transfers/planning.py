@@ -11,8 +11,8 @@ from disttrain.fsdp2.machine.unit import Unit
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.param_group import ParamGroup
-    from disttrain.fsdp2.sharding import Sharding
+    from disttrain.fsdp2.params.param_group import ParamGroup
+    from disttrain.fsdp2.params.sharding import Sharding
     from disttrain.fsdp2.state import ShardState
 
 CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]

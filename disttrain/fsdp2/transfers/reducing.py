@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disttrain.dtensor.settled_grads import settle_together
-from disttrain.fsdp2.collectives import Averaging, ReductionPlan, start_reduction
-from disttrain.fsdp2.comm import UnderWay
-from disttrain.fsdp2.flat import FlatPlan, plan_flat
-from disttrain.fsdp2.param import ShardedParam
+from disttrain.dtensor.gradients.settled import settle_together
+from disttrain.fsdp2.params.flat import FlatPlan, plan_flat
+from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.transfers.collectives import Averaging, ReductionPlan, start_reduction
+from disttrain.fsdp2.transfers.comm import UnderWay
 from disttrain.fsdp2.transfers.forms import reduces_in_place
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.param_group import ParamGroup
+    from disttrain.fsdp2.params.param_group import ParamGroup
 
 Owed = tuple["ParamGroup", Sequence[ShardedParam]]
 """Parameters of a group whose gradients are to be reduced."""

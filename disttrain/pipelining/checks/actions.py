@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import COMPUTE, MESSAGES, OF_ONE_STAGE, TIED, Action, Op
 from disttrain.pipelining.checks.problem import Problem
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import COMPUTE, MESSAGES, OF_ONE_STAGE, TIED, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def check_actions(schedule: Schedule) -> Iterator[Problem]:

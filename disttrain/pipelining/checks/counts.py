@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import COMPUTE, Op
 from disttrain.pipelining.checks.problem import Problem
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import COMPUTE, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 F, I, W, B = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD  # noqa: E741
 

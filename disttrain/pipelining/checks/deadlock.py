@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import COMPUTE, INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op
 from disttrain.pipelining.checks.problem import Problem
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import COMPUTE, INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def check_deadlock(schedule: Schedule) -> Iterator[Problem]:

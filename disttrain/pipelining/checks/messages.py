@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import MESSAGES, Action, Op
 from disttrain.pipelining.checks.problem import Problem
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import MESSAGES, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def check_messages(schedule: Schedule) -> Iterator[Problem]:

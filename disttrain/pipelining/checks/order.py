@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import INPUT_GRADIENTS, Action, Op
 from disttrain.pipelining.checks.problem import Problem
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import INPUT_GRADIENTS, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def check_order(schedule: Schedule) -> Iterator[Problem]:

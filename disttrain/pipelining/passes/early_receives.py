@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.pipelining.action import COMPUTE, MESSAGES, RECEIVES, Action
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import COMPUTE, MESSAGES, RECEIVES, Action
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def place_receives_early(schedule: Schedule, num_ahead: int = 1, *, by_direction: bool = False) -> Schedule:

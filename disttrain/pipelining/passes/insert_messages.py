@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
-from disttrain.pipelining.costs import Costs
-from disttrain.pipelining.schedule import Schedule
-from disttrain.pipelining.simulator import simulate
-from disttrain.pipelining.timeline import Timeline
+from disttrain.pipelining.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
+from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.schedule import Schedule
+from disttrain.pipelining.schedule.simulator import simulate
+from disttrain.pipelining.schedule.timeline import Timeline
 
 
 class _Message(NamedTuple):

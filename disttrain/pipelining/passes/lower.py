@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disttrain.pipelining.costs import Costs
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.passes.insert_messages import insert_messages
 from disttrain.pipelining.passes.merge_backward import merge_where_free
 from disttrain.pipelining.passes.reduce_gradients import reduce_gradients
 from disttrain.pipelining.passes.unshard_stages import unshard_stages
-from disttrain.pipelining.schedule import Schedule, Wiring
+from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.schedule import Schedule, Wiring
 
 
 def lower(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def merge_backward(schedule: Schedule) -> Schedule:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.pipelining.action import WEIGHT_GRADIENTS, Action, Op
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import WEIGHT_GRADIENTS, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def reduce_gradients(schedule: Schedule) -> Schedule:

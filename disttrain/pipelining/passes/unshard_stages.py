@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.action import COMPUTE, Action, Op
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import COMPUTE, Action, Op
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def unshard_stages(schedule: Schedule, max_unsharded: int | None = None) -> Schedule:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.timeline import Span, Timeline
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.timeline import Span, Timeline
 
 NAMES = {
     Op.FORWARD: "forward",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from disttrain.pipelining.action import SENDS, Action, Op
 from disttrain.pipelining.pictures.look import NAMES, drawn, summary, turn
-from disttrain.pipelining.timeline import Timeline
+from disttrain.pipelining.schedule.action import SENDS, Action, Op
+from disttrain.pipelining.schedule.timeline import Timeline
 
 _CLASSES = {Op.FORWARD: "f", Op.BACKWARD: "b", Op.BACKWARD_INPUT: "i", Op.BACKWARD_WEIGHT: "w"}
 _ROW, _GAP, _LEFT, _TOP, _RIGHT, _BOTTOM = 26, 10, 64, 62, 112, 34

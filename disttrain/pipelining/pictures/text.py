@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from disttrain.pipelining.action import Action, Op
 from disttrain.pipelining.pictures.look import NAMES, drawn, summary, turn
-from disttrain.pipelining.timeline import Timeline
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.timeline import Timeline
 
 # Background colours of the 256 (calm ones that black can be read on), for a rank's first and its other stages.
 _COLOURS = {

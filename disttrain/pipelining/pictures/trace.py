@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from disttrain.pipelining.timeline import Span, Timeline
+from disttrain.pipelining.schedule.timeline import Span, Timeline
 
 _COMPUTE, _COLLECTIVES, _SENDS, _RECEIVES = range(4)
 _THREADS = {_COMPUTE: "compute", _COLLECTIVES: "unshard, reduce", _SENDS: "sends", _RECEIVES: "receives"}

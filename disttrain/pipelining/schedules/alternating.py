@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disttrain.pipelining.action import Action, Op
+from disttrain.pipelining.schedule.action import Action, Op
 
 
 def alternating(

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.placement import Placement
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.placement import Placement
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedules.alternating import weight_of
 
 PERIOD = 6  # F, I and W of two stages

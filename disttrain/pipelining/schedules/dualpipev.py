@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.placement import Placement
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.placement import Placement
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedules.counts import require_counts, require_microbatches
 
 F, I, W, B = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD  # noqa: E741

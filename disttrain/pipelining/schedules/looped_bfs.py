@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.placement import Placement
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.placement import Placement
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedules.counts import require_counts
 
 

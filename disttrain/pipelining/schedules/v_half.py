@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedules.building_block import repeat_block
 from disttrain.pipelining.schedules.counts import require_counts
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.placement import Placement
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.placement import Placement
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedules.counts import require_counts
 
 F, I, W = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741

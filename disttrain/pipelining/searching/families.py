@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.placement import Placement
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.placement import Placement
 from disttrain.pipelining.schedules.alternating import rounds
 from disttrain.pipelining.schedules.building_block import PERIOD, Offsets, overlay
 from disttrain.pipelining.schedules.counts import microbatches_per_round

@@ -12,9 +12,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from disttrain.pipelining.action import Action, Op
-from disttrain.pipelining.costs import Costs, at
-from disttrain.pipelining.schedule import Schedule
+from disttrain.pipelining.schedule.action import Action, Op
+from disttrain.pipelining.schedule.costs import Costs, at
+from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def skeleton(schedule: Schedule) -> list[list[Action]]:

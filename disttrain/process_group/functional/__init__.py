@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from disttrain.lazy_names import answering
-from disttrain.process_group.async_tensor import AsyncCollectiveTensor
+from disttrain.process_group.calls.async_tensor import AsyncCollectiveTensor
 from disttrain.process_group.functional.coalesced import (
     all_gather_into_tensor_coalesced,
     all_reduce_coalesced,

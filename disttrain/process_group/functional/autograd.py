@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.process_group._c10d import is_traced
-from disttrain.process_group.async_tensor import AsyncCollectiveTensor
+from disttrain.process_group.calls.async_tensor import AsyncCollectiveTensor
 from disttrain.process_group.functional import ops
 from disttrain.process_group.functional.order import start
 

@@ -1,7 +1,7 @@
 """Collectives that write into their arguments, in a graph: the operators of `ops.py`, then a copy.
 
-What Dynamo reads of `collectives.py` and `list_collectives.py` comes here. Gradients are as without a compiler, where
-autograd does not see what is written: what was there before gets that of what is there now.
+What Dynamo reads of `calls/collectives.py` and `calls/list_collectives.py` comes here. Gradients are as without a
+compiler, where autograd does not see what is written: what was there before gets that of what is there now.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from disttrain.process_group import collectives, list_collectives
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group._torch import run_outside
-from disttrain.process_group.checks import check_alike, check_pair, root_rank
+from disttrain.process_group.calls import collectives, list_collectives
+from disttrain.process_group.calls.checks import check_alike, check_pair, root_rank
 from disttrain.process_group.functional import functions
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work

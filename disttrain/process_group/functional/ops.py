@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from disttrain.process_group import collectives
 from disttrain.process_group._c10d import ReduceOp, keep_in_order
+from disttrain.process_group.calls import collectives
 from disttrain.process_group.current import current_world
 from disttrain.process_group.door import issue, parts_of
 from disttrain.process_group.group import ProcessGroup

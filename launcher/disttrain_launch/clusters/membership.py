@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from disttrain.errors import LaunchError
-from disttrain_launch.job import OPERATION
+from disttrain_launch.request.job import OPERATION
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
 """Below 32768, from where on Linux hands out ports to outgoing connections."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from disttrain.errors import LaunchError
 from disttrain_launch.clusters.membership import Membership, number, port_of
-from disttrain_launch.job import OPERATION
+from disttrain_launch.request.job import OPERATION
 
 
 def detect(environ: Mapping[str, str]) -> Membership | None:

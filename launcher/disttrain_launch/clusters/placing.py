@@ -10,7 +10,7 @@ from disttrain import settings
 from disttrain.errors import LaunchError
 from disttrain_launch.clusters import find
 from disttrain_launch.clusters.membership import Membership
-from disttrain_launch.job import OPERATION
+from disttrain_launch.request.job import OPERATION
 
 
 def placed(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[argparse.Namespace, str]:

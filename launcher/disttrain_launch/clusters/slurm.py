@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from disttrain.errors import LaunchError
 from disttrain_launch.clusters.host_lists import expand
 from disttrain_launch.clusters.membership import Membership, number, port_of
-from disttrain_launch.job import OPERATION
+from disttrain_launch.request.job import OPERATION
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Batch scripts and interactive shells are steps too; slurm.h gives them the highest numbers."""

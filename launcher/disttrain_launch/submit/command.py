@@ -13,8 +13,8 @@ from pathlib import Path
 
 from disttrain.errors import LaunchError
 from disttrain.store import new_token
-from disttrain_launch.flags import Parser, add_flag, make_parser, parse
-from disttrain_launch.job import OPERATION
+from disttrain_launch.request.flags import Parser, add_flag, make_parser, parse
+from disttrain_launch.request.job import OPERATION
 from disttrain_launch.submit import kubernetes, slurm, ssh
 from disttrain_launch.submit.fan_out import FanOut
 from disttrain_launch.submit.request import chosen_variables, submission

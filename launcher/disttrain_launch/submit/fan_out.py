@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 
 from disttrain.errors import LaunchError
-from disttrain_launch.job import OPERATION, STDERR, STDOUT
-from disttrain_launch.logs import StreamPump
-from disttrain_launch.outcome import Exit
-from disttrain_launch.report import node_that_failed
-from disttrain_launch.screen import Outlet, PlainVoice
-from disttrain_launch.signals import SignalPipe
-from disttrain_launch.streams import Streams
+from disttrain_launch.output.logs import StreamPump
+from disttrain_launch.output.report import node_that_failed
+from disttrain_launch.output.screen import Outlet, PlainVoice
+from disttrain_launch.output.streams import Streams
+from disttrain_launch.request.job import OPERATION, STDERR, STDOUT
 from disttrain_launch.submit.ssh import Order
-from disttrain_launch.supervision import STOP_SIGNALS
+from disttrain_launch.workers.outcome import Exit
+from disttrain_launch.workers.signals import SignalPipe
+from disttrain_launch.workers.supervision import STOP_SIGNALS
 
 AGREE_S = 20.0
 """How long launchers may take to end by themselves once one has ended."""

@@ -15,8 +15,8 @@ import threading
 from typing import Any, BinaryIO
 
 from disttrain import settings
-from disttrain_launch.job import NOT_STARTED, OPERATION
-from disttrain_launch.outcome import Exit
+from disttrain_launch.request.job import NOT_STARTED, OPERATION
+from disttrain_launch.workers.outcome import Exit
 
 ORDER_WAIT_S = 60.0
 

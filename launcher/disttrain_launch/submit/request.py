@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.errors import LaunchError
-from disttrain_launch.flags import make_parser
+from disttrain_launch.request.flags import make_parser
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 

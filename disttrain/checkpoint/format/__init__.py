@@ -1,0 +1,1 @@
+"""The format of a save: boxes, data files, the manifest."""

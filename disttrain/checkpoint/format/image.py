@@ -1,0 +1,166 @@
+"""A data file before it is written: its header, and which bytes of it are which chunk. Torch-free.
+
+The same `Image` describes a file that streams from tensors and one that lies ready in memory, byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.manifest import BLOCK_BYTES, Chunk, SavedFile, block_checksums
+
+_DATA_ALIGNMENT = 4096
+"""The data begin at a multiple of it, so that they can be mapped and read with direct I/O."""
+
+SLICE_BYTES = 16 * BLOCK_BYTES
+"""How much of a chunk goes its way at once: whole blocks."""
+
+
+class Entry(NamedTuple):
+    """What becomes one chunk; `dtype` and `shape` are what the file's own header says of it."""
+
+    name: str
+    box: Box
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    is_value: bool
+
+
+class Place(NamedTuple):
+    """Where a chunk lies in the file."""
+
+    name: str
+    box: Box
+    is_value: bool
+    offset: int
+    num_bytes: int
+
+    def of(self, file: memoryview) -> Iterator[memoryview]:
+        """Its bytes, of those of the file, as `slices`."""
+        return slices(file[self.offset : self.offset + self.num_bytes])
+
+
+@dataclass(frozen=True)
+class Image:
+    """One rank's file: `header`, and after it the chunks one by one."""
+
+    header: bytes
+    places: Sequence[Place]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.places[-1].offset + self.places[-1].num_bytes if self.places else len(self.header)
+
+    def parts(
+        self, file: str, data_of: Callable[[int], Iterable[memoryview]], written: Written
+    ) -> Iterator[memoryview]:
+        """The file's parts, entering each chunk in `written` as it goes by; `data_of` has the `slices` of each place.
+
+        A slice has its checksums when it is handed on, so that one is written while the next one is looked through.
+        """
+        yield memoryview(self.header)
+        for number, place in enumerate(self.places):
+            checksums = []
+            for data in data_of(number):
+                checksums.append(block_checksums(data, BLOCK_BYTES))
+                yield data
+            chunk = Chunk(file, place.offset, place.num_bytes, place.box, b"".join(checksums))
+            (written.values if place.is_value else written.parts).append((place.name, chunk))
+
+    def saved_file(self) -> SavedFile:
+        return SavedFile(self.num_bytes, len(self.header), block_checksums(memoryview(self.header), BLOCK_BYTES))
+
+    def to_plain(self) -> list[Any]:
+        return [self.header, [[name, *box_row(box), *rest] for name, box, *rest in self.places]]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Image:
+        header, rows = plain
+        return cls(header, [Place(name, box_of(origin, shape), *rest) for name, origin, shape, *rest in rows])
+
+
+def slices(data: memoryview) -> Iterator[memoryview]:
+    """A chunk's bytes, `SLICE_BYTES` at once."""
+    for start in range(0, len(data), SLICE_BYTES):
+        yield data[start : start + SLICE_BYTES]
+
+
+def make_image(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Image:
+    """The file of these entries in this order, which has larger elements first: each tensor then begins at a multiple
+    of its element's size, without any gap."""
+    offsets = [0]
+    for entry in entries:
+        offsets.append(offsets[-1] + entry.num_bytes)
+    header = _header(entries, offsets, metadata)
+    return Image(
+        header,
+        [
+            Place(entry.name, entry.box, entry.is_value, len(header) + offset, entry.num_bytes)
+            for entry, offset in zip(entries, offsets, strict=False)
+        ],
+    )
+
+
+def _header(entries: Sequence[Entry], offsets: Sequence[int], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON, padded with spaces."""
+    content: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for entry, offset in zip(entries, offsets, strict=False):
+        place = [offset, offset + entry.num_bytes]
+        content[_key(entry)] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": place}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    size = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def _key(entry: Entry) -> str:
+    """The name; for a part that does not begin at the tensor's origin, with where it begins."""
+    return entry.name + ("@" + ",".join(map(str, entry.box.origin)) if any(entry.box.origin) else "")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written: its file, and the chunks of each tensor and value in it."""
+
+    file: SavedFile | None = None
+    parts: list[tuple[str, Chunk]] = field(default_factory=list)
+    values: list[tuple[str, Chunk]] = field(default_factory=list)
+
+    def to_plain(self) -> list[Any]:
+        """For rank 0, which knows the file's name from the rank."""
+        file = None if self.file is None else [self.file.num_bytes, self.file.header_bytes, self.file.header_checksums]
+        return [file, *([_row(name, chunk) for name, chunk in kind] for kind in (self.parts, self.values))]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any], file_name: str) -> Written:
+        file, parts, values = plain
+        return cls(
+            None if file is None else SavedFile(*file),
+            [_chunk(row, file_name) for row in parts],
+            [_chunk(row, file_name) for row in values],
+        )
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def box_row(box: Box) -> list[list[int]]:
+    return [list(box.origin), list(box.shape)]
+
+
+def box_of(origin: Sequence[int], shape: Sequence[int]) -> Box:
+    return Box(tuple(origin), tuple(shape))
+
+
+def _row(name: str, chunk: Chunk) -> list[Any]:
+    return [name, chunk.offset, chunk.num_bytes, *box_row(chunk.box), chunk.checksums]
+
+
+def _chunk(row: list[Any], file: str) -> tuple[str, Chunk]:
+    name, offset, num_bytes, origin, shape, checksums = row
+    return name, Chunk(file, offset, num_bytes, box_of(origin, shape), checksums)

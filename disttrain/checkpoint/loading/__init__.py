@@ -1,0 +1,1 @@
+"""Loading: which bytes are wanted, who reads them, where they go."""

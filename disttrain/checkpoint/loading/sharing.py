@@ -1,0 +1,81 @@
+"""Who reads what for whom: bytes that several ranks want alike are read by one of them. Pure.
+
+The plan is a function of what all ranks want, so that each can make it for itself, as for a save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.layout import Sharding
+from disttrain.checkpoint.loading.fetches import Fetch, plan_fetches
+from disttrain.checkpoint.plan import plan_load
+
+SHARED_BYTES = 4 << 20
+"""How much goes from one rank to others at once."""
+
+Wants = Mapping[str, Sharding]
+"""What a rank wants of a save: how each tensor lies, by name."""
+
+
+@dataclass(frozen=True)
+class SharedFetch:
+    """A fetch that all `holders`, ascending, want; `reader` is the one of them that reads it."""
+
+    fetch: Fetch
+    holders: tuple[int, ...]
+    reader: int
+
+
+def shared_boxes(wants: Sequence[Wants]) -> dict[tuple[int, ...], dict[str, list[Box]]]:
+    """Parts that several ranks want alike: by those ranks, then by name."""
+    shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
+    layouts: dict[Sharding, dict[Box, tuple[int, ...]]] = {}
+    for name, sharding, ranks in _wanted(wants):
+        if sharding.is_plain:
+            whole = Box.whole(sharding.shape)
+            holders_of = {whole: ranks} if whole.num_elements else {}
+        elif None in sharding.cuts:
+            holders_of = layouts.get(sharding) or layouts.setdefault(sharding, sharding.boxes())
+        else:  # no two ranks have the same part
+            continue
+        for box, holders in holders_of.items():
+            alike = tuple(sorted(set(holders) & set(ranks)))
+            if len(alike) > 1:
+                shared.setdefault(alike, {}).setdefault(name, []).append(box)
+    return shared
+
+
+def plan_shared(
+    manifest: Manifest, boxes: Mapping[tuple[int, ...], Mapping[str, Sequence[Box]]], max_bytes: int = SHARED_BYTES
+) -> list[SharedFetch]:
+    """What is read once for several ranks, in the order in which all of them exchange it; readers by bytes in turn.
+
+    Raises CheckpointCorruptError when the chunks don't cover what is wanted.
+    """
+    plan: list[SharedFetch] = []
+    read_bytes: dict[int, int] = {}
+    for holders, by_name in sorted(boxes.items()):
+        for fetch in plan_fetches(plan_load(manifest, by_name), manifest.block_bytes, max_bytes):
+            reader = min(holders, key=lambda rank: read_bytes.get(rank, 0))
+            read_bytes[reader] = read_bytes.get(reader, 0) + fetch.num_bytes
+            plan.append(SharedFetch(fetch, holders, reader))
+    return plan
+
+
+def _wanted(wants: Sequence[Wants]) -> Iterator[tuple[str, Sharding, tuple[int, ...]]]:
+    """Each tensor as some ranks want it, and those ranks."""
+    if all(wanted is wants[0] for wanted in wants):
+        every = tuple(range(len(wants)))
+        for name, sharding in wants[0].items():
+            yield name, sharding, every
+        return
+    ranks: dict[tuple[str, Sharding], list[int]] = {}
+    for rank, wanted in enumerate(wants):
+        for key in wanted.items():
+            ranks.setdefault(key, []).append(rank)
+    for (name, sharding), holders in ranks.items():
+        yield name, sharding, tuple(holders)

@@ -1,0 +1,1 @@
+"""Saves in the memory of nodes."""

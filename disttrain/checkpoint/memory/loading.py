@@ -1,0 +1,146 @@
+"""Loading from the memory of nodes: which saves are whole among them, and their files, each from a node that has it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.format.source import Source
+from disttrain.checkpoint.loading.fits import LoadReport, Rules
+from disttrain.checkpoint.loading.load import load_source, open_save
+from disttrain.checkpoint.memory.exchange import Address, FileServer, remote_file
+from disttrain.checkpoint.memory.peer_memory import NodeMemory
+from disttrain.checkpoint.memory.replica_placement import Holding, WholeSave, nodes_of, whole_saves
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.storage.base import LocalStorage, ReadableFile
+from disttrain.errors import CheckpointCorruptError
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where this rank finds what the nodes have; `speaker` speaks for its own node."""
+
+    memory: NodeMemory
+    addresses: Mapping[int, Address]
+    rank: int
+    speaker: int
+
+
+class KeptSave:
+    """A save that is whole in memory; satisfies `Readable`. What cannot be read counts as damaged: there are copies."""
+
+    def __init__(self, save: WholeSave, places: _Places) -> None:
+        self._save = save
+        self._places = places
+        self._damaged: list[tuple[str, int]] = []
+
+    @property
+    def step(self) -> int:
+        return self._save.name.step
+
+    def open(self) -> Source:
+        return open_save(self, self._places.memory.root / self._save.name.folder)
+
+    def leaves_out_damaged(self, consensus: Consensus) -> bool:
+        """Do without the copies that any rank has found to be damaged. Returns whether others can take their place.
+
+        Collective, after a load that failed.
+        """
+
+        def union(found: list[list[list[Any]]]) -> list[list[Any]]:
+            return [copy for row in found for copy in row]
+
+        damaged = consensus.agree(lambda: [list(copy) for copy in self._damaged], union)
+        left = self._save.without(damaged)
+        self._save = left or self._save
+        self._damaged.clear()
+        return bool(damaged) and left is not None
+
+    def go_on_from(self) -> None:
+        """It was loaded."""
+        if self._places.rank == self._places.speaker:
+            with suppress(OSError):  # other nodes may keep it
+                self._places.memory.go_on_from(self._save.name)
+
+    def names(self, path: Path) -> list[str]:
+        return sorted(self._save.holders)
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[ReadableFile]:
+        name, places, holders = path.name, self._places, self._save.holders[path.name]
+        # Ranks that want the same file ask different nodes for it.
+        holder = places.speaker if places.speaker in holders else holders[places.rank % len(holders)]
+        try:
+            with self._opened(name, holder) as file:
+                yield file
+        except CheckpointCorruptError:
+            self._damaged.append((name, holder))
+            raise
+        except OSError as error:
+            self._damaged.append((name, holder))
+            problem = f"{name} of {self._save.name.folder} cannot be read from memory: {error}."
+            raise CheckpointCorruptError("load", problem, "Load it from the disk.") from error
+
+    def _opened(self, name: str, holder: int) -> AbstractContextManager[ReadableFile]:
+        folder, places = self._save.name.folder, self._places
+        if holder == places.speaker:
+            return LocalStorage().open_file(places.memory.path_of(folder, name))
+        return remote_file(places.addresses[holder], folder, name)
+
+
+def load_kept(consensus: Consensus, state: dict[str, Any], save: KeptSave, rules: Rules) -> LoadReport | None:
+    """`load` from memory; None when no copies are left that are not damaged. Collective."""
+    while True:
+        try:
+            report = load_source(consensus, state, save.open, rules)
+        except CheckpointCorruptError as error:
+            warnings.warn(f"a copy in memory was of no use: {error}", RuntimeWarning, stacklevel=3)
+            if not save.leaves_out_damaged(consensus):
+                return None
+        else:
+            save.go_on_from()
+            return report
+
+
+@contextmanager
+def kept_saves(consensus: Consensus, memory: NodeMemory | None) -> Iterator[list[KeptSave]]:
+    """The saves that are whole in memory, newest first, to be read within the block; none without `memory`.
+
+    Collective. Nodes serve their files to each other for as long as the block runs.
+    """
+    with ExitStack() as stack:
+        yield [] if memory is None else _found(consensus, memory, stack)
+
+
+def _found(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> list[KeptSave]:
+    def first_ranks(sizes: list[int]) -> list[int]:
+        return [ranks.start for ranks in nodes_of(sizes)]
+
+    speakers = consensus.agree(lambda: memory.node_size(consensus.size), first_ranks)
+    speaker = max(rank for rank in speakers if rank <= consensus.rank)
+
+    def look() -> list[Any]:
+        if consensus.rank != speaker:
+            return [None, []]
+        try:
+            holdings = memory.holdings()
+            if len(speakers) == 1:
+                return [None, [holding.to_plain() for holding in holdings]]
+            server = FileServer(memory, None if consensus.world is None else consensus.world.store)
+        except OSError:  # what this node has cannot be read: others may have it too, and so has the disk
+            return [None, []]
+        stack.callback(server.close)
+        return [list(server.address), [holding.to_plain() for holding in holdings]]
+
+    def decide(rows: list[list[Any]]) -> list[Any]:
+        found = {rank: [Holding.from_plain(row) for row in held] for rank, (_, held) in enumerate(rows)}
+        return [[address for address, _ in rows], [save.to_plain() for save in whole_saves(found)]]
+
+    addresses, saves = consensus.agree(look, decide)
+    known = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
+    places = _Places(memory, known, consensus.rank, speaker)
+    return [KeptSave(WholeSave.from_plain(row), places) for row in saves]

@@ -1,0 +1,129 @@
+"""A writer's part of keeping a save in memory: its file on its own node, a copy of it on the next one.
+
+What cannot be kept is told, and fails no save: the disk is there for that. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgpack
+
+from disttrain.checkpoint.format.image import Image, Written, file_name
+from disttrain.checkpoint.format.manifest import MANIFEST, encode
+from disttrain.checkpoint.memory.exchange import Address, FileServer, put_file
+from disttrain.checkpoint.memory.peer_memory import NodeMemory
+from disttrain.checkpoint.memory.replica_placement import KeptName, keeper_of, nodes_of
+from disttrain.checkpoint.saving.commit import Contents, Target, make_manifest
+from disttrain.store import Store
+
+
+class Copies:
+    """One rank's, of all saves of a session. Args: store  of the session, which its writers share."""
+
+    def __init__(self, memory: NodeMemory, rank: int, size: int, store: Store) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._store = store
+        self._node_size = memory.node_size(size)
+        self._has_others = self._node_size < size
+        self._order = 0
+        self._keeper: int | None = None
+        self._server: FileServer | None = None
+        self._trouble = ""
+
+    def make_ready(self) -> list[int]:
+        """Make room, and be there for those whose copies this rank keeps; before the ranks meet. Returns: for
+        `arranged`."""
+        last = 0
+
+        def make_room() -> None:
+            nonlocal last
+            last = self._memory.make_room()
+
+        self._trouble = _attempt(make_room)
+        if self._has_others and self._server is None:
+            self._trouble = _attempt(self._serve) or self._trouble
+        return [self._node_size, last]
+
+    def begin(self, arrangement: list[Any]) -> None:
+        """A save comes; by what `arranged` has found."""
+        self._order, nodes = arrangement
+        self._keeper = keeper_of(self._rank, [range(*node) for node in nodes])
+
+    def write(self, target: Target, image: Image | None, data: memoryview) -> list[Any]:
+        """Keep this rank's file, `data`. Returns: for `finish`."""
+        if image is None:
+            return [True, "", Written().to_plain()]
+        file, written = file_name(self._rank), Written(image.saved_file())
+        is_kept, problem = self._keep_twice(target, file, data, lambda: _look_through(image, file, data, written))
+        return [is_kept, self._trouble or problem, written.to_plain()]
+
+    def finish(self, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> tuple[bool, str]:
+        """On rank 0, from what each has kept. Returns: whether the save is whole in memory; what has gone wrong."""
+        problems = [f"on rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(rows) if problem]
+        is_whole = all(is_kept for is_kept, _, _ in rows)
+        if is_whole:
+            written = [Written.from_plain(row, file_name(rank)) for rank, (_, _, row) in enumerate(rows)]
+            manifest = memoryview(encode(make_manifest(target.save_id, contents, written)))
+            is_whole, problem = self._keep_twice(target, MANIFEST, manifest, lambda: None)
+            problems += [problem] if problem else []
+        return is_whole, problems[0] if problems else ""
+
+    def keep(self, target: Target) -> None:
+        """It has become whole: it stays until there is a newer one. What fails here is found at a load."""
+        _attempt(lambda: self._memory.keep(self._name(target)))
+
+    def _keep_twice(self, target: Target, file: str, data: memoryview, beside: Callable[[], None]) -> tuple[bool, str]:
+        """Keep a file here and with the keeper, and do something `beside`. Returns: whether one has it; a problem."""
+        save = self._name(target)
+        with ThreadPoolExecutor(1) as sender:
+            sent = sender.submit(_attempt, lambda: self._send(save, file, data))
+            problem = _attempt(lambda: self._memory.write(save, file, [data]))
+            beside()
+            not_sent = sent.result()
+        has_one = not problem or (self._keeper is not None and not not_sent)
+        return has_one, problem or not_sent
+
+    def _send(self, save: str, file: str, data: memoryview) -> None:
+        if self._keeper is not None:
+            # The ranks have met since it was written.
+            key = _address_key(self._keeper)
+            if not self._store.check([key]):
+                raise ConnectionError(f"rank {self._keeper} takes no copies")
+            put_file(Address(*msgpack.unpackb(self._store.get(key))), save, file, data)
+
+    def _name(self, target: Target) -> str:
+        """The save's folder in memory."""
+        return KeptName(int(target.path.name.rpartition("-")[2]), self._order, target.save_id).folder
+
+    def _serve(self) -> None:
+        self._server = FileServer(self._memory, self._store)
+        self._store.set(_address_key(self._rank), msgpack.packb(self._server.address))
+
+
+def arranged(ready: Sequence[list[int]]) -> list[Any]:
+    """From what each rank is ready with: the save's place in the order of all, the nodes. Raises CheckpointError."""
+    sizes, lasts = zip(*ready, strict=True)
+    return [1 + max(lasts), [[node.start, node.stop] for node in nodes_of(sizes)]]
+
+
+def _address_key(rank: int) -> str:
+    return f"memory/{rank}"
+
+
+def _look_through(image: Image, file: str, data: memoryview, written: Written) -> None:
+    """Enter all chunks in `written`."""
+    for _ in image.parts(file, lambda number: image.places[number].of(data), written):
+        pass
+
+
+def _attempt(act: Callable[[], None]) -> str:
+    """What went wrong, in words; nothing when all went well."""
+    try:
+        act()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}."
+    return ""

@@ -1,0 +1,1 @@
+"""Saving, collectively: agree, write, commit."""

@@ -1,0 +1,160 @@
+"""How a save becomes valid: a temporary folder, a manifest of what all ranks have written, one rename. Torch-free.
+
+Until the rename there is only a folder `NAME.tmp-<save id>`; whatever dies before leaves that, and the saves before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from disttrain.checkpoint.format.image import Written, file_name
+from disttrain.checkpoint.format.manifest import MANIFEST, TORCH_METADATA, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.storage.base import Storage
+from disttrain.checkpoint.storage.claims import check_claim
+from disttrain.checkpoint.storage.folders import STEP, remove_leftovers, set_aside, steps, temporary
+from disttrain.checkpoint.storage.replacing import check_room, put_in_place
+from disttrain.errors import CheckpointError
+
+MARK = (
+    b"This folder is a save of disttrain.checkpoint, whose load() reads it; manifest.json says what it has.\n"
+    b"For torch.distributed.checkpoint: python -m disttrain.checkpoint convert FROM TO --to dcp\n"
+)
+"""What lies under the name of torch's metadata, since programs look for that to know a finished save."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a save has, but for where it lies: global shape and dtype of each tensor, and so on."""
+
+    made_by: str
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    per_rank: Sequence[str]
+    same_as: Mapping[str, str]
+
+    def to_plain(self) -> list[Any]:
+        tensors = {name: [list(shape), dtype] for name, (shape, dtype) in self.tensors.items()}
+        return [self.made_by, tensors, list(self.per_rank), dict(self.same_as)]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Contents:
+        made_by, tensors, per_rank, same_as = plain
+        return cls(made_by, {name: (tuple(row[0]), row[1]) for name, row in tensors.items()}, per_rank, same_as)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes. `claim`: what rank 0 saves a Checkpointer's step by (`storage/claims.py`);
+    None for other saves, and empty on other ranks. `overwrites`: a save that is at `path` gives way. `is_marked`:
+    there is a file of torch's name, too, for programs that look for one."""
+
+    path: Path
+    save_id: str
+    claim: str | None = None
+    overwrites: bool = False
+    is_marked: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where it is while it is under way."""
+        return temporary(self.path, self.save_id)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """All ranks must save to one place."""
+    if len(set(names)) > 1:
+        raise CheckpointError("save", f"ranks save to {sorted(set(names))}.", "Save one step at a time.")
+
+
+@contextmanager
+def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
+    """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
+    check_target(storage, target)
+    remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
+    check_room(storage, target.path, overwrites=target.overwrites)
+    with storage.hold(target.folder):
+        try:
+            storage.make_folder(target.folder)
+            yield
+        finally:
+            _remove_if_there(storage, target.folder)
+
+
+def check_target(storage: Storage, target: Target) -> None:
+    """Raises CheckpointError when this job may not save there any more."""
+    if target.claim is not None:
+        check_claim(storage, target.path.parent, target.claim)
+
+
+def _is_ours(target: Target, name: str) -> bool:
+    return bool(STEP.fullmatch(name)) if target.claim is not None else name == target.path.name
+
+
+def _remove_if_there(storage: Storage, folder: Path) -> None:
+    try:
+        if folder.name in storage.names(folder.parent):
+            storage.remove_folder(folder)
+    except OSError:  # the error that brought us here says more; the next save removes the folder
+        pass
+
+
+def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> None:
+    """On rank 0, from what each rank has written: make the save valid, durably."""
+    written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
+    manifest = make_manifest(target.save_id, contents, written)
+    if target.is_marked:
+        storage.write_file(target.folder / TORCH_METADATA, [memoryview(MARK)])
+    storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
+    storage.sync_folder(target.folder)
+    check_target(storage, target)
+    put_in_place(storage, target.folder, target.path, overwrites=target.overwrites)
+
+
+def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) -> Manifest:
+    """What rank 0 writes down, from what each rank had and has written. Pure."""
+    chunks: dict[str, list[Chunk]] = {}
+    values: dict[str, Chunk] = {}
+    per_rank: dict[str, dict[int, Chunk]] = {}
+    own_values = set(contents.per_rank)
+    for rank, by_rank in enumerate(written):
+        for name, chunk in by_rank.parts:
+            chunks.setdefault(name, []).append(chunk)
+        for name, chunk in by_rank.values:
+            if name in own_values:
+                per_rank.setdefault(name, {})[rank] = chunk
+            else:
+                values[name] = chunk
+    return Manifest(
+        save_id=save_id,
+        world_size=len(written),
+        made_by=contents.made_by,
+        files={file_name(rank): part.file for rank, part in enumerate(written) if part.file is not None},
+        tensors={
+            name: SavedTensor(shape, dtype, tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.box)))
+            for name, (shape, dtype) in contents.tensors.items()
+        },
+        values=values,
+        per_rank=per_rank,
+        same_as=contents.same_as,
+    )
+
+
+def retire_old(storage: Storage, directory: Path, step: int, keep: int | None) -> list[Path]:
+    """Set aside all but the `keep` newest saves; never that of `step`, which was just made. Returns: what to remove.
+
+    Raises CheckpointError.
+    """
+    others = [(other, folder) for other, folder in steps(storage, directory).items() if other != step]
+    num_kept = len(others) if keep is None else keep - 1
+    dying = []
+    for old, folder in others[: max(0, len(others) - num_kept)]:
+        try:
+            dying.append(set_aside(storage, folder))
+        except OSError as error:
+            raise CheckpointError(
+                "save", f"step {step} is saved, but step {old} could not be removed: {error}.", "Remove it by hand."
+            ) from error
+    return dying

@@ -1,0 +1,227 @@
+"""Saving, collectively: agree on the plan, write, agree on the outcome, commit by one rename."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+import xxhash
+
+from disttrain import __version__
+from disttrain.checkpoint.format.manifest import FORMAT, VERSION
+from disttrain.checkpoint.plan import Outline, RankPlan, plan_save, with_one_way
+from disttrain.checkpoint.saving.alike import Group, described_values, refuse_differing
+from disttrain.checkpoint.saving.commit import Contents, Target, check_names, commit, temporary_folder
+from disttrain.checkpoint.saving.consensus import Consensus
+from disttrain.checkpoint.saving.copies_compared import differing_copies, digest_of_all, warn_of_copies
+from disttrain.checkpoint.saving.digests import Digests
+from disttrain.checkpoint.saving.writer import Item, value_item, write_items
+from disttrain.checkpoint.state.taking_apart import holds, take_apart
+from disttrain.checkpoint.state.tree import Tree, local_parts
+from disttrain.checkpoint.stateful import PerRank, Value
+from disttrain.checkpoint.storage.base import Storage
+from disttrain.checkpoint.storage.claims import Claim
+from disttrain.errors import CheckpointError, ShapeError
+from disttrain.garbage import uncollected
+from disttrain.process_group.calls.packing import pack
+
+
+def save_folder(
+    consensus: Consensus,
+    state: dict[str, Any],
+    path: Path,
+    storage: Storage,
+    claim: Claim | None = None,
+    *,
+    overwrites: bool = False,
+    is_marked: bool = False,
+) -> None:
+    """`save`, by ranks that have met already; `claim`: of a Checkpointer, of whose saves it is one; `overwrites`,
+    `is_marked`: see `Target`."""
+
+    def target_of(save_id: str) -> Target:
+        return Target(path, save_id, None if claim is None else claim.name, overwrites, is_marked)
+
+    tree = Tree(consensus.operation)
+    outline = Outline()
+    copies: dict[str, bytes] = {}
+    with ExitStack() as held, uncollected():
+
+        def describe() -> list[Any]:
+            nonlocal tree, outline, copies
+            tree = take_apart(consensus.operation, state)
+            outline = tree.outline()
+            if consensus.size > 1:
+                copies = Digests(tree.taken_as_alike(outline)).read()
+            of_values = digest_of_values(tree, outline.compared)
+            return [path.name, digest_of(outline), of_values, findings(tree), digest_of_all(copies)]
+
+        def begin(described: list[list[Any]]) -> list[Any]:
+            names, digests, of_values, found, of_copies = zip(*described, strict=True)
+            check_names(names)
+            warn_of_no_tensor(found)
+            if claim is not None:
+                claim.ensure()
+            target = target_of(uuid4().hex)
+            held.enter_context(temporary_folder(storage, target))
+            return [target.save_id, *(len(set(one)) == 1 for one in (digests, of_values, of_copies))]
+
+        save_id, are_alike, values_are_alike, copies_are_alike = consensus.agree(describe, begin)
+        values = {} if values_are_alike else packed_values(tree, outline.compared)
+        outlines: list[Outline] = [outline] * consensus.size
+        differing: list[str] = []
+        if not are_alike:
+            outlines, differing = all_outlines(consensus, outline, values, copies)
+        elif not (values_are_alike and copies_are_alike):
+            differing = consensus.agree(
+                lambda: [described_values(values), copies], lambda rows: look_at(consensus, rows)
+            )
+        target = target_of(save_id)
+
+        def write() -> list[Any]:
+            plan = plan_save(outlines, differing)[consensus.rank]
+            items = items_of(tree, plan)
+            return write_items(storage, target.folder, consensus.rank, items, metadata_of(save_id)).to_plain()
+
+        consensus.agree(write, lambda rows: commit(storage, target, contents_of(outlines), rows))
+
+
+def digest_of(outline: Outline) -> bytes:
+    """Equal for equal outlines."""
+    return xxhash.xxh3_128_digest(pack(outline.to_plain()))
+
+
+def metadata_of(save_id: str) -> dict[str, str]:
+    """What each data file says of itself."""
+    return {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
+
+
+def digest_of_values(tree: Tree, names: Sequence[str]) -> bytes:
+    """Equal for values that are packed alike."""
+    values = tree.compared(names)
+    try:
+        return xxhash.xxh3_128_digest(pack([list(values), list(values.values())]))
+    except ShapeError:
+        packed_values(tree, names)  # raises for the one that cannot be packed, by name
+        raise
+
+
+def packed_values(tree: Tree, names: Sequence[str]) -> dict[str, bytes]:
+    """Each of these values. Raises CheckpointError for one that cannot be saved."""
+    return {name: _packed(tree, name, value) for name, value in tree.compared(names).items()}
+
+
+def packed_groups(tree: Tree, shared: Sequence[tuple[int, Sequence[str]]]) -> list[Group]:
+    """The values that other ranks have as well; see `shared_names`."""
+    names_of_all = [name for _, names in shared for name in names]
+    values = tree.compared(names_of_all)
+    try:
+        return [Group(number, names, pack([values[name] for name in names])) for number, names in shared]
+    except ShapeError:
+        packed_values(tree, names_of_all)  # raises for the one that cannot be packed, by name
+        raise
+
+
+def _packed(tree: Tree, name: str, value: Any) -> bytes:
+    try:
+        return pack(value)
+    except ShapeError as error:
+        raise CheckpointError(tree.operation, f"{name!r}: {error.problem}", error.remedy) from None
+
+
+def findings(tree: Tree) -> list[Any]:
+    """Of a state without tensors: values that nobody may have meant to save alone, if it is not empty; else nothing."""
+    if any(holds((torch.Tensor, np.ndarray), leaf) for leaf in tree.leaves.values() if not isinstance(leaf, PerRank)):
+        return [True, []]
+    return [bool(tree.leaves) and not tree.bare, tree.bare[:8]]
+
+
+def warn_of_no_tensor(found: Sequence[Sequence[Any]]) -> None:
+    """On rank 0: a save without weights that should have some is missed when it is too late."""
+    if any(is_meant for is_meant, _ in found):
+        return
+    names = ", ".join(map(repr, dict.fromkeys(name for _, names in found for name in names)))
+    what = f"only plain values ({names})" if names else "nothing"
+    warnings.warn(
+        f"There is no tensor in the state that is saved, {what}. Look whether the model's state is in it: "
+        "get_state_dict returns two dicts. Values that are to be saved alone may stand in Value.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def look_at(consensus: Consensus, rows: Sequence[Sequence[Any]]) -> list[str]:
+    """On rank 0, from what each rank has found of its values and of its plain tensors. Returns which of the latter
+    differ; raises CheckpointError where ranks have different values by one name."""
+    refuse_differing(consensus.operation, [described for described, _ in rows])
+    differing = differing_copies([copies for _, copies in rows])
+    warn_of_copies(differing)
+    return differing
+
+
+def all_outlines(
+    consensus: Consensus, outline: Outline, values: Mapping[str, bytes], copies: Mapping[str, bytes]
+) -> tuple[list[Outline], list[str]]:
+    """Everybody's outline, where they differ (ranks with different parts of a model), and what `look_at` says of
+    values and plain tensors."""
+
+    def decide(ballots: list[list[Any]]) -> tuple[list[Any], list[int], list[str]]:
+        differing = look_at(consensus, [row for _, *row in ballots])
+        return *_shared([plain for plain, *_ in ballots]), differing
+
+    unique, places, differing = consensus.agree(lambda: [outline.to_plain(), described_values(values), copies], decide)
+    outlines = with_one_way([Outline.from_plain(plain) for plain in unique])
+    return [outlines[place] for place in places], differing
+
+
+def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:
+    """Each different outline once, and which of them each rank has."""
+    unique: list[Any] = []
+    places: dict[bytes, int] = {}
+    of_rank = []
+    for plain in plains:
+        place = places.setdefault(pack(plain), len(unique))
+        if place == len(unique):
+            unique.append(plain)
+        of_rank.append(place)
+    return unique, of_rank
+
+
+def items_of(tree: Tree, plan: RankPlan) -> list[Item]:
+    """What this rank writes, sharing memory with the state's tensors."""
+    values = {name: tree.leaves[name] for name in plan.values}
+    items = [
+        value_item(name, leaf.value if isinstance(leaf, PerRank | Value) else leaf) for name, leaf in values.items()
+    ]
+    parts_of: dict[str, Any] = {}
+    for name, box in plan.parts:
+        held = parts_of.get(name) or parts_of.setdefault(name, local_parts(tree.leaves[name]))
+        if box in held:
+            items.append(Item(name, box, held[box]))
+        else:
+            around = next(part for part in held if part.intersection(box) == box)
+            items.append(Item(name, box, held[around][box.seen_from(around.origin).slices()]))
+    return items
+
+
+def made_by() -> str:
+    """Which versions, for people."""
+    return f"disttrain {__version__}, torch {torch.__version__}"
+
+
+def contents_of(outlines: Sequence[Outline]) -> Contents:
+    """What rank 0 needs to know for the manifest."""
+    unique = {id(outline): outline for outline in outlines}.values()
+    shardings = {name: sharding for outline in unique for name, sharding in outline.tensors.items()}
+    return Contents(
+        made_by(),
+        {name: (sharding.shape, sharding.dtype) for name, sharding in shardings.items()},
+        sorted({name for outline in unique for name in outline.per_rank}),
+        {name: first for outline in unique for name, first in outline.same_as.items()},
+    )

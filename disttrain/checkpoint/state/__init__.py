@@ -1,0 +1,1 @@
+"""What a state is made of, taken apart into named leaves and put together."""

@@ -1,0 +1,1 @@
+"""Where saves lie, and how files are read, written, locked and replaced."""

@@ -1,0 +1,1 @@
+"""What happens when torch calls an operator on DTensors."""

@@ -1,0 +1,168 @@
+"""Rules x layouts -> which layout each operand must have and the results have then. Pure; one mesh axis at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Final
+
+from disttrain.dtensor._torch import hint_of
+from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.spec.layout import Layout
+from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.dtensor.spec.shard_sizes import num_blocks, piece_size
+
+
+def propagate(call: OpCall, rule: Rule) -> Propagation:
+    """The cheapest choice of one signature per axis."""
+    specs = [spec for spec in call.operands if spec is not None]
+    mesh = specs[0].mesh
+    signatures = rule.signatures(call)
+    if len(specs) < len(call.operands):
+        signatures = [signature for signature in signatures if not _adds_up_plain(call, signature)]
+    may_mix = len(mesh.shape) > 1 and any(spec.layout.has_partial for spec in specs)
+    # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
+    num_bytes = [0 if spec is None else max(1, math.prod(spec.shape)) * spec.dtype.itemsize for spec in call.operands]
+    # What the axes so far leave of each operand.
+    left = [None if spec is None else list(spec.shape) for spec in call.operands]
+    chosen: list[Signature] = []
+    for axis, axis_size in enumerate(mesh.shape):
+        present = [None if spec is None else spec.placements[axis] for spec in call.operands]
+        possible = [
+            (_cost(call, signature, present, num_bytes, axis_size), signature)
+            for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
+            if signature.holds_along(axis, axis_size) and not (may_mix and _mixes(call, signature, axis))
+        ]
+        best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
+        chosen.append(best)
+        for sizes, placement in zip(left, best.operands, strict=True):
+            if sizes is not None and placement.cut_dim is not None:
+                sizes[placement.cut_dim] = piece_size(sizes[placement.cut_dim], axis_size)
+    operands = tuple(
+        None if spec is None else Layout(mesh, [signature.operands[place] for signature in chosen])
+        for place, spec in enumerate(call.operands)
+    )
+    results = tuple(
+        Layout(mesh, [signature.results[place] for signature in chosen]) for place in range(len(call.outputs))
+    )
+    return Propagation(operands, results)
+
+
+def _blockwise(call: OpCall, signatures: Sequence[Signature], chosen: Sequence[Signature]) -> Iterable[Signature]:
+    """The signatures that cut a dim, for operands of which the next axis cuts that dim block by block: no matter which
+    elements a rank has of it, they are the same ones in all operands.
+
+    Blocks are counted in what earlier axes leave of the dim, so these must cut it as they do now."""
+    axis = len(chosen)
+    for place, spec in enumerate(call.operands):
+        present = None if spec is None else spec.placements[axis]
+        if isinstance(present, StridedShard) and spec is not None:
+            earlier = zip(spec.placements, [signature.operands[place] for signature in chosen], strict=False)
+            if any(old != new and present.dim in (old.cut_dim, new.cut_dim) for old, new in earlier):
+                continue
+            for signature in signatures:
+                if signature.operands[place] == Shard(present.dim):
+                    yield replace(
+                        signature,
+                        operands=tuple(_in_blocks(placement, present) for placement in signature.operands),
+                        results=tuple(_in_blocks(placement, present) for placement in signature.results),
+                    )
+
+
+def _in_blocks(placement: Placement, present: StridedShard) -> Placement:
+    return replace(present, dim=placement.dim) if isinstance(placement, Shard) else placement
+
+
+def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: int) -> bool:
+    return not any(
+        sizes[placement.cut_dim] % (axis_size * num_blocks(placement))
+        for sizes, placement in zip(left, signature.operands, strict=True)
+        if sizes is not None and placement.cut_dim is not None
+    )
+
+
+def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
+    """Whether an operand that is partial in one way along another axis would be made partial in another way.
+
+    What changes nothing in a product changes a sum: such a tensor's value depends on which axis is reduced first.
+    """
+    return any(
+        isinstance(wanted, Partial)
+        and spec is not None
+        and spec.placements[axis] != wanted
+        and any(isinstance(other, Partial) and other != wanted for other in spec.placements)
+        for spec, wanted in zip(call.operands, signature.operands, strict=True)
+    )
+
+
+def _cheapest(
+    possible: Sequence[tuple[int, Signature]], left: Sequence[list[int] | None] | None, axis_size: int
+) -> Signature:
+    """The first of those that cost least; given what is `left` of the operands, of those that cut it evenly.
+
+    Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
+    a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
+    """
+    ranking = sorted(range(len(possible)), key=lambda place: hint_of(possible[place][0]))
+    for rank, place in enumerate(ranking):
+        cost, signature = possible[place]
+        if left is None or _is_even(signature, left, axis_size):
+            for other in ranking[rank + 1 :] if hint_of(cost) else ():
+                other_cost = possible[other][0]
+                if not (cost < other_cost if other < place else cost <= other_cost):
+                    raise AssertionError("costs are not what they were")
+            return signature
+    raise AssertionError("whole operands always will do")
+
+
+def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
+    """Whether a plain scalar, which every rank has, would count once for each rank."""
+    return any(
+        spec is None and isinstance(wanted, Partial)
+        for spec, wanted in zip(call.operands, signature.operands, strict=True)
+    )
+
+
+def _cost(
+    call: OpCall,
+    signature: Signature,
+    present: Sequence[Placement | None],
+    num_bytes: Sequence[int],
+    axis_size: int,
+) -> int:
+    """What this rank would send and receive, and a little for copies, so that ties go to moving nothing.
+
+    In bytes, times a factor that makes it a whole number; the same for all signatures.
+    """
+    cost = 0
+    for old, new, size in zip(present, signature.operands, num_bytes, strict=True):
+        if old is not None and old != new:
+            cost += size * _change(type(old), type(new), axis_size)
+    if call.facts.is_inplace and not call.facts.changes_shape and present and (written := present[0]) is not None:
+        # The result has to go back to where it is written.
+        made = signature.results[0]
+        if made != written:
+            cost += num_bytes[0] * _change(type(made), type(written), axis_size)
+    return cost
+
+
+@cache
+def _change(old: type[Placement], new: type[Placement], axis_size: int) -> int:
+    """What one placement costs to make of another, by byte of the whole tensor."""
+    # A copied byte counts a sixteenth of one that moves.
+    copied = 2 * axis_size
+    moved_piece = 32 * (axis_size - 1)
+    moved = moved_piece * axis_size
+    is_cut, is_cut_after = issubclass(old, _CUTS), issubclass(new, _CUTS)
+    if issubclass(old, Replicate):
+        return copied
+    if is_cut and is_cut_after:
+        return moved_piece + 2 * copied
+    if is_cut:
+        return moved + (copied if issubclass(new, Partial) else axis_size)
+    return (moved if is_cut_after else 2 * moved) + copied
+
+
+_CUTS: Final = (Shard, StridedShard)

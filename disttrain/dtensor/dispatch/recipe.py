@@ -1,0 +1,84 @@
+"""What of a plan holds for every size: a new sequence length need not be planned again.
+
+Where nothing moves and all cuts are even, a rule's choice depends on sizes only through which of them are one. The
+result's sizes are then those of this rank's part, but for cut dims, which are as large as the operand's dims that are
+cut along the same axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disttrain.dtensor._torch import binding_of
+from disttrain.dtensor.dispatch.call_plan import Wrap, leads_with_tensors
+from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
+
+Source = tuple[int, int] | None
+"""The operand and its dim that a cut dim of the result is as large as; None: the dim is not cut."""
+
+
+class Recipe(NamedTuple):
+    """How one tensor comes of operands of one form; for operators whose parts are computed by themselves."""
+
+    compute: Compute
+    num_operands: int
+    layout: Layout
+    sources: tuple[Source, ...]
+
+    def follow(
+        self, wrap: Wrap, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor | None, Spec | None]:
+        """The result and its spec; neither where strides don't tell what it is."""
+        operands = args[: self.num_operands]
+        part = self.compute(*[operand._local_tensor for operand in operands], *args[self.num_operands :], **kwargs)
+        if not part.is_contiguous():
+            return None, None
+        shape = tuple(
+            [
+                size if source is None else operands[source[0]]._spec.shape[source[1]]
+                for size, source in zip(part.shape, self.sources, strict=True)
+            ]
+        )
+        spec = Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
+        return wrap(part, spec), spec
+
+
+def recipe_for(call: OpCall, rule: Rule, propagation: Propagation) -> Recipe | None:
+    """The recipe of a call that nothing moves for; None when its result depends on sizes in other ways."""
+    moves = any(
+        spec is None or spec.layout is not layout
+        for spec, layout in zip(call.operands, propagation.operands, strict=True)
+    )
+    if moves or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
+        return None
+    if rule.localize is not None and not (rule.goes_by_layout and rule.localize(call, propagation) is call.op):
+        return None
+    if len(call.outputs) != 1 or not leads_with_tensors(call):
+        return None
+    output, layout = call.outputs[0], propagation.results[0]
+    sources = _sources(call, layout, tuple(output.shape))
+    if sources is None or not output.is_contiguous():
+        return None
+    return Recipe(binding_of(call.op), len(call.operands), layout, sources)
+
+
+def _sources(call: OpCall, layout: Layout, shape: tuple[int, ...]) -> tuple[Source, ...] | None:
+    sources: list[Source] = [None] * len(shape)
+    for axis, placement in enumerate(layout.placements):
+        dim = placement.cut_dim
+        if dim is None:
+            continue
+        for place, spec in enumerate(call.operands):
+            assert spec is not None
+            own_dim = spec.placements[axis].cut_dim
+            if own_dim is not None and spec.shape[own_dim] == shape[dim]:
+                sources[dim] = (place, own_dim)
+                break
+        else:
+            return None
+    return tuple(sources)

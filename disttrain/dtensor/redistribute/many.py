@@ -1,0 +1,76 @@
+"""Redistributes the operands of one call: small ones that are reduced alike go in one collective.
+
+Over a network a reduction of one number takes as long as one of thousands. The norms of a model's gradients, or partial
+gradients in an optimizer's list, are hundreds of small tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from disttrain.dtensor.redistribute.local import redistribute_local
+from disttrain.dtensor.redistribute.plan import AllReduce, plan_redistribute
+from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.placement import Replicate
+
+MAX_TOGETHER_BYTES: Final = 1 << 20
+"""Larger tensors go by themselves: their time is that of their bytes, and a copy of them would only take memory."""
+
+Move = tuple[int, Spec, Layout]
+"""The operand's place, how it lies, and how it is to lie."""
+
+
+class Moves:
+    """The moves of one call, sorted once for all calls like it."""
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        groups: dict[Any, list[Move]] = {}
+        for move in moves:
+            # What is not reduced has a group of its own.
+            groups.setdefault(_reduction_of(move) or move[0], []).append(move)
+        self._groups = list(groups.values())
+
+    def run(self, parts: list[torch.Tensor]) -> None:
+        """Put this rank's moved parts in place of the parts. Collective: every rank of the meshes."""
+        for group in self._groups:
+            if len(group) > 1:
+                _reduce_together(parts, group)
+            else:
+                ((place, spec, layout),) = group
+                parts[place] = redistribute_local(parts[place], spec, layout)
+
+
+def goes_together(spec: Spec, layout: Layout) -> bool:
+    """True for a move that shares its collective with others like it."""
+    return _reduction_of((0, spec, layout)) is not None
+
+
+def _reduction_of(move: Move) -> tuple[Layout, Layout, torch.dtype] | None:
+    """Where the elements of a small tensor that is reduced, and not cut or gathered, come from and go to, as those of a
+    tensor without other placements. None for any other move."""
+    _, spec, layout = move
+    if spec.is_symbolic or spec.mesh != layout.mesh or math.prod(spec.shape) * spec.dtype.itemsize > MAX_TOGETHER_BYTES:
+        return None
+    steps = plan_redistribute(spec.placements, layout.placements)
+    if not steps or not all(isinstance(step, AllReduce) for step in steps):
+        return None
+    axes = {axis for step in steps for axis in step.axes}
+    placements = [place if axis in axes else Replicate() for axis, place in enumerate(spec.placements)]
+    source = spec.layout.with_placements(placements)
+    return source, source.replicated(), spec.dtype
+
+
+def _reduce_together(parts: list[torch.Tensor], group: Sequence[Move]) -> None:
+    """As one tensor of one dim: reductions go element by element."""
+    reduction = _reduction_of(group[0])
+    assert reduction is not None
+    source, target, dtype = reduction
+    own = [parts[place] for place, _, _ in group]
+    row = torch.cat([part.reshape(-1) for part in own])
+    reduced = redistribute_local(row, Spec.of(source, (row.numel(),), dtype), target)
+    for (place, _, _), part, moved in zip(group, own, reduced.split([part.numel() for part in own]), strict=True):
+        parts[place] = moved.view(part.shape)

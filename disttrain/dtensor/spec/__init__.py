@@ -1,0 +1,1 @@
+"""How a tensor lies: placements, layouts, sizes of parts."""

@@ -1,0 +1,254 @@
+"""Layout: placements on a mesh. Spec: a layout plus the global tensor's shape, strides and dtype.
+
+Both are interned: equal ones are one object, so that comparing them is `is`, and looking up what was decided for them
+hashes an address. Decisions hang on them (`plans`) and go when the last tensor that lies so goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self, cast
+from weakref import WeakValueDictionary
+
+import torch
+
+from disttrain.dtensor.spec.placement import Placement, Placements, Replicate, StridedShard
+from disttrain.dtensor.spec.shard_sizes import (
+    contiguous_strides,
+    local_shape,
+    local_shape_and_offset,
+    num_blocks,
+)
+from disttrain.dtensor.views.view_copy import ViewCopy
+from disttrain.mesh import DeviceMesh
+
+_INTS = {int}
+
+
+class Layout:
+    """How a tensor lies on a mesh: one placement per mesh axis. Says nothing about sizes."""
+
+    __slots__ = (
+        "__weakref__",
+        "_replicated",
+        "has_partial",
+        "is_replicated",
+        "is_symbolic",
+        "mesh",
+        "placements",
+        "plans",
+    )
+
+    mesh: DeviceMesh
+    placements: Placements
+    is_replicated: bool
+    """True when every rank holds the whole value."""
+    has_partial: bool
+    is_symbolic: bool
+    """True when a placement counts blocks by a symbol, as the compiler traces a flattened dim."""
+    plans: dict[Any, Any]
+    """What dispatch has found out for operands that lie so, whatever their shapes."""
+    _replicated: Layout | None
+
+    def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> Self:
+        key = (mesh, tuple(placements))
+        found = _LAYOUTS.get(key)
+        if found is None:
+            found = super().__new__(cls)
+            found.mesh, found.placements = key
+            found.is_replicated = all(isinstance(placement, Replicate) for placement in found.placements)
+            found.has_partial = any(placement.is_partial() for placement in found.placements)
+            found.is_symbolic = any(type(num_blocks(placement)) is not int for placement in found.placements)
+            found.plans = {}
+            found._replicated = None
+            found = _LAYOUTS.setdefault(key, found)
+        return cast(Self, found)
+
+    def with_placements(self, placements: Sequence[Placement]) -> Layout:
+        return Layout(self.mesh, placements)
+
+    def replicated(self) -> Layout:
+        """The same mesh, whole on every rank."""
+        if self._replicated is None:
+            whole = Layout(self.mesh, (Replicate(),) * len(self.placements))
+            if whole is self:
+                return self
+            self._replicated = whole
+        return self._replicated
+
+    def concrete(self) -> Layout:
+        """The same for the sizes at hand: a graph in which this is asked for is for these alone."""
+        if not self.is_symbolic:
+            return self
+        return self.with_placements(
+            [
+                replace(placement, num_blocks=int(placement.num_blocks))
+                if isinstance(placement, StridedShard)
+                else placement
+                for placement in self.placements
+            ]
+        )
+
+    def __deepcopy__(self, _: object) -> Layout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.mesh, self.placements)
+
+    def __repr__(self) -> str:
+        return f"Layout({self})"
+
+    def __str__(self) -> str:
+        return f"{list(self.placements)} on {self.mesh.layout}"
+
+
+class Spec:
+    """What a DTensor is, but for its values: global shape, strides, dtype, and layout.
+
+    With sizes that are symbols, as the compiler traces them, a spec is an object of its own and nothing is kept for it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_form",
+        "_local_shape",
+        "dtype",
+        "is_symbolic",
+        "layout",
+        "mesh",
+        "placements",
+        "plans",
+        "shape",
+        "stride",
+        "view_copy",
+    )
+
+    layout: Layout
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: DeviceMesh
+    placements: Placements
+    is_symbolic: bool
+    view_copy: ViewCopy | None
+    """What a view that moved its operand owes to it; such a spec is an object of its own, with no plans."""
+    plans: dict[Any, Any]
+    """What dispatch does for a first operand of this spec, by operator and other operands."""
+    _local_shape: tuple[int, ...] | None
+    _form: tuple[Any, ...] | None
+
+    def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
+        sizes, strides = tuple(shape), tuple(stride)
+        if {*map(type, sizes), *map(type, strides)} - _INTS:
+            return cls._made(layout, sizes, strides, dtype, is_symbolic=True)
+        return cls.interned(layout, sizes, strides, dtype)
+
+    @classmethod
+    def interned(cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """The one spec of these; there are no symbols among the sizes."""
+        key = (layout, shape, stride, dtype)
+        found = _SPECS.get(key)
+        if found is None:
+            found = _SPECS.setdefault(key, cls._made(layout, shape, stride, dtype, is_symbolic=False))
+        return cast(Self, found)
+
+    @classmethod
+    def _made(
+        cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, is_symbolic: bool
+    ) -> Self:
+        made = super().__new__(cls)
+        made.layout, made.shape, made.stride, made.dtype = layout, shape, stride, dtype
+        made.mesh, made.placements = layout.mesh, layout.placements
+        made.is_symbolic = is_symbolic
+        made.view_copy = None
+        made.plans = {}
+        made._local_shape = None
+        made._form = ()
+        return made
+
+    @classmethod
+    def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
+        """A spec with contiguous strides."""
+        return cls(layout, shape, contiguous_strides(shape), dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
+    def form(self) -> tuple[Any, ...] | None:
+        """What is left of a spec when sizes are forgotten, but for which are one; None where a cut is uneven."""
+        if self._form == ():
+            self._form = self._found_form()
+        return self._form
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part; all zeros on a rank that is not on the mesh."""
+        if self._local_shape is None:
+            coordinate = self.mesh.get_coordinate()
+            if coordinate is None:
+                self._local_shape = (0,) * len(self.shape)
+            else:
+                self._local_shape = local_shape(self.shape, self.mesh.shape, coordinate, self.placements)
+        return self._local_shape
+
+    @property
+    def local_offset(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole; no placement may be StridedShard."""
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
+            return (0,) * len(self.shape)
+        return local_shape_and_offset(self.shape, self.mesh.shape, coordinate, self.placements)[1]
+
+    def with_layout(self, layout: Layout) -> Spec:
+        if layout is self.layout:
+            return self
+        return Spec(layout, self.shape, self.stride, self.dtype)
+
+    def _found_form(self) -> tuple[Any, ...] | None:
+        if self.is_symbolic or self.view_copy is not None:
+            return None
+        left = list(self.shape)
+        for num_pieces, placement in zip(self.mesh.shape, self.placements, strict=True):
+            dim = placement.cut_dim
+            if dim is not None:
+                if not left[dim] or left[dim] % (num_pieces * num_blocks(placement)):
+                    return None
+                left[dim] //= num_pieces
+        is_contiguous = self.stride == contiguous_strides(self.shape)
+        return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
+
+    def as_view_copy(self, view_copy: ViewCopy) -> Spec:
+        """The same, of a view that is a copy."""
+        spec = Spec._made(self.layout, self.shape, self.stride, self.dtype, is_symbolic=self.is_symbolic)
+        spec.view_copy = view_copy
+        return spec
+
+    def owned(self) -> Spec:
+        """The same, of a tensor that has its values to itself."""
+        return self if self.view_copy is None else Spec(self.layout, self.shape, self.stride, self.dtype)
+
+    def __deepcopy__(self, _: object) -> Spec:
+        return self.owned()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Spec, (self.layout, self.shape, self.stride, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
+
+
+# Tables of values that are alive, not state: who holds an equal one gets the same object.
+_LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
+_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()
+
+
+def forget_plans() -> None:
+    """Plan every call anew: what plans were made by has changed."""
+    for layout in list(_LAYOUTS.values()):
+        layout.plans.clear()
+    for spec in list(_SPECS.values()):
+        spec.plans.clear()

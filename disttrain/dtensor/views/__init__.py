@@ -1,0 +1,1 @@
+"""Views that cannot share memory with what they view."""

@@ -1,0 +1,1 @@
+"""From the dumps of all ranks to verdicts."""

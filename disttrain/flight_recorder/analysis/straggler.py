@@ -1,0 +1,59 @@
+"""A job that moves, but waits for one rank. Pure and torch-free.
+
+All ranks take the same time, and divide it between waiting and what they do between their waits. Who does that for
+longer than any other is the one that all wait for, in collectives and in pipelines, where ranks wait for messages also
+when none is late. Each rank's own clock tells its part; clocks are never compared. On GPUs it is the devices' time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+from disttrain.flight_recorder.analysis.match import Match
+from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
+from disttrain.flight_recorder.record.record import Record
+
+_MIN_RECORDS: Final = 8
+_MIN_MORE_S: Final = 1.0
+"""That it works for longer than any other; less may be the machine's doing, or the start's."""
+_MIN_SHARE: Final = 0.2
+"""Of the recorded time."""
+_NUM_PAUSES: Final = 2
+"""That any rank may make, for a save or a connection, and be no straggler."""
+_DEVICE_OF: Final = attrgetter("device")
+
+
+def find_straggler(found: Match) -> list[Verdict]:
+    """At most one verdict: the rank that works a fifth of the time longer than any other, and a second at least."""
+    records = {rank: dump.records for rank, dump in found.dumps.items()}
+    if not 1 < found.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
+        return []
+    # Of a rank whose device is not known only the host's time is there, which is no measure beside devices'.
+    if len({any(map(_DEVICE_OF, own)) for own in records.values()}) > 1:
+        return []
+    spans_s = {rank: own[-1].times_s[0] - own[0].times_s[0] for rank, own in records.items()}
+    work_s = {rank: _work_s(own) for rank, own in records.items()}
+    # A ring that is full reaches back to a time of its own.
+    shares = {rank: work_s[rank] / max(spans_s[rank], _MIN_MORE_S) for rank in records}
+    *_, second, rank = sorted(shares, key=shares.__getitem__)
+    more = shares[rank] - shares[second]
+    if more < _MIN_SHARE or more * spans_s[rank] < _MIN_MORE_S:
+        return []
+    summary = f"The job moves, but waits for rank {rank}: it works {more:.0%} of the time longer than any other."
+    others = ", ".join(f"rank {other} {shares[other]:.0%}" for other in sorted(shares)[:8])
+    evidence = f"between its waits, without its {_NUM_PAUSES} longest pauses, rank {rank} worked {work_s[rank]:.2f} s "
+    evidence += f"of {spans_s[rank]:.2f} s on record; of their time worked {others}"
+    return [Verdict(Kind.STRAGGLER, (rank,), summary, (evidence,))]
+
+
+def _work_s(records: Sequence[Record]) -> float:
+    """Seconds between a rank's waits, without its longest pauses."""
+    waits = sorted((began_s, ended_s) for began_s, ended_s in (one.wait_s for one in records) if ended_s is not None)
+    work_s = []
+    free_s = waits[0][1] if waits else 0.0
+    for began_s, ended_s in waits:
+        work_s.append(max(0.0, began_s - free_s))
+        free_s = max(free_s, ended_s)
+    return sum(sorted(work_s)[:-_NUM_PAUSES])

@@ -1,0 +1,1 @@
+"""Dumps: written when a rank waits or ends, read on any machine."""

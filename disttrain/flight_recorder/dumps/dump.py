@@ -1,0 +1,144 @@
+"""A dump: one rank's records on disk, to be read on another machine, by another version, or when it is cut off.
+
+docs/flight_dump_format.md has the format; `dumps/reader.py` reads it. Torch-free.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+
+from disttrain.flight_recorder.dumps.private_file import replace_file
+from disttrain.flight_recorder.dumps.words import DUMP_VERSION, rank_name
+from disttrain.flight_recorder.record.record import (
+    CallSite,
+    ChannelProgress,
+    Failure,
+    GroupProgress,
+    Record,
+    Stack,
+    ThreadStack,
+)
+
+MAGIC: Final = b"disttrain flight recorder\n"
+VERSION: Final = DUMP_VERSION
+SUFFIX: Final = ".flight"
+RING: Final = "ring"
+"""The reason of a dump that its process did not make: it was read from the process's ring."""
+_HEADER_FIELDS: Final = (
+    *("rank", "world_size", "job", "host", "pid", "started_s", "dumped_s", "reason"),
+    *("versions", "package", "libraries", "clock_offset_s", "clock_error_s", "device_is_busy"),
+)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank knew at one moment. Times are seconds since the epoch, by its own clock.
+
+    `job` is the same for all ranks of one world. `package` and `libraries` are how file names of disttrain's and of
+    installed code begin on that machine. `clock_offset_s` added to its times makes them those of rank 0's clock, give
+    or take `clock_error_s`; None when that is not known. `device_is_busy`: whether its GPU had not come to the end of
+    what was queued; None where nobody has looked. `records` are oldest first. `problems` says what a reader could not
+    use. `process`: of a ring, whether the system said that its process was `gone` or `stopped`; empty otherwise.
+    """
+
+    rank: int
+    world_size: int
+    job: str
+    host: str
+    pid: int
+    started_s: float
+    dumped_s: float
+    reason: str
+    versions: dict[str, str]
+    package: str
+    libraries: tuple[str, ...]
+    clock_offset_s: float | None = None
+    clock_error_s: float | None = None
+    device_is_busy: bool | None = None
+    failure: Failure | None = None
+    groups: tuple[GroupProgress, ...] = ()
+    channels: tuple[ChannelProgress, ...] = ()
+    threads: tuple[ThreadStack, ...] = ()
+    records: tuple[Record, ...] = ()
+    problems: tuple[str, ...] = ()
+    process: str = ""
+
+    @property
+    def main_stack(self) -> Stack:
+        """Of the main thread; empty when it is not in the dump."""
+        return next((thread.stack for thread in self.threads if thread.is_main), ())
+
+    @property
+    def is_in_transport(self) -> bool:
+        """True when some thread was inside a collective or message, or connecting for its first."""
+        inside = f"{self.package}process_group/"
+        return any(frame.file.startswith(inside) for thread in self.threads for frame in thread.stack)
+
+
+def dump_name(dump: Dump) -> str:
+    """The file's name in a folder that several worlds may share."""
+    return f"{rank_name(dump.rank, dump.job)}{SUFFIX}"
+
+
+def write_dump(file: Path, dump: Dump) -> None:
+    """Write `file` in one step: readers see the old one or the new one. Only the owner can read it."""
+    replace_file(file, encode(dump))
+
+
+def encode(dump: Dump) -> bytes:
+    """The bytes of a dump's file."""
+    body = MAGIC + b"".join(map(packed, _items(dump)))
+    return body + packed(["end", zlib.crc32(body)])
+
+
+def packed(item: Any) -> bytes:
+    """As msgpack."""
+    # File names may hold bytes that are not UTF-8; Python has them as surrogates.
+    return bytes(msgpack.packb(item, unicode_errors="surrogatepass"))
+
+
+def _items(dump: Dump) -> Iterator[list[Any]]:
+    header = {name: getattr(dump, name) for name in _HEADER_FIELDS}
+    yield ["dump", {**header, "version": VERSION}]
+    stacks: dict[Stack, int] = {}
+
+    def new_stack(stack: Stack) -> Iterator[list[Any]]:
+        if stack not in stacks:
+            stacks[stack] = len(stacks)
+            yield ["stack", stack]
+
+    for group in dump.groups:
+        yield ["group", group.group_name, group.ranks, group.last_sequence, group.axis_name, group.connecting]
+    for channel in dump.channels:
+        yield ["channel", channel.group_name, channel.operation, channel.peer_rank, channel.last_sequence]
+    for thread in dump.threads:
+        yield from new_stack(thread.stack)
+        yield ["thread", thread.name, thread.is_main, stacks[thread.stack], thread.activity]
+    if dump.failure is not None:
+        yield from new_stack(dump.failure.stack)
+        yield ["failure", dump.failure.kind, dump.failure.message, stacks[dump.failure.stack]]
+    sites: dict[CallSite, int] = {}
+    ranks_of = {group.group_name: group.ranks for group in dump.groups}
+    labels: dict[tuple[str, str], int] = {}
+    for record in reversed(dump.records):
+        site = record.site
+        if site not in sites:
+            yield from new_stack(site.stack)
+            sites[site] = len(sites)
+            shapes = (site.input_shapes, site.output_shapes)
+            ranks = None if site.ranks == ranks_of.get(site.group_name) else site.ranks
+            called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
+            yield ["site", *called, stacks[site.stack], site.reduction, site.splits or None]
+        label = (record.action, record.module)
+        if label not in labels:
+            labels[label] = len(labels)
+            yield ["label", *label]
+        times_s = (record.enqueued_s, record.completed_s)
+        what = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
+        yield ["record", *what, record.device, record.waits_s]

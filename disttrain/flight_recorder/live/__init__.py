@@ -1,0 +1,1 @@
+"""A job that runs: its watchdog, its steps, what its ranks are at."""

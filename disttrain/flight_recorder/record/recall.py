@@ -1,0 +1,73 @@
+"""What this rank has called as a certain collective of a group, from its ring, for other ranks to compare with."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from disttrain.flight_recorder.record.symbols import LIBRARIES, PACKAGE
+
+if TYPE_CHECKING:
+    from disttrain.flight_recorder.record.record import CallSite
+    from disttrain.flight_recorder.record.recorder import FlightRecorder
+
+_ONE_SIZE: Final = {"all_reduce", "broadcast", "reduce", "gather"}
+"""Operations whose inputs have as many elements on all ranks."""
+_IN_AND_OUT: Final = {"all_gather_into_tensor", "reduce_scatter_tensor"}
+"""Those whose outputs have, too."""
+_OUTPUTS: Final = {"all_gather", "scatter"}
+"""Those of which the outputs have, and not always the inputs."""
+_PARTS: Final = {
+    "reduce_scatter",
+    "all_gather_coalesced",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce_coalesced",
+    "reduce_scatter_tensor_coalesced",
+}
+"""Those with several inputs, alike on all ranks one by one."""
+
+
+def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str, Any] | None:
+    """`fields` that are alike on all ranks where all is well, and `text`; None for what is not on record."""
+    # Here: what reads rings takes longer to load than all of a world's start.
+    from disttrain.flight_recorder.dumps.ring_reader import decode_ring
+
+    dump, _ = decode_ring(recorder.content())
+    for record in reversed(dump.records):
+        site = record.site
+        if record.sequence == sequence and site.group_name == group_name and site.operation not in ("send", "recv"):
+            return {"fields": fields_of_site(site), "text": _text(site, record.module)}
+    return None
+
+
+def fields_of_site(site: CallSite) -> dict[str, Any]:
+    """What has to be alike on all ranks. Sizes are numbers of elements: shapes may differ."""
+    inputs, outputs = ([math.prod(shape) for shape in shapes] for shapes in (site.input_shapes, site.output_shapes))
+    fields: dict[str, Any] = {"operation": site.operation, "dtype": ",".join(site.dtypes), "root": site.peer_rank}
+    fields["reduction"] = site.reduction or "SUM"
+    if site.operation in _ONE_SIZE | _PARTS:
+        fields["sizes"] = inputs
+    elif site.operation in _IN_AND_OUT:
+        fields["sizes"] = inputs + outputs
+    elif site.operation in _OUTPUTS:
+        fields["sizes"] = outputs
+    return fields
+
+
+def main_place() -> str:
+    """Where the main thread is: the innermost line of the user's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, *LIBRARIES)):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def _text(site: CallSite, module: str) -> str:
+    """Such as `all_gather_into_tensor of float32[4] -> [8] for blocks.1 at train.py:9 in step`."""
+    own = [frame for frame in site.stack if not frame.file.startswith((PACKAGE, *LIBRARIES))] or site.stack
+    root = "" if site.peer_rank is None else f" with root {site.peer_rank}"
+    tensors = f" of {site.tensors}" if site.tensors else ""
+    tensors += f" for {module}" if module else ""
+    return f"{site.title}{root}{tensors} at {own[0] if own else 'an unknown place'}"

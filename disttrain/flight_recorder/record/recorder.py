@@ -1,0 +1,350 @@
+"""The recorder: keeps the last operations of this process in a ring.
+
+It runs at every call of every layer, so the hot path takes no lock, makes no text and holds no tensor: what a call asks
+for and where it comes from is looked up, and the ring gets a few numbers. Only what is new is described.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.dumps.words import rank_name
+from disttrain.flight_recorder.record import ring_layout as layout
+from disttrain.flight_recorder.record.callers import EIGHT, Walker, walker
+from disttrain.flight_recorder.record.descriptions import Descriptions, Site
+from disttrain.flight_recorder.record.device_marks import Cuda, DeviceMarks
+from disttrain.flight_recorder.record.header import ring_header
+from disttrain.flight_recorder.record.ring import Ring
+from disttrain.flight_recorder.record.symbols import PACKAGE
+from disttrain.garbage import uncollected
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from disttrain.errors import DisttrainError
+    from disttrain.flight_recorder.dumps.dump import Dump
+    from disttrain.process_group import ProcessGroup, World
+    from disttrain.process_group.watching.observer import How
+
+_log = logging.getLogger(__name__)
+
+_JOB_KEY: Final = "flight_recorder/job"
+
+_getframe: Final = sys._getframe
+_now_ns: Final = time.monotonic_ns
+_pack_into: Final = layout.BEGUN_SLOT.pack_into
+_SLOT_WORDS: Final = layout.SLOT_WORDS
+_WAITS_WORD: Final = layout.WAITS_WORD
+_ENDED_WORD: Final = layout.ENDED_WORD
+_SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
+
+_shape_of: Final = attrgetter("shape")
+_dtype_of: Final = attrgetter("dtype")
+
+_DEPTH: Final = 3
+"""From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
+
+
+class FlightRecorder:
+    """Keeps the last `num_records` operations of this process, each with its innermost `num_frames` Python frames.
+
+    Of calls that disttrain makes itself, for a sharded module say, it keeps three times as many: the user's are deeper.
+    With `marks_device`, dumps also tell when a GPU came to each operation that it carries out, and left it.
+    `attach` it to a world, then `dump` at any time, from any thread.
+    """
+
+    def __init__(self, num_records: int = 2000, num_frames: int = 8, *, marks_device: bool = True) -> None:
+        self._num_records = num_records
+        self._num_frames = num_frames
+        self._marks_device = marks_device
+        self._walkers: dict[str, Walker] = {}
+        self._world: World | None = None
+        self._marks: DeviceMarks | None = None
+        self._header: dict[str, Any] = {}
+        self._closing: list[Callable[[], None]] = []
+        self._last: Site
+        """That of the call before, of whatever thread: where threads come in turns, less is found at once."""
+        self._use(Ring(num_records))
+
+    @property
+    def ring(self) -> Ring:
+        """Where the records are."""
+        return self._ring
+
+    @property
+    def world(self) -> World:
+        """Whose operations are recorded. Raises FlightDumpError before `attach`."""
+        if self._world is None:
+            raise FlightDumpError("dump", "the recorder does not know its rank yet.", "Call attach(world) first.")
+        return self._world
+
+    @property
+    def job(self) -> str:
+        """The name that the ranks of this world have drawn together; files of theirs have it in their names."""
+        return str(self._header["job"])
+
+    @property
+    def name(self) -> str:
+        """How the files of this rank begin: `rank-00003.` and the job's name."""
+        return rank_name(self.world.rank, self.job)
+
+    def attach(self, world: World, folder: Path | None = None, dumps: Path | None = None) -> None:
+        """Record `world`'s operations from now on, in place of another recorder, which is closed.
+
+        With `folder`, on a disk of this machine's own or in its memory, the ring is a file there, so that it is left
+        when the process is killed; in `dumps`, if that is another folder, a link leads to it. Every rank that attaches
+        does so before its first operation. Raises OSError when the file cannot be made.
+        """
+        if self._world is not world:
+            job = world.store.compare_set(_JOB_KEY, "", uuid.uuid4().hex[:8]).decode()
+            self._header = ring_header(world, job)
+            is_marked = self._marks_device and world.device.type == "cuda"
+            self._marks = DeviceMarks(self._num_records, Cuda()) if is_marked else None
+            if folder is not None:
+                name = f"{rank_name(world.rank, job)}{layout.SUFFIX}"
+                link = None if dumps is None or dumps == folder else dumps / name
+                self._use(Ring(self._num_records, folder / name, link))
+            self._world = self._descriptions.world = world
+            self.describe("ring", self._header)
+        previous, world.recorder = world.recorder, self
+        if previous is not None and previous is not self:
+            previous.close()
+
+    def close(self) -> None:
+        """The world is over: its ring is nobody's any more. What has been recorded can still be dumped."""
+        closing, self._closing = self._closing, []
+        for close in (*closing, self._ring.close):
+            try:
+                close()
+            except OSError as problem:  # of a file that goes anyway; the world's end goes on
+                _log.warning("the flight recorder cannot let go of a file: %s", str(problem))
+
+    def when_closed(self, close: Callable[[], None]) -> None:
+        """Call `close` when the world is over."""
+        self._closing.append(close)
+
+    def detach(self) -> None:
+        """Record no more; what has been recorded can still be dumped."""
+        if self._world is not None and self._world.recorder is self:
+            self._world.recorder = None
+
+    def describe(self, *entry: Any) -> None:
+        """Add an entry about this process to the ring, to stay."""
+        self._descriptions.keep(*entry)
+
+    def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
+        """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
+        return self._descriptions.called_at(site)
+
+    def begin(
+        self,
+        operation: str,
+        group: ProcessGroup,
+        sequence: int,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        peer_rank: int | None,
+        how: How = None,
+    ) -> tuple[int, int]:
+        """Record a call that is about to be handed to its transport. Returns: its number, and the word of its slot."""
+        try:
+            first = _getframe(_DEPTH)
+        except ValueError:
+            first = _getframe(1)
+        shape: Any
+        dtype: Any
+        brought: Any
+        tensors = inputs or outputs
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            shape, dtype = tensor.shape, tensor.dtype
+            if outputs is inputs or not outputs:
+                brought = outputs is inputs
+            elif not inputs:
+                brought = None
+            else:
+                brought = outputs[0].shape if len(outputs) == 1 else _shapes(outputs)
+        else:
+            shape, dtype, brought = _several(inputs, outputs)
+        world = group.world
+        action, module, label = self._label
+        # Before the site: to describe a label may make what is known of sites be forgotten.
+        if world.action is not action or world.module is not module:
+            label = self._new_label(world.action, world.module)
+        last = self._last
+        site = last.following
+        is_next = False
+        # Training is a loop: to look whether this is what came next the last time takes less than to find it among all.
+        if (
+            first.f_code is site.code
+            and first.f_lasti == site.offset
+            and shape == site.shape
+            and (second := first.f_back) is not None
+            and (third := second.f_back) is not None
+            and (fourth := third.f_back) is not None
+            and (fifth := fourth.f_back) is not None
+            and (sixth := fifth.f_back) is not None
+            and (seventh := sixth.f_back) is not None
+            and (eighth := seventh.f_back) is not None
+        ):
+            # One by one: in a loop, in lists that grow, they take half as long again.
+            # fmt: off
+            is_next = site.key == (
+                operation, group.group_name, peer_rank, how, dtype, brought,
+                second.f_lasti, third.f_lasti, fourth.f_lasti, fifth.f_lasti,
+                sixth.f_lasti, seventh.f_lasti, eighth.f_lasti,
+                second.f_code, third.f_code, fourth.f_code, fifth.f_code,
+                sixth.f_code, seventh.f_code, eighth.f_code,
+            )
+            # fmt: on
+        if not is_next:
+            asked = operation, group.group_name, peer_rank, how, shape, dtype, brought
+            site = last.following = self._found(first, asked, group, inputs, outputs)
+        self._last = site
+        if not sequence and (messages := site.messages) is not None:
+            sequence = next(messages)
+        # One call for a number: threads may come here together.
+        number = self._next_number()
+        # Reckoned: to go round in lists of places would take their memory through the cache.
+        word = self._first_word + number % self._num_records * _SLOT_WORDS
+        self._words[site.counter] = sequence
+        now_ns = _now_ns()
+        if self._marks is not None:
+            self._marks.came(number, now_ns, inputs or outputs, group)
+        _pack_into(self._memory, 8 * word, number, site.number, label, sequence, now_ns, number)
+        return number, word
+
+    def waits(self, record: tuple[int, int]) -> None:
+        """Record that the host begins to wait for the call of `record`: not at once, as for most, but later."""
+        words = self._words
+        number, word = record
+        if words[word] == number:
+            words[word + _WAITS_WORD] = _now_ns()
+            if self._marks is not None:
+                self._marks.waits(number)
+
+    def end(self, record: tuple[int, int], error: DisttrainError | None) -> None:
+        """Record that the host has waited for the call of `record`, unless another has got its slot."""
+        words = self._words
+        number, word = record
+        if words[word] == number:
+            if error is not None:
+                self._descriptions.failed(number, error)
+                words[word + _SEQUENCE_WORD] |= layout.FAILED_BIT
+            elif self._marks is not None:
+                self._marks.left(number)
+            words[word + _ENDED_WORD] = _now_ns()
+
+    def content(self) -> bytes:
+        """The ring at this moment."""
+        return self._descriptions.content()
+
+    def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
+        """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
+        # Here: what reads rings takes longer to load than all of a world's start.
+        from disttrain.flight_recorder.dumps.snapshot import take_snapshot
+
+        with uncollected():
+            content = self.content()
+            marked_ns = {} if self._marks is None else self._marks.read()
+            return take_snapshot(self.world, content, marked_ns, reason, error, device_is_busy=device_is_busy)
+
+    def dump(
+        self,
+        path: Path | str,
+        reason: str = "asked for",
+        error: BaseException | None = None,
+        *,
+        device_is_busy: bool | None = None,
+    ) -> Path:
+        """Write what has been recorded to `path`, whole or not at all, for its owner's eyes only (mode 0600).
+
+        Args:    path  a file, or a folder that is there: the file is then named after job and rank;
+                 error  the exception that ends this process, if one does;
+                 device_is_busy  whether its GPU has not come to the end of what is queued, if somebody has looked.
+        Returns: the file. Raises: OSError when it cannot be written, FlightDumpError before `attach`.
+        """
+        from disttrain.flight_recorder.dumps.dump import dump_name, write_dump  # as above
+
+        with uncollected():
+            dump = self.snapshot(reason, error, device_is_busy=device_is_busy)
+            file = Path(path)
+            if file.is_dir():
+                file /= dump_name(dump)
+            write_dump(file, dump)
+        return file
+
+    def _use(self, ring: Ring) -> None:
+        self._ring = ring
+        self._descriptions = Descriptions(ring)
+        self._sites = self._descriptions.sites
+        self._last = Site([], 0, 0, None)
+        self._label: tuple[str, str, int] = ("", "", 0)
+        self._memory, self._words = ring.memory, ring.words
+        self._first_word = ring.first_word
+        self._next_number = itertools.count().__next__
+
+    def _found(
+        self,
+        first: FrameType,
+        asked: tuple[Any, ...],
+        group: ProcessGroup,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> Site:
+        """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new."""
+        file = first.f_code.co_filename
+        codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(first)
+        key = *asked, offsets
+        for site in self._sites.get(key, ()):
+            if site.codes == codes:
+                return site
+        site = self._descriptions.site(key, group, inputs, outputs, callers)
+        if len(codes) == EIGHT == self._num_frames and not file.startswith(PACKAGE):
+            operation, group_name, peer_rank, how, site.shape, dtype, brought = asked
+            site.key = operation, group_name, peer_rank, how, dtype, brought, *offsets[1:], *codes[1:]
+            site.offset, site.code = offsets[0], codes[0]
+        return site
+
+    def _walker_of_file(self, file: str) -> Walker:
+        """What walks over the callers of `file`; looked up once for each."""
+        num_frames = 3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames
+        found = self._walkers[file] = walker(num_frames)
+        return found
+
+    def _new_label(self, action: str, module: str) -> int:
+        label = self._descriptions.label(action, module)
+        self._label = (action, module, label)
+        return label
+
+
+def _several(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+    """Shapes and dtypes of what is given, and the shapes of what comes of it."""
+    if inputs:
+        return _in_short([*map(_shape_of, inputs)]), _in_short([*map(_dtype_of, inputs)]), _shapes(outputs)
+    return _in_short([*map(_shape_of, outputs)]), _in_short([*map(_dtype_of, outputs)]), None
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> Any:
+    """The shape of one tensor, or those of several, in short."""
+    if len(tensors) == 1:
+        return tensors[0].shape
+    return _in_short([*map(_shape_of, tensors)])
+
+
+def _in_short(values: list[Any]) -> tuple[Any, ...]:
+    """The same of all and how many, or all of them: one that is alike takes less to hash and compare than many."""
+    if not values:
+        return ()
+    return (values[0], len(values)) if values.count(values[0]) == len(values) else tuple(values)

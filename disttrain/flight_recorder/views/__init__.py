@@ -1,0 +1,1 @@
+"""An analysis as text, as a page, as a trace."""

@@ -1,0 +1,44 @@
+"""What one rank alone finds wrong with its model, or raises within it: the others must not wait for its collectives.
+
+A rank whose modules have been changed, or whose batch is bad, raises before it gathers or reduces what the others do.
+They are told as of a collective that is refused: docs/decisions/010-refusals-are-told.md. Where all ranks raise, nobody
+waits, and nothing happens. Nothing of this runs while all is well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.errors import DisttrainError
+from disttrain.process_group.watching.refusals import ANY
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.params.param_group import ParamGroup
+    from disttrain.fsdp2.state import ShardState
+
+
+def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> None:
+    """This rank is about to raise `error`: nobody must wait for it to gather or reduce these groups, or others on their
+    meshes. What it has raised before, in place of the same collective, is what the others are told."""
+    meshes = {group.sharding.mesh for group in groups}
+    apart = {group.reduced_apart for group in groups if group.reduced_apart is not None}
+    axes = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim) if mesh.shape[axis] > 1]
+    try:
+        # Others may wait in any of them.
+        for each in dict.fromkeys([*axes, *apart]):
+            if not each.ended_by and not each.num_refused.get(each.sequence + 1):
+                each.refuse(operation, error, ANY)
+    except DisttrainError as reason:
+        error.add_note(f"The other ranks could not be told: {reason}")
+
+
+def tell_of_failure(state: ShardState) -> None:
+    """If the forward of a root, `state`, has failed, with other ranks waiting for what would have come, tell them."""
+    error, context = sys.exception(), state.context
+    goes_on = torch.is_grad_enabled() or context is None or not context.model.order.is_over
+    if isinstance(error, Exception) and goes_on:
+        tell_of("forward", error, [group for each in state.with_those_below() for group in each.groups])

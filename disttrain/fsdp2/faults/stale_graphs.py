@@ -1,0 +1,77 @@
+"""A backward of a forward that has computed with other parameters than there are now.
+
+Between the two parameters are freed, and gathered again. What has been written to them meanwhile, by an optimizer or a
+load, would be multiplied with what the forward has kept, and give gradients of nothing. Autograd refuses that of a
+plain module, whose parameters it has saved and whose versions it compares; so do we, of the shards.
+
+What has stayed gathered since that forward is as it was, and no obstacle; but gradients have its dtype and device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from disttrain.dtensor.views.data import num_data_writes
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import versions_of
+from disttrain.fsdp2.faults.lone_errors import tell_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from disttrain.fsdp2.machine.group import Group
+    from disttrain.fsdp2.params.param import ShardedParam
+    from disttrain.fsdp2.params.param_group import ParamGroup
+
+
+def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple[int, ...]:
+    """Others when the shards have been written to, or lie in another buffer. What is written through a DTensor does not
+    count for `flat`, nor what is written to that for DTensors."""
+    shards = [param.sharded for param in params]
+    return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))
+
+
+def written_to(groups: Sequence[ParamGroup]) -> list[Group]:
+    """Those whose shards have been written to, as by an optimizer, since they were gathered."""
+    return [
+        group.state
+        for group in groups
+        if group.gathered != versions(group.params, group._flat) or _has_other_data(group)
+    ]
+
+
+def _has_other_data(group: ParamGroup) -> bool:
+    """True where, since the last forward, shards have been written to through `.data`, or have been given other."""
+    is_moved = group._laid_out is not None and not all(param.is_in_place() for param in group.params)
+    return is_moved or group.shown.num_data_writes != num_data_writes(param.sharded for param in group.params)
+
+
+def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind: str) -> None:
+    """Raise ShardingError where other values have been gathered for a backward than `gathered` for its forward, in
+    turn those of `groups`, which are a module's, of this `kind`.
+
+    A rank that has written to its shard alone is alone with this error, and tells the others.
+    """
+    for group, versions in zip(groups, gathered, strict=True):
+        is_converted = _is_converted(group)
+        if group.gathered == versions and not is_converted:
+            continue
+        done = "converted" if is_converted else "written to"
+        error = ShardingError(
+            "backward",
+            f"parameters of {kind}, such as {group.params[0].fqn}, have been {done} since the forward that this"
+            " backward belongs to, which has computed with what they were.",
+            "Let optimizers step, load and convert when all backwards of earlier forwards are over.",
+            rank=group.sharding.mesh.get_rank(),
+        )
+        tell_of("backward", error, [group])
+        raise error
+
+
+def _is_converted(group: ParamGroup) -> bool:
+    """True where shards have become of another dtype or device since they were laid out."""
+    laid_out = group._laid_out
+    if laid_out is None or laid_out.holds():
+        return False
+    return not all(param.is_as_laid_out() for param in group.params)

@@ -1,0 +1,1 @@
+"""Gradients, from autograd's to those of the shards."""

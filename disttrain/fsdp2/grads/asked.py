@@ -1,0 +1,185 @@
+"""Gradients that are asked for by name: `torch.autograd.grad(loss, model.parameters())`, `loss.backward(inputs=...)`.
+
+The graph has the gathered parameters, and none of the shards. So the gathered ones are asked for in their place. What
+`backward` accumulates there is reduced as ever; what `grad` returns is reduced apart from gradients that are there
+already, and comes as the parts that `parameter.grad` would have.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from disttrain.dtensor import DTensor
+from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import (
+    is_batched,
+    is_transformed,
+    out_of_graphs,
+    without_post_accumulate_hooks,
+    wrap_engine_calls,
+)
+from disttrain.fsdp2.faults.lone_errors import tell_of
+from disttrain.fsdp2.params.param import ShardedParam, is_shard
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.params.param_group import ParamGroup
+    from disttrain.fsdp2.root import RootContext
+    from disttrain.fsdp2.state import ShardState
+
+_ROOTS: Final[weakref.WeakSet[ShardState]] = weakref.WeakSet()
+"""Whose shards may be asked for."""
+_MUTEX: Final = threading.Lock()
+"""Ranks may be threads."""
+
+_APART: Final = frozenset(["unreduced", "reduces_over_replicas", "has_taken_part", "reduces"])
+"""What of groups and units is another while gradients are asked for."""
+
+Run = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+def answer_for(root: ShardState) -> None:
+    """From now on gradients of the shards below `root` are found when they are asked for, as long as it lives."""
+    _watch_calls()
+    with _MUTEX:
+        _ROOTS.add(root)
+
+
+@functools.cache
+def _watch_calls() -> None:
+    wrap_engine_calls(_run)
+
+
+@out_of_graphs
+def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+    """A call of the autograd engine, as torch.autograd makes it."""
+    grads, retains_graph, creates_graph, inputs, *rest = args
+    if not any(map(is_shard, inputs)):
+        return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+    asked = _Asked(inputs)
+    if accumulate_grad:
+        everything = asked.all_inputs
+        return run(outputs, grads, retains_graph, creates_graph, everything, *rest, accumulate_grad=True, **kwargs)
+    (allows_unused,) = rest
+    if creates_graph or is_transformed() or any(map(is_batched, grads)):
+        what = "create_graph=True" if creates_graph else "is_grads_batched=True"
+        raise ShardingError(
+            "grad",
+            f"{what} would need the graph of gradients of sharded parameters, such as {asked.names[0]}.",
+            "Leave the module that needs them out of fully_shard.",
+            rank=asked.rank,
+        )
+    with asked.apart():
+        found = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False)
+        results = asked.reduced(found)
+    if not allows_unused and any(result is None for result in results):
+        asked.refuse_unused(results)
+    return results
+
+
+class _Asked:
+    """What one call of `torch.autograd.grad` asks for."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        known = {
+            id(param.sharded): (param, context)
+            for context in _contexts()
+            for group in _groups(context)
+            for param in group.params
+        }
+        found = [known.get(id(one), (None, None)) for one in inputs]
+        self._params: list[ShardedParam | None] = [param for param, _ in found]
+        # In the order in which they are given, as reductions are to be on all ranks.
+        self._contexts = [*dict.fromkeys(context for _, context in found if context is not None)]
+        sharded = {param: None for param in self._params if param is not None and param.is_trained}
+        self._unsharded = {param: place for place, param in enumerate(sharded, len(inputs))}
+        # Where a shard is in the graph itself, as in a penalty on weights, its own gradient comes by its side.
+        self.all_inputs = (*inputs, *(param.unsharded for param in sharded))
+        self.names = [param.fqn for param in self._params if param is not None] or ["one that never ran"]
+        self._all_groups = [group for context in self._contexts for group in _groups(context)]
+        self.rank = self._all_groups[0].sharding.mesh.get_rank() if self._all_groups else None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While it lasts, the groups know of no gradients but these."""
+        for context in self._contexts:
+            context.comm.finish_reductions()
+            context.comm.finish_offload()
+        params = [param for group in self._all_groups for param in group.params]
+        units = [unit for context in self._contexts for unit in context.model.units]
+        before = [
+            (vars(one), {name: vars(one)[name] for name in _APART & vars(one).keys()})
+            for one in (*self._all_groups, *(group.state for group in self._all_groups), *units)
+        ]
+        grads = [(param, param.sharded.grad, param.take_grad()) for param in params]
+        for param in params:
+            param.sharded.grad = None
+        for group in self._all_groups:
+            group.unreduced, group.state.reduces_over_replicas, group.state.has_taken_part = {}, True, False
+        for unit in units:
+            # What the engine finds is reduced when it has found all.
+            unit.reduces = False
+        try:
+            with without_post_accumulate_hooks([param.sharded for param in params]):
+                yield
+        finally:
+            for attributes, values in before:
+                attributes.update(values)
+            for param, grad, of_whole in grads:
+                param.sharded.grad = grad
+                param.put_grad(of_whole)
+
+    def reduced(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """From what the engine has found for `all_inputs`: what was asked for. Collective."""
+        for param, place in self._unsharded.items():
+            assert param.unsharded is not None
+            param.unsharded.grad = found[place]
+        for context in self._contexts:
+            context.run(context.model.reduce_what_is_left())
+            context.comm.finish_reductions()
+            context.comm.finish_offload()
+            context.comm.several_grads.call_hooks()
+        return tuple(_sum_of(param, own) for param, own in zip(self._params, found, strict=False))
+
+    def refuse_unused(self, results: Sequence[torch.Tensor | None]) -> None:
+        """Raise ShardingError: for some there is no gradient."""
+        names = [
+            f"input {place}" if param is None else f"parameter {param.fqn}"
+            for place, (param, result) in enumerate(zip(self._params, results, strict=True))
+            if result is None
+        ]
+        error = ShardingError(
+            "grad",
+            f"{', '.join(names[:3])} has not been used for the outputs.",
+            "Leave it out, or say allow_unused=True, for None in its place.",
+            rank=self.rank,
+        )
+        tell_of("grad", error, self._all_groups)
+        raise error
+
+
+def _sum_of(param: ShardedParam | None, own: torch.Tensor | None) -> torch.Tensor | None:
+    """The reduced gradient, and that which the graph has for the shard itself."""
+    if param is None or param.sharded.grad is None:
+        return own
+    grad: Any = param.sharded.grad
+    if own is None:
+        return grad  # type: ignore[no-any-return]
+    assert isinstance(own, DTensor)
+    return grad + own.redistribute(placements=param.spec.placements)  # type: ignore[no-any-return]
+
+
+def _contexts() -> list[RootContext]:
+    with _MUTEX:
+        roots = [*_ROOTS]
+    return [root.context for root in roots if root.context is not None and root.context.root is root]
+
+
+def _groups(context: RootContext) -> list[ParamGroup]:
+    return [group for state in context.states for group in state.groups]

@@ -1,0 +1,54 @@
+"""When a module's own backward is over: when the gradients of its inputs come out of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disttrain.fsdp2.modules.nests import for_each_tensor
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.state import ShardState
+
+
+def watch_inputs(
+    state: ShardState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pass the inputs that require gradients through a function whose backward tells `state` that its own is over."""
+    inputs: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            inputs.append(tensor)
+        return tensor
+
+    for_each_tensor(args, collect)
+    for_each_tensor(kwargs, collect)
+    if not inputs:
+        return args, kwargs
+    outputs = iter(_PostBackward.apply(state, *inputs))  # type: ignore[no-untyped-call]
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        return next(outputs) if tensor.requires_grad else tensor
+
+    return for_each_tensor(args, replace), for_each_tensor(kwargs, replace)
+
+
+class _PostBackward(torch.autograd.Function):
+    """Hands its inputs on; when their gradients come back, the module's own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ShardState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # What is handed on is the input itself, whose tangent must be a view of the input's.
+        return tuple(tangent if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.state.post_backward()
+        return (None, *grads)

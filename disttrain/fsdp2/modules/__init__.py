@@ -1,0 +1,1 @@
+"""What sharded modules have, take and return."""

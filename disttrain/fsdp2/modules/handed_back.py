@@ -1,0 +1,82 @@
+"""What a module's forward does to lists, dicts and dataclasses that it was given, done to the caller's.
+
+Where a tensor within them is cast, or passed through a function that tells when the backward is over, the module gets
+containers that are made anew. What it appends to them, as to a cache, the caller must find in its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from disttrain.fsdp2.modules.nests import items_of
+
+
+@dataclass(frozen=True, eq=False)
+class Remade:
+    """A container of the caller's, the one that the module got in its place, and what was in both then."""
+
+    given: Any
+    made: Any
+    given_values: dict[Any, Any]
+    made_values: dict[Any, Any]
+
+    def hand_back(self) -> None:
+        """Do to the caller's what the module has done to its own."""
+        now = items_of(self.made)
+        if now.keys() == self.made_values.keys() and all(now[key] is self.made_values[key] for key in now):
+            return
+        before = {id(value): self.given_values[key] for key, value in self.made_values.items()}
+        values = {key: before.get(id(value), value) for key, value in now.items()}
+        if isinstance(self.given, list):
+            self.given[:] = values.values()
+            return
+        for key in self.given_values.keys() - values.keys():
+            if isinstance(self.given, dict):
+                del self.given[key]
+        for key, value in values.items():
+            if self.given_values.get(key, self) is value:
+                continue
+            if isinstance(self.given, dict):
+                self.given[key] = value
+            else:
+                object.__setattr__(self.given, key, value)
+
+
+class Forwards:
+    """Of each forward of a module that is under way its containers that are not the caller's."""
+
+    def __init__(self) -> None:
+        self._under_way: list[list[Remade]] = []
+
+    def __deepcopy__(self, _: object) -> Forwards:
+        return Forwards()
+
+    def note(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
+        """One begins, with `taken`, made of `given`: arguments, and those by name."""
+        (args, kwargs), (own_args, own_kwargs) = given, taken
+        found = [*remade(args, own_args)]
+        for name, value in own_kwargs.items() if kwargs is not own_kwargs else ():
+            found += remade(kwargs[name], value)
+        self._under_way.append(found)
+
+    def end(self) -> None:
+        """The last one that began is over."""
+        for container in self._under_way.pop() if self._under_way else ():
+            container.hand_back()
+
+    def forget(self) -> None:
+        """None is under way."""
+        self._under_way.clear()
+
+
+def remade(given: Any, made: Any) -> Iterator[Remade]:
+    """Each container in the nest `given` that another one stands for in `made`."""
+    if given is made:
+        return
+    given_values, made_values = items_of(given), items_of(made)
+    for key, value in given_values.items():
+        yield from remade(value, made_values[key])
+    if given_values and not isinstance(given, tuple):
+        yield Remade(given, made, given_values, made_values)

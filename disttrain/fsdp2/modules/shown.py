@@ -1,0 +1,191 @@
+"""Which parameters the modules of a group have: gathered ones while they compute, and else the shards.
+
+What a user finds by `parameters()` or as an attribute, outside of a module's own forward and backward, is what an
+optimizer must hold. Memory is another matter: gathered parameters may live on in between, where nobody sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from disttrain.fsdp2._torch import (
+    are_same,
+    is_functional_call,
+    parameters_of,
+    storage_of,
+    values_of,
+    which_require_grad,
+)
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.params.param import ShardedParam
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A module's `name`, where `found` was neither of the parameter's two forms."""
+
+    param: ShardedParam
+    parameters: dict[str, torch.Tensor | None]
+    name: str
+    found: torch.Tensor | None
+
+
+Lent = Sequence[tuple[Place, torch.Tensor]]
+"""Values that modules have for a call, and where."""
+
+
+def is_given(found: Sequence[torch.Tensor | None]) -> bool:
+    """True for what is in modules' places for one call alone, not to stay."""
+    return any(one is not None and not isinstance(one, nn.Parameter) for one in found) or is_functional_call()
+
+
+@dataclass(frozen=True, eq=False)
+class _Swaps:
+    """Column by column: modules' parameters, the name of one of them, its shard, the gathered one, and its storage."""
+
+    parameters: list[dict[str, torch.Tensor | None]]
+    names: list[str]
+    shards: list[nn.Parameter]
+    wholes: list[nn.Parameter]
+    storages: list[int]
+
+    @classmethod
+    def of(cls, params: Sequence[ShardedParam], wholes: Sequence[nn.Parameter]) -> _Swaps:
+        """One for each owner of each parameter."""
+        owners = [owner for param in params for owner in param.owners]
+        return cls(
+            [parameters_of(owner.module) for owner in owners],
+            [owner.name for owner in owners],
+            [param.sharded for param in params for _ in param.owners],
+            [whole for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
+            [storage_of(whole) for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
+        )
+
+    def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
+        """Put each new one where the old one is. False where a module has something else, which is left to it."""
+        found = [*map(dict.get, self.parameters, self.names)]
+        if are_same(found, old):
+            for parameters, name, one in zip(self.parameters, self.names, new, strict=True):
+                parameters[name] = one
+            return True
+        for parameters, name, there, was, one in zip(self.parameters, self.names, found, old, new, strict=True):
+            if there is was:
+                parameters[name] = one
+        return False
+
+
+class Shown:
+    """Swaps the parameters of a group in its modules."""
+
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self.is_whole = False
+        """True while modules have the gathered parameters."""
+        self._params = params
+        self._swaps: _Swaps | None = None
+        self._asked_for: list[bool] = []
+        """Which of the gathered parameters require gradients, as modules were given them."""
+        self.lent: Lent = ()
+        """What modules have for a call, in place of what the caller put there."""
+        self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
+        """Which gathered parameters modules had when a forward began, and their `values_of`."""
+        self.is_on_request = False
+        """True while the user has gathered ones that no forward has begun with."""
+        self.num_data_writes = 0
+        """To the shards, through their `.data`, before the last forward."""
+        self.num_forwards = 0
+        self.digests: tuple[tuple[int, ...], list[torch.Tensor]] | None = None
+        """In some forwards, of what the gathered parameters were when it began."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over: nothing is gathered."""
+        return {
+            "is_whole": False,
+            "_params": self._params,
+            "_swaps": None,
+            "_asked_for": [],
+            "lent": (),
+            "_noted": None,
+            "is_on_request": False,
+            "num_data_writes": 0,
+            "num_forwards": 0,
+            "digests": None,
+        }
+
+    def forget(self) -> None:
+        """Shards, or what is made of them, have become other tensors."""
+        self._swaps = None
+
+    def show(self, wholes: Sequence[nn.Parameter]) -> list[Place]:
+        """Let modules have the gathered parameters. Returns the places where they have something else than the shard,
+        which are left as they are."""
+        swaps = self._swaps
+        if swaps is None:
+            swaps = self._swaps = _Swaps.of(self._params, wholes)
+        self.is_whole = True
+        asked_for = self._asked_for = which_require_grad(swaps.shards)
+        if which_require_grad(swaps.wholes) != asked_for:
+            for whole, asks in zip(swaps.wholes, asked_for, strict=True):
+                if whole.requires_grad is not asks:
+                    whole.requires_grad_(asks)
+        return [] if swaps.put(swaps.wholes, swaps.shards) else self._others(swaps)
+
+    def note_values(self) -> None:
+        """Remember what the gathered parameters are, to be compared with."""
+        self._noted = None if self._swaps is None else (self._swaps, values_of(self._swaps.wholes))
+
+    def written(self) -> list[str]:
+        """Names of the gathered parameters that have been written to since, or that have got other memory."""
+        swaps = self._swaps
+        if swaps is None or self._noted is None or self._noted[0] is not swaps:
+            return []
+        now, before = values_of(swaps.wholes), self._noted[1]
+        if now == before:
+            return []
+        params = [param for param in self._params for _ in param.owners]
+        count = len(params)
+        are_written = [one != was for one, was in zip(now[:count], before[:count], strict=True)]
+        # What has been freed meanwhile, and maybe gathered again, has its storage still.
+        have_moved = [storage_of(whole) != storage for whole, storage in zip(swaps.wholes, swaps.storages, strict=True)]
+        of_each = zip(params, are_written, have_moved, strict=True)
+        return [*dict.fromkeys(param.fqn for param, is_written, has_moved in of_each if is_written or has_moved)]
+
+    def _others(self, swaps: _Swaps) -> list[Place]:
+        params = [param for param in self._params for _ in param.owners]
+        return [
+            Place(param, parameters, name, parameters.get(name))
+            for param, parameters, name, whole in zip(params, swaps.parameters, swaps.names, swaps.wholes, strict=True)
+            if parameters.get(name) is not whole
+        ]
+
+    def lend(self, place: Place, value: torch.Tensor) -> None:
+        """Let a module have `value` until the shards are shown again."""
+        place.parameters[place.name] = value
+        self.lent = (*self.lent, (place, value))
+
+    def lend_again(self, lent: Lent) -> None:
+        """Let modules have what they had before shards were shown, but where they were given other values since."""
+        for place, value in lent:
+            if place.parameters.get(place.name) is place.found:
+                self.lend(place, value)
+
+    def hide(self) -> None:
+        """Let modules have the shards again. What they were given meanwhile is left to them."""
+        swaps = self._swaps
+        assert swaps is not None
+        self.is_whole = False
+        if which_require_grad(swaps.wholes) != self._asked_for:
+            for sharded, whole, was_asked in zip(swaps.shards, swaps.wholes, self._asked_for, strict=True):
+                if whole.requires_grad is not was_asked:
+                    # Frozen, or unfrozen, by whoever saw the whole parameter.
+                    sharded.requires_grad_(whole.requires_grad)
+        swaps.put(swaps.shards, swaps.wholes)
+        for place, value in self.lent:
+            if place.parameters.get(place.name) is value:
+                place.parameters[place.name] = place.found
+        self.lent = ()

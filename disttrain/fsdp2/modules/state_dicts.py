@@ -1,0 +1,46 @@
+"""What is saved of a sharded module is its shards, whatever it computes with at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from disttrain.fsdp2.modules.shown import Lent
+from disttrain.fsdp2.params.param_group import ParamGroup
+
+
+class _Shards:
+    """Lets a module have the shards of `groups` while its state dict is made."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups = groups
+        self._is_shown_later: list[tuple[ParamGroup, Lent]] = []
+        """What the module computes with meanwhile, and what of it it has for a call alone."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """What a deep copy takes over."""
+        return {"_groups": self._groups, "_is_shown_later": []}
+
+    def before(self, *_: object) -> None:
+        self._is_shown_later = [(group, group.shown.lent) for group in self._groups if group.shown.is_whole]
+        for group, _lent in self._is_shown_later:
+            group.hide()
+        # Before the first gather parameters may lie elsewhere: who keeps the dict must see what is trained.
+        for group in self._groups:
+            group.lay_out()
+
+    def after(self, *_: object) -> None:
+        for group, lent in self._is_shown_later:
+            group.show()
+            group.shown.lend_again(lent)
+        self._is_shown_later = []
+
+
+def show_shards_in_state_dicts(module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    """Have `module` save shards. To be called once."""
+    shards = _Shards(groups)
+    module.register_state_dict_pre_hook(shards.before)
+    # torch sets an attribute of the hook, which a method cannot have.
+    module.register_state_dict_post_hook(partial(shards.after))

@@ -1,0 +1,1 @@
+"""Parameters: their shards, what is gathered of them, and how they lie in buffers."""

@@ -1,0 +1,246 @@
+"""Parameters that say themselves what is gathered of them, and what is made of it: 8-bit weights with scales, and more.
+
+A tensor subclass has both of torch's methods:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (whole, inner tensors), or None with `out`
+
+The first is asked of this rank's shard; `mesh` has the ranks that share it. Each input is gathered along its first dim;
+one with the shard's shape is padded to that of the first rank's shard. The second makes the parameter to compute with,
+of `outputs` and maybe other inner tensors; their memory is freed and comes again with the whole, so with `out`, which
+is what the first call made, only the rest of it is to be updated.
+
+Instead of the parameter a module may have them: `module.fsdp_gather_hooks(name)` gives None, or an object with these
+methods, which take the shard first. Then shards are plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides
+from disttrain.errors import ShardingError
+from disttrain.fsdp2.faults.checks import common_dtype, refuse_device
+from disttrain.fsdp2.faults.stale_graphs import versions
+from disttrain.fsdp2.params.param import Owner, ShardedParam
+from disttrain.fsdp2.params.param_group import ParamGroup
+from disttrain.fsdp2.params.unsharded import UnshardedParams, wrapped
+from disttrain.fsdp2.transfers.collectives import ALIGNMENT_BYTES, as_bytes
+
+
+def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
+    """True for a parameter of this kind. Raises ShardingError for half a one, or one that is cut along another dim.
+
+    What a module says counts only of a parameter of its own alone, cut along the first dim; else all is gathered.
+    """
+    if dim == 0 and _hooks_of_module(owners) is not None:
+        return True
+    tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+    found = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(tensor, name)]
+    if len(found) == 1:
+        problem = f"the {type(tensor).__name__} of parameter {fqn} has {found[0]} alone."
+        raise ShardingError("fully_shard", problem, "Give it both methods, before and after the gather.", rank=rank)
+    if found and dim != 0:
+        problem = f"parameter {fqn} has methods around the gather, and is to be cut along dim {dim}."
+        raise ShardingError("fully_shard", problem, "Let shard_placement_fn return None for it.", rank=rank)
+    return bool(found)
+
+
+def _hooks_of_module(owners: Sequence[Owner]) -> Any:
+    ask = getattr(owners[0].module, "fsdp_gather_hooks", None) if len(owners) == 1 else None
+    return None if ask is None else ask(owners[0].name)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a shard gives to be gathered: `inputs`, each of one size on every rank. `make` is what comes after."""
+
+    param: ShardedParam
+    make: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+    metadata: Any
+
+    @property
+    def kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+
+
+class ExtensionGroup(ParamGroup):
+    """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
+
+    keeps_part = False
+    _given: Sequence[_Given] = ()
+    _sent_numel = 0
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**super().__getstate__(), "_given": ()}
+
+    def lay_out(self) -> None:
+        """Give each shard memory of its own, on the device where shards are kept."""
+        for param in self.params:
+            if not param.is_laid_out():
+                self.shown.forget()
+                param.adopt_registered()
+                if param.is_in_place():
+                    continue
+                local = param.sharded._local_tensor  # type: ignore[attr-defined]
+                with torch.inference_mode(False), torch.no_grad():
+                    param.lay_out(local.detach().clone().to(self._shard_device(local)))
+        self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def sent_numel(self) -> int:
+        return self._sent_numel
+
+    @property
+    def is_gathered_in_place(self) -> bool:
+        return False
+
+    @property
+    def sends_shards(self) -> bool:
+        return False
+
+    def to_send(self) -> torch.Tensor:
+        """The bytes of what shards give, which is made on the current stream."""
+        self.lay_out()
+        for param in self.params:
+            device = param.sharded.device
+            if device.type == "meta" or device not in (self.device, self._shard_device(param.sharded)):
+                refuse_device(self.params[0], device, self.device, self.sharding.mesh.get_rank())
+        self.gathered = versions(self.params, None)
+        with torch.inference_mode(False), torch.no_grad():
+            self._given = [self._give(param) for param in self.params]
+            sent = torch.cat([as_bytes(tensor) for one in self._given for tensor in one.inputs])
+        self._sent_numel = sent.numel()
+        return sent
+
+    def given_bytes(self) -> int:
+        """What each rank sends, as far as its methods say without values; they see a shard without memory."""
+        with torch.no_grad():
+            shards = (torch.empty_like(param.sharded._local_tensor, device="meta") for param in self.params)  # type: ignore[attr-defined]
+            given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
+        return sum(as_bytes(tensor).numel() for one in given for tensor in one.inputs)
+
+    def _give(self, param: ShardedParam) -> _Given:
+        local = param.sharded._local_tensor  # type: ignore[attr-defined]
+        if local.device != self.device:
+            local = local.to(self.device, non_blocking=True)
+        return self._give_of(param, local)
+
+    def _give_of(self, param: ShardedParam, local: Any) -> _Given:
+        hooks = _hooks_of_module(param.owners)
+        before, after = (
+            (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)
+            if hooks is None
+            else (partial(hooks.fsdp_pre_all_gather, local), partial(hooks.fsdp_post_all_gather, local))
+        )
+        inputs, metadata = before(
+            self.sharding.shard_mesh,
+            torch.Size(param.shape),
+            contiguous_strides(param.shape),
+            param.owners[0].module,
+            self._policy,
+        )
+        num_rows = -(-param.shape[0] // self.sharding.num_shards)
+        return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
+
+    def allocated(self) -> _GatheredParts:
+        unsharded = self._unsharded
+        if not isinstance(unsharded, _GatheredParts) or not unsharded.fits(
+            self._given, self.compute_dtype, self.device
+        ):
+            unsharded = self._unsharded = _GatheredParts(
+                self._given, self.sharding.num_shards, self.compute_dtype, self.device
+            )
+            self.shown.forget()
+        unsharded.allocate()
+        unsharded.given, self._given = self._given, ()
+        return unsharded
+
+
+class _GatheredParts(UnshardedParams):
+    """The outputs of the gather, and the parameters made of them, whose memory comes and goes with theirs."""
+
+    def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.is_cut_in_front = False
+        self.parameters: list[nn.Parameter] = []
+        self.given = given
+        self._kinds = [one.kinds for one in given]
+        self._num_shards = num_shards
+        with torch.inference_mode(False):
+            self._outputs = [
+                [torch.empty(_gathered_shape(t.shape, num_shards), dtype=t.dtype, device=device) for t in one.inputs]
+                for one in given
+            ]
+        storages = [tensor.untyped_storage() for tensor in chain(*self._outputs)]
+        self._memory = [(storage, storage.nbytes()) for storage in storages]
+
+    def fits(self, given: Sequence[_Given], dtype: torch.dtype, device: torch.device) -> bool:
+        """True where parameters made once can be filled with what is given now."""
+        return (self.dtype, self.device, self._kinds) == (dtype, device, [one.kinds for one in given])
+
+    def allocate(self) -> None:
+        for storage, num_bytes in self._memory:
+            storage.resize_(num_bytes)
+
+    def free(self) -> None:
+        for storage, _ in self._memory:
+            storage.resize_(0)
+
+    def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
+        start = 0
+        for output in chain(*self._outputs):
+            num_bytes = output.numel() * output.itemsize // self._num_shards
+            rows = gathered.narrow(1, start, num_bytes).view(output.dtype)
+            # `.data` keeps the version: autograd has saved this memory as it will be again.
+            output.data.view(self._num_shards, -1).copy_(rows)
+            start += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        is_first = not self.parameters
+        for place, (one, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
+            if is_first:
+                self._make(one, tuple(outputs))
+            else:
+                made: torch.Tensor = self.parameters[place]
+                made = made._local_tensor if isinstance(made, DTensor) else made
+                one.make(tuple(outputs), one.metadata, self.dtype, out=made)
+        self.given = ()
+
+    def _make(self, one: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
+        param = one.param
+        whole, inner = one.make(outputs, one.metadata, self.dtype)
+        # Inner tensors may be the outputs themselves.
+        known = {storage.data_ptr() for storage, _ in self._memory}
+        for storage in (tensor.untyped_storage() for tensor in inner):
+            if storage.data_ptr() not in known:
+                self._memory.append((storage, storage.nbytes()))
+        if tuple(whole.shape) != param.shape:
+            whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)
+        if param.unsharded_spec is not None:
+            whole = wrapped(whole, param.unsharded_spec)
+        param.unsharded = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
+        self.parameters.append(param.unsharded)
+
+
+def _gathered_shape(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
+    return (num_shards * shape[0], *shape[1:]) if shape else (num_shards,)
+
+
+def _padded(tensor: torch.Tensor, shard_shape: torch.Size, num_rows: int) -> torch.Tensor:
+    if tensor.shape != shard_shape or tensor.shape[0] == num_rows:
+        return tensor
+    padded = tensor.new_zeros((num_rows, *tensor.shape[1:]))
+    padded.narrow(0, 0, tensor.shape[0]).copy_(tensor)
+    return padded

@@ -1,0 +1,111 @@
+"""Over which ranks `fully_shard` cuts parameters and keeps copies of them, and how a parameter lies on these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import torch
+
+from disttrain.dtensor import DTensor, Layout, Placement, Replicate, Shard, Spec, StridedShard
+from disttrain.dtensor.spec.shard_sizes import num_blocks
+from disttrain.errors import ShardingError
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Parameters are cut along the last axis of `mesh`; along one before it, ranks hold copies (hybrid sharding)."""
+
+    mesh: DeviceMesh
+
+    def __deepcopy__(self, _: object) -> Sharding:
+        """Itself: copies of a module lie on the same ranks."""
+        return self
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that a parameter is cut for."""
+        return self.mesh.shape[-1]
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return self.mesh.shape[0] if self.mesh.ndim == 2 else 1
+
+    @cached_property
+    def shard_rank(self) -> int:
+        """Which of the shards is this rank's."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @cached_property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that together hold a parameter once."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """These ranks."""
+        return self.mesh if self.mesh.ndim == 1 else DeviceMesh(self.mesh.device_type, list(self.shard_group.ranks))
+
+    @cached_property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same shard; None where only this one does."""
+        return self.mesh.get_group(0) if self.num_replicas > 1 else None
+
+    def group_after_forward(self, num_ranks: int) -> ProcessGroup:
+        """The `num_ranks` neighbours of this rank that together keep a parameter between forward and backward."""
+        first = self.shard_rank // num_ranks * num_ranks
+        return self.mesh.world.shared_group(self.shard_group.ranks[first : first + num_ranks])
+
+    def spec_of(self, fqn: str, parameter: torch.Tensor, dim: int) -> Spec:
+        """How `parameter`, cut along `dim`, lies on the mesh, and on the one of another parallelism where it is a
+        DTensor already."""
+        if not isinstance(parameter, DTensor):
+            return Spec.of(Layout(self.mesh, self._placements(Shard(dim))), tuple(parameter.shape), parameter.dtype)
+        own = parameter._spec
+        blocks = self._num_pieces(fqn, own, dim)
+        cut: Placement = Shard(dim) if blocks == 1 else StridedShard(dim, blocks)
+        mesh = self._joined_with(fqn, own.mesh)
+        return Spec(Layout(mesh, (*self._placements(cut), *own.placements)), own.shape, own.stride, own.dtype)
+
+    def _num_pieces(self, fqn: str, own: Spec, dim: int) -> int:
+        """The pieces that the other parallelism has cut `dim` into, all of one size and each in one place."""
+        num_pieces = 1
+        # Later axes cut what earlier ones leave, so pieces of several blocks may be taken apart again.
+        for size, placement in zip(reversed(own.mesh.shape), reversed(own.placements), strict=True):
+            if placement.cut_dim != dim:
+                continue
+            if num_pieces % num_blocks(placement):
+                self._refuse_cut(fqn, own, dim, "a rank's part is pieces of several blocks", "Cut")
+            num_pieces *= size
+        if own.shape[dim] % num_pieces:
+            self._refuse_cut(
+                fqn, own, dim, f"{num_pieces} uneven pieces", f"Pad it to a multiple of {num_pieces}, or cut"
+            )
+        return num_pieces
+
+    def _refuse_cut(self, fqn: str, own: Spec, dim: int, problem: str, remedy: str) -> NoReturn:
+        raise ShardingError(
+            "fully_shard",
+            f"dim {dim} of parameter {fqn} has {own.shape[dim]} elements and lies as {own.layout}: {problem}.",
+            f"{remedy} another dim by shard_placement_fn.",
+            rank=self.mesh.get_rank(),
+        )
+
+    def _placements(self, cut: Placement) -> tuple[Placement, ...]:
+        return (cut,) if self.mesh.ndim == 1 else (Replicate(), cut)
+
+    def _joined_with(self, fqn: str, other: DeviceMesh) -> DeviceMesh:
+        """The mesh of this one's axes and then the other's; both must be slices of one grid."""
+        joined = self.mesh.joined_with(other)
+        if joined is not None:
+            return joined
+        raise ShardingError(
+            "fully_shard",
+            f"parameter {fqn} lies on mesh {other.layout}, which cannot be joined with {self.mesh.layout}.",
+            "Make one mesh with named axes, and give each parallelism axes of its own: mesh['dp'], mesh['tp'].",
+            rank=self.mesh.get_rank(),
+        )

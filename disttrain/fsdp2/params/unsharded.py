@@ -1,0 +1,117 @@
+"""The gathered parameters of a group: memory that comes and goes as one, and the tensors that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Spec
+from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
+from disttrain.fsdp2.params.param import ShardedParam
+
+_ALIGNMENT_BYTES = 256
+"""Where a parameter may begin: what torch's own allocator gives, and kernels with wide loads ask for."""
+
+
+def unsharded_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
+    """Where each unsharded parameter begins, and where the last one ends, in elements."""
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    offsets, end = [], 0
+    for param, slot in zip(params, plan.slots, strict=True):
+        offsets.append(end)
+        end += -(-_place_numel(param, slot, plan) // step) * step
+    return offsets, end
+
+
+def _place_numel(param: ShardedParam, slot: FlatSlot, plan: FlatPlan) -> int:
+    """Where the first dim is cut, a whole is followed by its padding."""
+    return plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
+
+
+class UnshardedParams:
+    """Unsharded parameters in one storage, each in a place of its own.
+
+    The parameters keep their identity from step to step, since autograd saves views of them: only the storage is
+    resized. Where a parameter was a DTensor already, of another parallelism, the whole is this rank's part of that.
+    """
+
+    def __init__(
+        self, params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._params, self._plan = params, plan
+        offsets, end = unsharded_offsets(params, plan, dtype)
+        # What is made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            memory = torch.empty(end, dtype=dtype, device=device)
+            self._storage = memory.untyped_storage()
+            self._num_bytes = self._storage.nbytes()
+            self.places: list[torch.Tensor] = []
+            """Where gathered values go: (num_shards, padded elements) each, or the whole where another dim is cut."""
+            self.parameters: list[nn.Parameter] = []
+            for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
+                # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
+                # change to autograd, which holds views of the parameter from the forward pass.
+                place = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
+                local = place[: slot.numel].view(param.shape).data
+                self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
+                whole = local if param.unsharded_spec is None else wrapped(local, param.unsharded_spec)
+                self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
+        self.is_cut_in_front = all(param.dim == 0 for param in params)
+
+    def allocate(self) -> None:
+        """Have memory again."""
+        if self._storage.nbytes() != self._num_bytes:
+            self._storage.resize_(self._num_bytes)
+
+    def free(self) -> None:
+        """Give the memory back; but what somebody has as an array, by `.numpy()`, stays where it is."""
+        if self._storage.resizable():
+            self._storage.resize_(0)
+
+    def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
+        """Take over the values of all shards' flat buffers, (num_shards, elements of a buffer): of all parameters, or
+        of those that are not written yet."""
+        sizes, places = self._plan.split_sizes, self.places
+        if are_written is not None:
+            missing = [place for place, is_written in enumerate(are_written) if not is_written]
+            sizes, places = [sizes[place] for place in missing], [places[place] for place in missing]
+        if self.is_cut_in_front:
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=places)
+            return
+        columns = gathered.split(self._plan.split_sizes, dim=1)
+        for param, slot, place, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):
+            if param.dim == 0:
+                place.copy_(rows)
+            else:
+                padded = (self._plan.num_shards * slot.padded_rows, *slot.shape[1:])
+                front = rows.reshape(padded).narrow(0, 0, slot.shape[0])
+                place.copy_(front.movedim(0, param.dim))
+
+    def part_on(self, shard_rank: int, num_ranks: int) -> torch.Tensor:
+        """The flat buffers of the part of this rank, the holder of shard `shard_rank`, where `num_ranks` neighbours
+        share the whole."""
+        count = self._plan.num_shards // num_ranks
+        with torch.inference_mode(False), torch.no_grad():
+            return self._rows(shard_rank % num_ranks * count, count)
+
+    def _rows(self, first: int, count: int) -> torch.Tensor:
+        """A copy of the flat buffers of shards `first` to `first + count`."""
+        columns = []
+        for param, slot, place in zip(self._params, self._plan.slots, self.places, strict=True):
+            if param.dim == 0:
+                columns.append(place.narrow(0, first, count))
+                continue
+            front = place.movedim(param.dim, 0)
+            start, stop = (min(shard * slot.padded_rows, slot.shape[0]) for shard in (first, first + count))
+            rows = front.new_zeros((count * slot.padded_rows, *slot.shape[1:]))
+            rows.narrow(0, 0, stop - start).copy_(front.narrow(0, start, stop - start))
+            columns.append(rows.view(count, slot.padded_numel))
+        return torch.cat(columns, dim=1)
+
+
+def wrapped(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A whole of another parallelism, of which this rank computes with `local`."""
+    return DTensor(local, Spec(spec.layout, spec.shape, spec.stride, local.dtype))

@@ -1,0 +1,359 @@
+"""The collectives of a group of parameters: gather all of them at once, reduce all of their gradients at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disttrain.fsdp2._torch import chunk_cat
+from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
+from disttrain.fsdp2.params.sharding import Sharding
+from disttrain.fsdp2.transfers.streams import CommStreams
+from disttrain.kernels.copies.operator import copy_all
+from disttrain.process_group import (
+    ProcessGroup,
+    ReduceOp,
+    Work,
+    all_gather_into_tensor,
+    all_gather_into_tensor_coalesced,
+    all_reduce,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
+)
+
+ALIGNMENT_BYTES = 16
+"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
+
+
+@dataclass
+class Gather:
+    """An all-gather under way. Row r of `output` is what shard r has sent; None where all is in its place.
+
+    `sent`, its input, may belong to the stream that computes: it is held until that is ordered after the gather.
+    """
+
+    sent: Sequence[torch.Tensor]
+    output: torch.Tensor | None
+    work: Work | None
+    done: torch.Event | None
+
+    def wait(self, streams: CommStreams) -> None:
+        """Order the current stream (CPU: the host) after it."""
+        if self.work is not None:
+            self.work.wait()
+        streams.follow(self.done)
+
+
+def start_gather(
+    shards: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    num_shards: int,
+    group: ProcessGroup,
+    streams: CommStreams,
+    ready: torch.Event | None,
+) -> Gather:
+    """Gather flat buffers, each cast to its dtype, as one message, on the all-gather stream. Collective.
+
+    Each of `shards` is what this rank has of one group of parameters. One that is alone may be the flat buffers of
+    several of the `num_shards` shards, one after the other, of which every rank of `group` has as many then. Buffers of
+    several dtypes are gathered as bytes.
+    """
+    # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
+    written = streams.mark() if ready is None else ready
+    with streams.gathering():
+        streams.follow(written)
+        cast = [_brought(shard, dtype, device) for shard, dtype in zip(shards, dtypes, strict=True)]
+        sent = _as_one(cast)
+        output = sent.new_empty((num_shards, sent.numel() * group.size() // num_shards))
+        # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
+        work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
+        return Gather(shards, output, work, streams.mark())
+
+
+def start_gather_in_place(
+    shard: torch.Tensor,
+    dtype: torch.dtype,
+    plan: FlatPlan,
+    places: Sequence[torch.Tensor],
+    are_in_place: Sequence[bool],
+    group: ProcessGroup,
+    streams: CommStreams,
+) -> Gather:
+    """Gather parameters right into their places, (num_shards, padded elements), and the rest, of those that are not to
+    be `in_place`, as one message; all in one launch. Collective.
+
+    The places must have been allocated on the current stream: who had their memory before is done at this point of it.
+    """
+    written = streams.mark()
+    with streams.gathering():
+        streams.follow(written)
+        sent = _brought(shard, dtype, places[0].device)
+        parts = sent.split(plan.split_sizes)
+        pairs = [
+            (place, part) for place, part, is_in_place in zip(places, parts, are_in_place, strict=True) if is_in_place
+        ]
+        rest = [part for part, is_in_place in zip(parts, are_in_place, strict=True) if not is_in_place]
+        output = None
+        if rest:
+            together = torch.cat(rest)
+            output = together.new_empty((plan.num_shards, together.numel()))
+            pairs.append((output, together))
+        pairs = [pair for pair in pairs if pair[1].numel()]
+        outputs, inputs = [output for output, _ in pairs], [part for _, part in pairs]
+        work = None
+        if pairs:
+            work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
+        # What has been cast belongs to the all-gather stream, which may have it back; a transport still reads it.
+        return Gather((shard,) if streams.is_cuda else (shard, *inputs), output, work, streams.mark())
+
+
+def sent_numels(shards: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """How many elements of a row of the gathered output are each group's; bytes where dtypes differ."""
+    if len(set(dtypes)) == 1:
+        return [shard.numel() for shard in shards]
+    return [_aligned(shard.numel() * dtype.itemsize) for shard, dtype in zip(shards, dtypes, strict=True)]
+
+
+def _brought(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    sent = shard if shard.device == device else shard.to(device, non_blocking=True)
+    return sent if sent.dtype == dtype else sent.to(dtype)
+
+
+def _as_one(parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.dtype for part in parts}) == 1:
+        return torch.cat(parts)
+    return torch.cat([as_bytes(part) for part in parts])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, up to where the next one may begin."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _aligned(flat.numel()) - flat.numel()))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How sums of gradients become averages: before the sum they are divided by `before`, after it by `after`.
+
+    `before` is None where the transport averages.
+    """
+
+    before: float | None = None
+    after: float | None = None
+
+    @classmethod
+    def over(cls, num_ranks: int, dtype: torch.dtype, factor: float | None, scale: float) -> Averaging:
+        """Division by `factor`, or by the number of ranks, and multiplication by `scale`."""
+        if factor is None and dtype != torch.float16:
+            return cls(None, None if scale == 1.0 else 1.0 / scale)
+        whole = (num_ranks if factor is None else factor) / scale
+        if dtype != torch.float16:
+            return cls(1.0, whole)
+        # Sums of 16 bits overflow, quotients underflow: half of the division comes first.
+        before = 2.0 ** math.ceil(math.log2(max(whole, 1.0)) / 2)
+        return cls(before, whole / before)
+
+
+Hook = Callable[[torch.Tensor], None]
+
+
+@dataclass
+class Reduction:
+    """A reduction under way: a reduce-scatter, and what follows it. `output` is this rank's flat buffer of averages.
+
+    `packed`, its inputs, were allocated on another stream, and are held until that is ordered after the reduce-scatter;
+    `held` was, too, and is until it is ordered after all.
+    """
+
+    output: torch.Tensor
+    packed: Sequence[torch.Tensor]
+    work: Work | None = None
+    """What the host waits for, where there are no streams: the reduce-scatter, then the sum over the replicas."""
+    scattered: torch.Event | None = None
+    done: torch.Event | None = None
+    sum_replicas: Callable[[], Work | None] | None = None
+    """What is to be started once the host has waited for the reduce-scatter, and ..."""
+    rest: Callable[[], None] | None = None
+    """... what is to be done to `output` after that."""
+    held: torch.Tensor | None = None
+    has_sum: bool = False
+    """Whether a sum over the replicas follows the reduce-scatter."""
+
+    def wait_for_scatter(self, streams: CommStreams) -> None:
+        """Order the current stream (CPU: the host) after the reduce-scatter, and let its input go. The sum over the
+        replicas goes on beside what comes next."""
+        if not self.packed:
+            return
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.sum_replicas = self.sum_replicas() if self.sum_replicas is not None else None, None
+        streams.follow(self.scattered)
+        self.packed = ()
+
+    def wait(self, streams: CommStreams) -> None:
+        """Order the current stream (CPU: the host) after all of it."""
+        self.wait_for_scatter(streams)
+        work, rest, self.work, self.rest = self.work, self.rest, None, None
+        if work is not None:
+            work.wait()
+        if rest is not None:
+            rest()
+        streams.follow(self.done)
+        self.held = None
+
+    def drop(self, streams: CommStreams) -> None:
+        """The same for a reduction whose result nobody wants; what has not been started is not done."""
+        self.sum_replicas = self.rest = None
+        self.wait(streams)
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """What is done to packed gradients: averaged over the shards' ranks, and over those that hold copies."""
+
+    sharding: Sharding
+    group: ProcessGroup
+    """The shards' ranks."""
+    averaging: Averaging
+    reduces_over_replicas: bool
+    hook: Hook | None
+    hook_stream: torch.cuda.Stream | None
+    num_in_place: int
+    """How many of the gradients, the first ones, are reduced each by itself; the others are as one message."""
+
+    @property
+    def op(self) -> ReduceOp.RedOpType:
+        """What the transport does to gradients."""
+        return ReduceOp.AVG if self.averaging.before is None else ReduceOp.SUM
+
+    @property
+    def has_sum(self) -> bool:
+        """True where values are summed over the replicas."""
+        return self.reduces_over_replicas and self.sharding.replicate_group is not None
+
+    def has_rest(self, unreduced: torch.Tensor | None) -> bool:
+        """True where the reduce-scatter is not all."""
+        return unreduced is not None or self.has_sum or self.averaging.after is not None or self.hook is not None
+
+    def sum_replicas(self, output: torch.Tensor, unreduced: torch.Tensor | None, *, async_op: bool) -> Work | None:
+        """What follows the reduce-scatter, on the current stream; Work where `async_op`."""
+        if unreduced is not None:
+            output.add_(unreduced)
+        if not self.has_sum:
+            return None
+        return all_reduce(output, self.op, group=self.sharding.replicate_group, async_op=async_op)
+
+    def rest(self, output: torch.Tensor, streams: CommStreams) -> None:
+        """What follows that, on the current stream."""
+        if self.averaging.after is not None and (self.reduces_over_replicas or self.sharding.replicate_group is None):
+            output.div_(self.averaging.after)
+        if self.hook is not None:
+            with streams.on(self.hook_stream, output):
+                self.hook(output)
+
+
+def start_reduction(
+    grads: Sequence[torch.Tensor],
+    plan: FlatPlan,
+    dtype: torch.dtype,
+    what: ReductionPlan,
+    unreduced: torch.Tensor | None,
+    streams: CommStreams,
+) -> Reduction:
+    """Average unsharded gradients over the ranks, scatter them as flat shards, on their stream. Collective.
+
+    `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas. Where no
+    gradient has elements, nothing is done.
+    """
+    if plan.shard_numel == 0:
+        return Reduction(grads[0].new_empty(0, dtype=dtype), ())
+    packed, numels = _pack(grads, plan, dtype, what.num_in_place)
+    if what.averaging.before not in (None, 1.0):
+        for tensor in packed:
+            tensor.div_(what.averaging.before)
+    copied_in = streams.mark()
+    with streams.reducing():
+        streams.follow(copied_in)
+        output = packed[0].new_empty(plan.shard_numel)
+        pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
+        work = _start_reduce_scatter(pairs, what, async_op=not streams.is_cuda)
+        scattered = streams.mark()
+    if not streams.is_cuda:
+        return Reduction(
+            output,
+            packed,
+            work,
+            sum_replicas=lambda: what.sum_replicas(output, unreduced, async_op=True),
+            rest=lambda: what.rest(output, streams),
+            has_sum=what.has_sum,
+        )
+    if not what.has_rest(unreduced):
+        return Reduction(output, packed, scattered=scattered)
+    with streams.replicating():
+        # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
+        streams.follow(scattered)
+        what.sum_replicas(output, unreduced, async_op=False)
+        what.rest(output, streams)
+        # What is left of earlier passes was allocated on the stream that computes, and is read here.
+        done = streams.mark()
+        return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=what.has_sum)
+
+
+def _start_reduce_scatter(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: ReductionPlan, *, async_op: bool
+) -> Work | None:
+    if len(pairs) == 1:
+        ((output, packed),) = pairs
+        return reduce_scatter_tensor(output, packed, what.op, group=what.group, async_op=async_op)
+    outputs, inputs = [part for part, _ in pairs], [part for _, part in pairs]
+    return reduce_scatter_tensor_coalesced(outputs, inputs, what.op, group=what.group, async_op=async_op)
+
+
+def _pack(
+    grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype, num_in_place: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """What is reduced: the first gradients each by itself, the others as one. Returns also how much of a rank's buffer
+    comes of each."""
+    packed, numels = [], plan.split_sizes[:num_in_place]
+    if num_in_place:
+        packed = _in_places(grads[:num_in_place], plan.slots[:num_in_place], plan.num_shards, dtype)
+    rest = plan.shard_numel - sum(numels)
+    if num_in_place < len(grads):
+        packed.append(_in_one(grads[num_in_place:], rest, plan.num_shards, dtype))
+        numels = [*numels, rest]
+    return packed, numels
+
+
+def _in_one(grads: Sequence[torch.Tensor], numel: int, num_shards: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
+    packed = torch.empty((num_shards, numel), dtype=dtype, device=grads[0].device)
+    if numel:
+        chunk_cat([grad for grad in grads if grad.numel()], num_shards, out=packed)
+    return packed
+
+
+def _in_places(
+    grads: Sequence[torch.Tensor], slots: Sequence[FlatSlot], num_shards: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Each gradient, cast and padded, by itself: (num_shards * padded elements)."""
+    numels = [slot.padded_numel * num_shards for slot in slots]
+    memory = torch.empty(sum(numels), dtype=dtype, device=grads[0].device)
+    places = list(memory.split(numels))
+    filled = []
+    for place, grad, slot in zip(places, grads, slots, strict=True):
+        has_padding = place.numel() > slot.numel
+        if has_padding:
+            place[slot.numel :].zero_()
+        filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
+    copy_all(filled, grads)
+    return places

@@ -1,0 +1,117 @@
+"""What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from disttrain.fsdp2.grads.several import SeveralGrads
+from disttrain.fsdp2.params.flat import FlatPlan
+from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.transfers.collectives import Reduction
+from disttrain.fsdp2.transfers.streams import CommStreams
+
+if TYPE_CHECKING:
+    from disttrain.fsdp2.params.param_group import ParamGroup
+
+
+class Comm:
+    """What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = CommStreams(device)
+        self.copied_out: tuple[torch.Tensor, torch.Event | None] | None = None
+        self.reducing: list[UnderWay] = []
+        """In the order in which they were started."""
+        self.ready: torch.Event | None = None
+        """What the next gather waits for, in place of everything on the current stream."""
+        self.offloaded: torch.Event | None = None
+        """Gradients are on their way to the host until then."""
+        self.uploaded: torch.Event | None = None
+        """Shards on the host are being read until then."""
+        self.several_grads = SeveralGrads()
+
+    def release_gathered(self) -> None:
+        """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
+        if self.copied_out is not None:
+            with self.streams.gathering():
+                self.streams.follow(self.copied_out[1])
+            self.copied_out = None
+
+    def drop_reductions(self, group: ParamGroup | None = None) -> None:
+        """Wait for the reductions under way, of `group` or all, and forget what they bring."""
+        if group is None:
+            self.several_grads.forget()
+        dropped = [one for one in self.reducing if group in (None, one.group)]
+        self.reducing = [one for one in self.reducing if one not in dropped]
+        wanted = {id(one.reduction) for one in self.reducing}
+        for one in dropped:
+            # What came as one message may be others', too.
+            end = one.reduction.wait if id(one.reduction) in wanted else one.reduction.drop
+            end(self.streams)
+
+    def finish_offload(self) -> None:
+        """Wait, on the host, until all gradients that go there have come."""
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
+            self.offloaded = None
+
+    def finish_upload(self) -> None:
+        """Wait, on the host, until shards that lie there may be written to."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()
+            self.uploaded = None
+
+    def finish_reductions(self, *, but_last_sum: bool = False) -> None:
+        """Hand the gradients of the reductions under way to their parameters.
+
+        `but_last_sum`: the last one's sum over the replicas may go on beside the next reduce-scatter.
+        """
+        last = self.reducing[-1] if but_last_sum and self.reducing else None
+        going_on = last.reduction if last is not None and last.is_complete and last.reduction.has_sum else None
+        if going_on is not None:
+            going_on.wait_for_scatter(self.streams)
+        # A hook of the user's may fail: what comes after it stays here, to be waited for.
+        while self.reducing and self.reducing[0].reduction is not going_on:
+            one = self.reducing.pop(0)
+            with Named(one.group):
+                one.group.take_reduced(one)
+
+
+class Named:
+    """While it lasts, collectives are said to be for the module of `group`."""
+
+    __slots__ = ("_outer", "_path", "_world")
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._world = group.sharding.mesh.world
+        self._path = group.module_path
+
+    def __enter__(self) -> None:
+        self._outer, self._world.module = self._world.module, self._path
+
+    def __exit__(self, *_: object) -> None:
+        self._world.module = self._outer
+
+
+@dataclass(frozen=True, eq=False)
+class UnderWay:
+    """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient.
+
+    They lie by `plan` in the output of `reduction`, from `start` on.
+    """
+
+    group: ParamGroup
+    reduction: Reduction
+    start: int
+    plan: FlatPlan
+    receivers: list[ShardedParam | None]
+    is_complete: bool
+    """False where it is still to be reduced over the replicas."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """This rank's flat buffer of averaged gradients, once the reduction has been waited for."""
+        return self.reduction.output.narrow(0, self.start, self.plan.shard_numel)

@@ -1,0 +1,1 @@
+"""Attention by rules, served by whichever implementation is fastest for a shape."""

@@ -1,0 +1,98 @@
+"""Attention of DTensors cut by sequences and by heads: each rank's parts, with the rules of its own.
+
+Where a mesh axis cuts the queries' heads into more parts than there are heads of keys, keys stay whole along it, and a
+rank takes those heads that its queries need; their gradients add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate
+from disttrain.dtensor.spec.shard_sizes import piece
+from disttrain.errors import LayoutError
+from disttrain.kernels.attention.operator import NAME, attention, check_fits
+from disttrain.kernels.attention.rules import Rule
+from disttrain.mesh import DeviceMesh
+
+
+def attention_of_dtensors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Rule | None,
+    scale: float | None,
+    by: str | None,
+) -> DTensor:
+    """As `attention`. Collective only where they don't lie alike."""
+    if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
+        found = ", ".join(type(one).__name__ for one in (query, key, value))
+        raise LayoutError(
+            NAME, f"query, key and value are {found}.", "Give DTensors of one mesh, or to_local() of all."
+        )
+    mesh = query.device_mesh
+    for name, one in (("query", query), ("key", key), ("value", value)):
+        _check(name, one, query)
+    check_fits(query, key, value, mask)
+    placements = [_placement(*those) for those in zip(query.placements, key.placements, value.placements, strict=True)]
+    num_parts = 1
+    for axis, placement in enumerate(placements):
+        num_parts *= mesh.size(axis) if placement.is_shard(1) else 1
+    # With a head of keys for each of queries both are cut alike, evenly or not.
+    shares_heads = key.shape[1] != query.shape[1] and key.shape[1] % num_parts != 0
+    others = [Replicate() if shares_heads and placement.is_shard(1) else placement for placement in placements]
+    # Where heads are shared, each rank has a term of their gradient.
+    grads = [Partial() if shares_heads and placement.is_shard(1) else placement for placement in placements]
+    own_query = query.redistribute(placements=placements).to_local()
+    own_key, own_value = (one.redistribute(placements=others).to_local(grad_placements=grads) for one in (key, value))
+    batch, heads = (_part(query.shape[dim], dim, mesh, placements) for dim in (0, 1))
+    if shares_heads:
+        served_by = [head * key.shape[1] // query.shape[1] for head in range(heads.start, heads.stop)]
+        own_key, own_value = (_needed(one, served_by) for one in (own_key, own_value))
+    rule = None if mask is None else mask.local(batch, heads)
+    result = attention(own_query, own_key, own_value, rule, scale=scale, by=by)
+    whole = (*query.shape[:3], value.shape[3])
+    strides = (whole[1] * whole[2] * whole[3], whole[2] * whole[3], whole[3], 1)
+    return DTensor.from_local(result, mesh, placements, shape=whole, stride=strides)
+
+
+def _check(name: str, one: DTensor, query: DTensor) -> None:
+    rank = one.device_mesh.get_rank()
+    if one.device_mesh != query.device_mesh:
+        raise LayoutError(NAME, f"{name} lies on another mesh than query.", "Put all on one mesh.", rank=rank)
+    for axis, placement in enumerate(one.placements):
+        if not (placement.is_shard(0) or placement.is_shard(1) or placement.is_replicate() or placement.is_partial()):
+            raise LayoutError(
+                NAME,
+                f"mesh axis {axis} lays {name} of shape {tuple(one.shape)} as {placement}; only sequences (dim 0) and "
+                "heads (dim 1) may be cut.",
+                "Redistribute it.",
+                rank=rank,
+            )
+
+
+def _placement(*placements: Placement) -> Placement:
+    """How query, key and value are to lie along an axis: as the first of them that is cut."""
+    return next((one for one in placements if one.is_shard()), Replicate())
+
+
+def _part(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
+    """This rank's part of a dim of `size`."""
+    coordinate, first = mesh.get_coordinate(), 0
+    assert coordinate is not None, "a DTensor's ranks lie on its mesh"
+    for axis, placement in enumerate(placements):
+        if placement.is_shard(dim):
+            size, offset = piece(size, mesh.size(axis), coordinate[axis])
+            first += offset
+    return slice(first, first + size)
+
+
+def _needed(part: torch.Tensor, served_by: Sequence[int]) -> torch.Tensor:
+    """The heads that serve this rank's heads of queries, of all: few in a row where they serve alike many."""
+    first, last = (served_by[0], served_by[-1]) if served_by else (0, -1)
+    own = range(first, last + 1)
+    if own and all(served_by.count(head) * len(own) == len(served_by) for head in own):
+        return part.narrow(1, first, len(own))
+    return part[:, list(served_by)]

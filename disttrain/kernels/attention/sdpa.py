@@ -1,0 +1,42 @@
+"""torch's scaled_dot_product_attention by `attention`, where that computes the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from disttrain.dtensor import DTensor
+from disttrain.kernels.attention.operator import attention
+from disttrain.kernels.attention.rules import Causal
+
+
+def attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """With a mask in memory, with dropout, and for what is no plain tensor on a GPU, torch's own."""
+    if attn_mask is None and dropout_p == 0.0 and _fits(query, key, value, enable_gqa):
+        return attention(query, key, value, Causal() if is_causal else None, scale=scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_groups: bool) -> bool:
+    tensors = (query, key, value)
+    if not query.is_cuda or any(isinstance(one, DTensor) or one.is_nested or one.dim() != 4 for one in tensors):
+        return False
+    if not query.dtype == key.dtype == value.dtype or query.dtype is torch.float64:
+        return False
+    (batch_size, num_heads, _, head_dim), (_, num_kv_heads, num_keys, _) = query.shape, key.shape
+    return (
+        key.shape == (batch_size, num_kv_heads, num_keys, head_dim)
+        and value.shape[:3] == key.shape[:3]
+        and (num_heads == num_kv_heads or (has_groups and num_kv_heads > 0 and num_heads % num_kv_heads == 0))
+    )

@@ -1,0 +1,1 @@
+"""Copies of many tensors in one launch."""

@@ -1,0 +1,1 @@
+"""Linear layers whose products are of float8."""

@@ -1,0 +1,1 @@
+"""Optimizers whose step is one launch."""

@@ -1,0 +1,317 @@
+"""AdamW, Lion and SGD whose step is one launch over all parameters, with gradients scaled and clipped on the way.
+
+What a step moves bounds it: with everything in fp32, AdamW reads 16 bytes per element and writes 12. Scaling, clipping
+and rounding to a copy add no pass over memory here, and states in bf16 take 8 bytes less.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any, Final, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from disttrain.dtensor import DTensor, Replicate
+from disttrain.dtensor.views.view_copy import count_writes
+from disttrain.errors import BackendError, ShapeError
+from disttrain.kernels._torch import version_of
+from disttrain.kernels.choice import choose, wide_dtype
+from disttrain.kernels.optimizers import reference as optimizer_reference
+from disttrain.kernels.optimizers.rules import Piece, Rule
+from disttrain.kernels.optimizers.total_norm import total_norm
+
+_HALVES: Final = (torch.bfloat16, torch.float16)
+_STATE_DTYPES: Final = (None, torch.float32, torch.float64, torch.bfloat16)
+
+_UNKNOWN_OPTIONS: Final = ("amsgrad", "maximize", "dampening")
+
+
+class Copies(Protocol):
+    """Somebody who wants parameters once more in another dtype."""
+
+    def begin(self) -> Mapping[Any, torch.Tensor]:
+        """A step begins: by parameter, memory of its own part's shape that is to be written."""
+
+    def end(self, written: Iterable[torch.Tensor]) -> None:
+        """The step is over, and has written these parameters and their copies."""
+
+
+class FusedOptimizer(Optimizer):
+    """What AdamW, Lion and SGD have in common.
+
+    Args: state_dtype  of the averages; None: fp32 (fp64 of fp64 parameters). bf16 is rounded at random.
+          keep_master  half-precision parameters have a copy in fp32 in the optimizer's state, which is what is updated;
+                       the parameters are written with it. Without one, bf16 parameters are rounded at random.
+          max_norm     gradients are scaled down together so that their norm over all parameters, of all ranks, is at
+                       most this; None: they stay.
+    """
+
+    state_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        state_dtype: torch.dtype | None,
+        keep_master: bool,
+        max_norm: float | None,
+    ) -> None:
+        if state_dtype not in _STATE_DTYPES:
+            raise ShapeError(type(self).__name__, f"state_dtype is {state_dtype}.", "Give float32 or bfloat16.")
+        if defaults["lr"] < 0 or defaults["weight_decay"] < 0 or (max_norm is not None and max_norm <= 0):
+            problem = f"lr is {defaults['lr']}, weight_decay {defaults['weight_decay']}, max_norm {max_norm}."
+            raise ShapeError(type(self).__name__, problem, "Give numbers that are not negative.")
+        self.max_norm = max_norm
+        self._copies: list[Copies] = []
+        self._written: dict[torch.Tensor, Any] = {}
+        """What `version_of` said of parameters with masters when they were written here."""
+        super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scale: torch.Tensor | None = None) -> Any:
+        """Update all parameters that have a gradient; gradients stay as they are.
+
+        Args: grad_scale  a number on the parameters' device, such as 1 / loss scale, by which gradients are multiplied
+                          before all else.
+        Raises: BackendError while a CUDA graph is captured, before anything has been changed.
+        Collective with max_norm and DTensors: all ranks of their meshes.
+        """
+        self._refuse_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = self._scale(grad_scale)
+        number = count()
+        places: dict[Any, torch.Tensor] = {}
+        for copies in self._copies:
+            places |= copies.begin()
+        updated: list[torch.Tensor] = []
+        for group in self.param_groups:
+            self._check_options(group)
+            by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
+            for parameter, place in zip(group["params"], number, strict=False):
+                if parameter.grad is None:
+                    continue
+                state = self._state_of(parameter, group)
+                state["step"] += 1
+                piece = _piece(parameter, state, self._names(group), place, places.get(parameter))
+                updated.append(parameter)
+                if piece.parameter.numel():
+                    by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
+            for (step, _, _), pieces in by_step.items():
+                _update(type(self).__name__, pieces, self._rule(group, step), scale)
+            # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
+            written = [parameter for parameter in group["params"] if parameter.grad is not None]
+            values = [value for parameter in written for value in self.state[parameter].values()]
+            count_writes([*written, *(value for value in values if isinstance(value, DTensor))])
+            for parameter in group["params"]:
+                if "master" in self.state.get(parameter, ()):
+                    self._written[parameter] = version_of(parameter, _local(parameter))
+        for copies in self._copies:
+            copies.end(updated)
+        return loss
+
+    def write_copies(self, copies: Copies) -> None:
+        """Write parameters once more in each step, where `copies` say."""
+        self._copies.append(copies)
+
+    def _refuse_capture(self) -> None:
+        """What the host puts into a launch (step count, rates, seeds, addresses) would be the same in all replays."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            problem = "a CUDA graph is being captured, and each replay would repeat this step's count, rates and seeds."
+            remedy = "Capture forward and backward, and step outside; or take torch's optimizers with capturable=True."
+            raise BackendError(f"{type(self).__name__}.step", problem, remedy)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """A loaded state may bring options of torch's optimizers that there are not here."""
+        for name in _UNKNOWN_OPTIONS:
+            if group.get(name):
+                problem = f"a group has {name}={group[name]}, from the state that was loaded."
+                raise ShapeError(type(self).__name__, problem, "Go on with torch's optimizer, or take it out.")
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.state_names
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        raise NotImplementedError
+
+    def _scale(self, given: torch.Tensor | None) -> torch.Tensor | None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.max_norm is None or not grads:
+            return None if given is None else given.float()
+        norm = total_norm(grads)
+        if given is not None:
+            norm = norm * given.abs()
+        clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return (clipped if given is None else clipped * given).float()
+
+    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """With what it lacks: all at first, later what another optimizer's state has not, or new options ask for."""
+        state: dict[str, Any] = self.state[parameter]
+        if "step" not in state:
+            # On the CPU, where it can be read without waiting for the device.
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in self._names(group):
+            if state.get(name) is None:
+                dtype = group["state_dtype"] or wide_dtype(parameter.dtype)
+                state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        if group["keep_master"] and parameter.dtype in _HALVES and "master" not in state:
+            state["master"] = parameter.detach().float()
+        if "master" in state and self._written.get(parameter) != version_of(parameter, _local(parameter)):
+            # Others have written to the parameter, or nobody knows: where it is no copy of the master it is right.
+            master, own = _local(state["master"]), _local(parameter)
+            master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has."""
+        return {**super().__getstate__(), "max_norm": self.max_norm}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what comes of another optimizer, whose groups have other options."""
+        super().__setstate__(state)
+        self._copies = vars(self).get("_copies", [])
+        self._written = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which brings all states to the parameters' dtypes; here they keep those they were saved in."""
+        super().load_state_dict(state_dict)
+        saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(saved_keys, parameters, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name == "step":
+                    self.state[parameter][name] = torch.as_tensor(value, dtype=torch.float32).to("cpu", copy=True)
+                elif isinstance(value, torch.Tensor):
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+class AdamW(FusedOptimizer):
+    """torch.optim.AdamW in one launch; see `FusedOptimizer` for what it has besides."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype | None = None,
+        keep_master: bool = True,
+        max_norm: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, state_dtype, keep_master, max_norm)
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        beta1, beta2 = group["betas"]
+        corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
+        return Rule(
+            "adamw", float(group["lr"]), group["weight_decay"], beta1, beta2, group["eps"], *corrections, step=step
+        )
+
+
+class Lion(FusedOptimizer):
+    """Chen et al., arXiv 2302.06675: steps of one size by the sign of an average of gradients, with half the state."""
+
+    state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        state_dtype: torch.dtype | None = None,
+        keep_master: bool = True,
+        max_norm: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, state_dtype, keep_master, max_norm)
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        beta1, beta2 = group["betas"]
+        return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, step=step)
+
+
+class SGD(FusedOptimizer):
+    """torch.optim.SGD in one launch, without dampening; see `FusedOptimizer` for what it has besides."""
+
+    state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        state_dtype: torch.dtype | None = None,
+        keep_master: bool = True,
+        max_norm: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults, state_dtype, keep_master, max_norm)
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.state_names if group["momentum"] else ()
+
+    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+        is_nesterov = bool(group["nesterov"])
+        return Rule(
+            "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
+        )
+
+
+def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int, copy: torch.Tensor | None) -> Piece:
+    """Of the optimizer's parameter number `place`."""
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
+        grad = grad.redistribute(placements=parameter.placements)
+    states = tuple(_local(state[name]) for name in names)
+    master = _local(state["master"]) if "master" in state else None
+    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place), copy)
+
+
+def _part_number(parameter: torch.Tensor, place: int) -> int:
+    """Another one for each parameter, and each part of it that is not a copy of another rank's."""
+    if not isinstance(parameter, DTensor):
+        return place
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
+        place = place * size + (0 if isinstance(placement, Replicate) else position)
+    return place
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _update(operation: str, pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
+    first = pieces[0]
+    obstacle = ""
+    if not all(tensor.is_contiguous() for piece in pieces for tensor in (piece.parameter, *piece.states)):
+        obstacle = "a parameter is not contiguous."
+    if any(dtype is torch.float64 for dtype in first.kind):
+        obstacle = "its kernels don't take torch.float64."
+    choose(operation, first.parameter, obstacle, optimizer_reference, _load).update(pieces, rule, scale)
+
+
+def _load() -> Any:
+    # Triton is not on every machine, and slow to load.
+    from disttrain.kernels.optimizers import triton_kernels as optimizer_triton
+
+    return optimizer_triton

@@ -1,0 +1,1 @@
+"""Linear layers with 2:4 sparse weights."""

@@ -1,0 +1,1 @@
+"""How a model becomes stages, and how a stage's backward is split."""

@@ -1,0 +1,1 @@
+"""A schedule on real ranks: agreement, messages, computation."""

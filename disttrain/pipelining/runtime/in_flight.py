@@ -1,0 +1,88 @@
+"""What is under way between the actions of one rank: microbatches between forward and backward, and messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from disttrain.pipelining._torch import Root
+from disttrain.pipelining.model.backward import Backward, Casts
+from disttrain.pipelining.runtime.losses import Losses
+from disttrain.pipelining.runtime.message_metadata import Form, TensorForm
+from disttrain.pipelining.schedule.action import Action
+from disttrain.process_group import Work
+
+Microbatch = tuple[int, int]
+"""A stage, and which microbatch."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank is given: of each microbatch, arguments for the first stage and keywords for all of its stages."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[Mapping[str, Any]]
+
+
+Message = tuple[int, int, int | None]
+"""From which stage, to which, and of which microbatch; None for gradients of tied weights."""
+
+
+class Handed(NamedTuple):
+    """What stays on this rank: tensors, their form (of gradients none), and when their stage had made them."""
+
+    form: Form | None
+    tensors: Sequence[torch.Tensor]
+    made: torch.cuda.Event | None
+
+
+class Given(NamedTuple):
+    """A tensor that a stage was given: number `which` of those that `source` returned."""
+
+    source: int
+    which: int
+    form: TensorForm
+    tensor: torch.Tensor
+
+
+@dataclass
+class InFlight:
+    """A microbatch on one stage between its forward and its last backward.
+
+    `roots`: where its backward begins, one per tensor that it returned; `outputs`: the forms of these; `meshes`: of
+    those that are DTensors.
+    """
+
+    backward: Backward
+    given: Sequence[Given]
+    roots: Sequence[Root | None] = ()
+    outputs: Sequence[TensorForm] = ()
+    meshes: Sequence[Any] = ()
+    root_grads: list[torch.Tensor | None] | None = None
+
+
+@dataclass
+class Pass:
+    """All that one pass over the schedule has under way."""
+
+    batch: Batch
+    losses: Losses
+    flights: dict[Microbatch, InFlight] = field(default_factory=dict)
+    outbox: dict[Message, Sequence[torch.Tensor]] = field(default_factory=dict)
+    inbox: dict[Message, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
+    handed: dict[Message, Handed] = field(default_factory=dict)
+    casts: Casts = field(default_factory=dict)
+    due: dict[int, deque[Action]] = field(default_factory=dict)
+    """Receives that are not posted yet, by peer."""
+
+
+def label_of(action: Action) -> str:
+    """How observers are told of what is done for it."""
+    if action.children:
+        return ", ".join(map(label_of, action.children))
+    microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
+    return f"stage {action.stage}{microbatch} {action.op.value}"

@@ -1,0 +1,246 @@
+"""What one stage hands to another: how it is nested, and how large each tensor is.
+
+Whoever receives must know before the first byte comes. A form travels once, as msgpack, through the store; after that
+both sides hold what is sent against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard
+from disttrain.errors import ScheduleError, ShapeError
+from disttrain.mesh import DeviceMesh
+from disttrain.pipelining._torch import Structure, flatten, structure_from_text, structure_text, unflatten
+from disttrain.process_group.calls.packing import pack, unpack
+
+FindMesh = Callable[[tuple[str, ...]], DeviceMesh]
+"""The receiver's mesh with these axes."""
+
+_KINDS: dict[str, type[Placement]] = {kind.__name__: kind for kind in (Shard, StridedShard, Replicate, Partial)}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor lies on its mesh, which on the receiver's side is another one with the same axes."""
+
+    axis_names: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def of_gradient(self) -> tuple[Placement, ...]:
+        """The gradient of a sum whose summands the ranks hold is whole on each of them."""
+        return tuple(Replicate() if isinstance(one, Partial) else one for one in self.placements)
+
+    def whole(self, part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+        return DTensor.from_local(part, mesh, placements, shape=self.shape, stride=self.stride, run_check=False)
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """One tensor; of a DTensor `shape` is that of this rank's part, which is what travels."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_grad: bool
+    sharding: Sharding | None = None
+
+    def __str__(self) -> str:
+        cut = "" if self.sharding is None else f" as {self.sharding.placements} on {self.sharding.axis_names}"
+        grad = " with a gradient" if self.wants_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{cut}{grad}"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What is no tensor: the same for all microbatches."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """A nest of tensors and constants."""
+
+    structure: Structure
+    leaves: tuple[TensorForm | Constant, ...]
+
+    @cached_property
+    def tensors(self) -> tuple[TensorForm, ...]:
+        """Those that travel, in the order in which they do."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+
+    def without_grad(self) -> Form:
+        """The same where nobody asks for gradients."""
+        leaves = (replace(leaf, wants_grad=False) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves)
+        return Form(self.structure, tuple(leaves))
+
+    def check(
+        self,
+        what: str,
+        found: Form,
+        where: str = "in the first microbatch",
+        remedy: str = "Give microbatches of one size, or dynamic_shapes=True.",
+    ) -> None:
+        """Raises: ShapeError when `found` is another form than this one, which was `where`."""
+        if found == self:
+            return
+        if found.structure != self.structure:
+            raise ShapeError(
+                "pipelining.step",
+                f"{what} is nested as {found.structure}, and was as {self.structure} {where}.",
+                remedy,
+            )
+        was, now = next((old, new) for old, new in zip(self.leaves, found.leaves, strict=True) if old != new)
+        if _differ_in_grad_only(was, now):
+            remedy = "What is trained has changed: make the schedule anew."
+        raise ShapeError(
+            "pipelining.step",
+            f"{what} holds {_leaf_text(now)} where it held {_leaf_text(was)} {where}.",
+            remedy,
+        )
+
+    def is_of(self, value: Any) -> bool:
+        """True where this is one plain tensor, and `value` another of the same form."""
+        own = self._one_tensor
+        if own is None or own.sharding is not None or type(value) is not torch.Tensor:
+            return False
+        return value.shape == own.shape and value.dtype == own.dtype and value.requires_grad == own.wants_grad
+
+    @cached_property
+    def _one_tensor(self) -> TensorForm | None:
+        return self.tensors[0] if self.tensors and self.structure == _ONE else None
+
+    def build(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The nest that holds these tensors, each as it lies there."""
+        if self._one_tensor is not None:
+            return tensors[0]
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf.value for leaf in self.leaves]
+        return unflatten(leaves, self.structure)
+
+
+def form_of(value: Any, known: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a value, `known` itself where that is it, and the value's tensors."""
+    if known is not None and known.is_of(value):
+        return known, [value]
+    if type(value) is torch.Tensor:
+        # What nearly all stages return.
+        return Form(_ONE, (TensorForm(tuple(value.shape), value.dtype, value.requires_grad),)), [value]
+    leaves, structure = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return Form(structure, tuple(map(_leaf_form, leaves))), tensors
+
+
+def pack_form(form: Form) -> bytes:
+    """Raises: ScheduleError for what cannot travel between ranks, which must be plain values and tensors."""
+    try:
+        return pack([structure_text(form.structure), [_packed(leaf) for leaf in form.leaves]])
+    except (ShapeError, NotImplementedError) as error:
+        raise ScheduleError(
+            "pipelining.step",
+            f"a stage returns what cannot be told to the next one: {error}",
+            "Return tensors and plain values in tuples, lists and dicts.",
+        ) from error
+
+
+def unpack_form(data: bytes) -> Form:
+    """The inverse."""
+    text, leaves = unpack(data)
+    return Form(structure_from_text(text), tuple(map(_unpacked, leaves)))
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What of this tensor travels: memory without gaps."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def received(form: TensorForm, part: torch.Tensor, find_mesh: FindMesh) -> torch.Tensor:
+    """The tensor that a part which has come stands for: a leaf, which wants a gradient where the sender's does."""
+    if form.sharding is not None:
+        part = form.sharding.whole(part, find_mesh(form.sharding.axis_names), form.sharding.placements)
+    return part.detach().requires_grad_(form.wants_grad)
+
+
+def gradient_part(form: TensorForm, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The gradient of a received tensor as it travels back, as large as that; zeros for None."""
+    if grad is None:
+        return torch.zeros(form.shape, dtype=form.dtype, device=like.device)
+    if form.sharding is not None and isinstance(grad, DTensor):
+        grad = grad.redistribute(placements=form.sharding.of_gradient)
+    return part_of(grad)
+
+
+def sent_gradient(form: TensorForm, part: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """The gradient, whose part has come back, of what was returned in this form, on `mesh` if it was a DTensor."""
+    if form.sharding is None or mesh is None:
+        return part
+    return form.sharding.whole(part, mesh, form.sharding.of_gradient)
+
+
+def _leaf_form(leaf: Any) -> TensorForm | Constant:
+    if not isinstance(leaf, torch.Tensor):
+        return Constant(leaf)
+    if not isinstance(leaf, DTensor):
+        return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    mesh = leaf.device_mesh
+    sharding = Sharding(
+        tuple(mesh.mesh_dim_names or ()), tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
+    )
+    return TensorForm(tuple(leaf._local_tensor.shape), leaf.dtype, leaf.requires_grad, sharding)
+
+
+def _differ_in_grad_only(old: TensorForm | Constant, new: TensorForm | Constant) -> bool:
+    return (
+        isinstance(old, TensorForm) and isinstance(new, TensorForm) and replace(old, wants_grad=new.wants_grad) == new
+    )
+
+
+def _leaf_text(leaf: TensorForm | Constant) -> str:
+    return str(leaf) if isinstance(leaf, TensorForm) else repr(leaf.value)
+
+
+def _packed(leaf: TensorForm | Constant) -> list[Any]:
+    if isinstance(leaf, Constant):
+        return [leaf.value]
+    sharding = leaf.sharding
+    cut = sharding and [
+        sharding.axis_names,
+        [_placement(one) for one in sharding.placements],
+        sharding.shape,
+        sharding.stride,
+    ]
+    return [leaf.shape, leaf.dtype, leaf.wants_grad, cut]
+
+
+def _unpacked(packed: list[Any]) -> TensorForm | Constant:
+    if len(packed) == 1:
+        return Constant(packed[0])
+    shape, dtype, wants_grad, cut = packed
+    if cut is None:
+        return TensorForm(shape, dtype, wants_grad)
+    names, placements, whole, stride = cut
+    return TensorForm(
+        shape,
+        dtype,
+        wants_grad,
+        Sharding(names, tuple(_KINDS[kind](*values) for kind, values in placements), whole, stride),
+    )
+
+
+def _placement(placement: Placement) -> tuple[str, tuple[Any, ...]]:
+    return type(placement).__name__, tuple(vars(placement).values())
+
+
+_ONE = flatten(torch.empty(0))[1]

@@ -1,0 +1,140 @@
+"""Messages between the ranks of a pipeline.
+
+Each direction, toward higher ranks and toward lower ones, has a group of its own: on NCCL, a communicator and a stream
+for each pair and direction, so that a message never stands behind one that comes the other way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from disttrain.process_group import ProcessGroup, Work, irecv, isend
+from disttrain.process_group.calls.point_to_point import start_receiving, start_sending
+from disttrain.process_group.cpp_warnings import without_warning
+from disttrain.process_group.peers.channels import PeerChannels, open_channels
+
+_MAX_UNDER_WAY = 4
+"""Messages to one peer that the host lets be under way; on the CPU it waits for the oldest one then."""
+
+
+class Mail:
+    """The messages of one rank of `group`. What is sent is kept until it has gone.
+
+    Pipelines over one group share it, one after the other: groups cost connections, and on NCCL memory.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """Collective: every rank of the group."""
+        world = group.world
+        # A rank that fails tells the others, whatever the transport.
+        if world.default_group.asks_witnesses or device.type == "cuda":
+            world.become_witness()
+        self._group_rank = group.group_rank
+        self._device = device
+        self.ways: list[ProcessGroup] = []
+        for _ in ("toward higher ranks", "toward lower ranks"):
+            way = world.new_group(group.ranks, timeout_s=group.timeout_s)
+            assert isinstance(way, ProcessGroup)
+            way.backend("pipelining.step", device.type)
+            self.ways.append(way)
+        self.may_wait = True
+        """False while receives are posted when they are needed: then a send may have to wait for one of our own."""
+        self._under_way: dict[int, deque[tuple[Work, torch.Tensor]]] = {}
+        self._connected: set[tuple[int, int]] = set()
+        self._channels: PeerChannels | None = None
+        self._largest_bytes = self._most_tensors = self._num_slots = 0
+
+    @property
+    def name(self) -> str:
+        """Alike on all ranks while it can be used; empty afterwards."""
+        return "" if any(way.ended_by for way in self.ways) else self.ways[0].group_name
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect these (from, to) pairs of group ranks, in an order that is the same on all ranks. Collective."""
+        if self._device.type != "cuda":
+            return
+        new = sorted(set(pairs) - self._connected)
+        self._connected.update(new)
+        # torch warns of the communicators, which are what we want: one for each pair and direction.
+        without_warning(r".*An unbatched P2P op", lambda: self._connect(new))
+        torch.cuda.synchronize(self._device)
+
+    def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        token = torch.zeros(1, device=self._device)
+        for source, target in pairs:
+            # NCCL makes a pair's communicator with its first message, for which both ends stand still.
+            if self._group_rank == source:
+                isend(token, group=self._way(target), group_dst=target).wait()
+            elif self._group_rank == target:
+                irecv(token, group=self._way(source, is_sender=False), group_src=source).wait()
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
+        """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
+        under_way = self._under_way.get(peer) or self._under_way.setdefault(peer, deque())
+        way = self._way(peer)
+        if is_regular and not self.may_wait:
+            self._most_tensors = max(self._most_tensors, len(tensors))
+            self._largest_bytes = max(self._largest_bytes, *(tensor.nbytes for tensor in tensors), 0)
+        for tensor in tensors:
+            channels = self._channels and self._channels_for(tensor)
+            work = start_sending(tensor, way, peer) if channels is None else channels.send(tensor, peer)
+            under_way.append((work, tensor))
+        while under_way and under_way[0][0].is_completed():
+            under_way.popleft()
+        while self.may_wait and self._device.type == "cpu" and len(under_way) > _MAX_UNDER_WAY:
+            under_way.popleft()[0].wait()
+
+    def receive(self, tensors: Sequence[torch.Tensor], peer: int) -> list[Work]:
+        """Start receiving from group rank `peer`, in this order."""
+        way = self._way(peer, is_sender=False)
+        works = []
+        for tensor in tensors:
+            channels = self._channels and self._channels_for(tensor)
+            works.append(start_receiving(tensor, way, peer) if channels is None else channels.receive(tensor, peer))
+        return works
+
+    def open_channels(self, pairs: Iterable[tuple[int, int]], num_slots: int) -> None:
+        """Between GPUs of one host, leave messages as large as those so far to copy engines. Collective."""
+        # An earlier pipeline of the group may go on beside this one.
+        self._num_slots = max(self._num_slots, num_slots * self._most_tensors)
+        # Nobody writes any more where an earlier pipeline's messages lie, once all have come here.
+        torch.cuda.synchronize(self._device)
+        self._channels = open_channels(self.ways[0], self._device, pairs, self._largest_bytes, self._num_slots)
+
+    def finish(self) -> None:
+        """What has been sent has gone; on CUDA it may still be going, and nobody waits for it."""
+        for under_way in self._under_way.values():
+            while under_way and self._device.type == "cpu":
+                under_way.popleft()[0].wait()
+
+    @property
+    def ended_by(self) -> str:
+        """What another rank has failed in; empty while all is well."""
+        return next(filter(None, (way.find_reason() for way in self.ways)), "")
+
+    def give_up(self, operation: str, error: Exception) -> None:
+        """This rank has failed. The others learn why."""
+        if self._device.type == "cpu":
+            # On CUDA copies may still read what is under way.
+            self._under_way.clear()
+        for way in self.ways:
+            way.give_up(operation, error)
+
+    def _channels_for(self, tensor: torch.Tensor) -> PeerChannels | None:
+        """How a tensor goes that both ends know the size of."""
+        channels = self._channels
+        return channels if channels is not None and self.may_wait and tensor.nbytes <= channels.slot_bytes else None
+
+    def _way(self, peer: int, *, is_sender: bool = True) -> ProcessGroup:
+        return self.ways[0 if is_sender == (peer > self._group_rank) else 1]
+
+
+def mail_of(group: ProcessGroup, device: torch.device, names: Sequence[str]) -> Mail:
+    """The group's mail: the one there is where `names`, what each rank calls its own, are alike. Collective."""
+    if group.mail is None or not names[0] or any(name != names[0] for name in names):
+        group.mail = Mail(group, device)
+    mail: Mail = group.mail
+    return mail

@@ -1,0 +1,148 @@
+"""A pipeline whose ranks have agreed: its schedules, forms and messages, and how its ranks learn of a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping
+
+import torch
+
+from disttrain.errors import DisttrainError, ScheduleError, StoreError
+from disttrain.pipelining.passes.early_receives import place_receives_early
+from disttrain.pipelining.runtime.executor import Executor
+from disttrain.pipelining.runtime.in_flight import Batch
+from disttrain.pipelining.runtime.learning import Forms
+from disttrain.pipelining.runtime.losses import Losses
+from disttrain.pipelining.runtime.messages import Mail
+from disttrain.pipelining.runtime.routes import Routes
+from disttrain.pipelining.schedule.action import SENDS
+from disttrain.pipelining.schedule.schedule import Schedule
+from disttrain.pipelining.schedule.slots import slots_needed
+from disttrain.pipelining.schedule.verifier import verify
+from disttrain.pipelining.schedules.forward_only import forward_only
+from disttrain.pipelining.stage import PipelineStage
+from disttrain.process_group import ProcessGroup
+from disttrain.store import PrefixStore, Store
+
+_MAX_REASON_CHARS = 1000
+
+
+class Running:
+    """One rank's side of it.
+
+    Args: schedule  computations only, or with all that an executor needs;  lower  makes the latter of the former;
+          name  tells this pipeline from all others of the job;  num_early  past how many computations receives move up
+          that no other of the same direction stands before.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        stages: Mapping[int, PipelineStage],
+        schedule: Schedule,
+        routes: Routes,
+        lower: Callable[[Schedule], Schedule],
+        mail: Mail,
+        name: str,
+        device: torch.device,
+        *,
+        is_dynamic: bool,
+        num_early: int,
+        uses_copy_engines: bool,
+        fuses_sums: bool,
+    ) -> None:
+        self._group = group
+        self.routes = routes
+        self._name = name
+        self._store = _store_of(group, name)
+        only_forward = forward_only(schedule.placement, schedule.num_microbatches)
+        self._schedules = {True: schedule, False: only_forward}
+        self._lowered: dict[bool, Schedule] = {}
+        self._lower = lower
+        self._num_early = num_early
+        self._uses_copy_engines = uses_copy_engines and device.type == "cuda"
+        self._mail = mail
+        self._executor = Executor(stages, routes, self._mail, device, fuses_sums=fuses_sums)
+        self._forms = {
+            is_training: Forms(
+                PrefixStore("forms" if is_training else "forward", self._store),
+                group.timeout_s,
+                self._check,
+                is_dynamic=is_dynamic,
+            )
+            for is_training in (True, False)
+        }
+
+    def run(self, batch: Batch, losses: Losses, *, is_training: bool) -> None:
+        """One pass. Collective."""
+        lowered = self._lowered.get(is_training) or self._prepare(is_training)
+        forms = self._forms[is_training]
+        is_first = forms.is_learning
+        self._executor.run(lowered, forms, batch, losses)
+        if is_first and is_training and self._uses_copy_engines and not forms.is_learning:
+            self._mail.open_channels(_pairs(lowered), max(2, slots_needed(lowered)))
+
+    def fail(self, error: Exception) -> str:
+        """This rank cannot go on, and the others learn it. Returns: why another rank had failed before, or ""."""
+        first = tell_failure(self._group, self._name, error)
+        self._mail.give_up("pipelining.step", error)
+        try:
+            self._executor.forget_failed()
+        except Exception as second:  # noqa: BLE001  whatever it is, the first error is the one to look at
+            error.add_note(f"and then, while tidying up: {type(second).__name__}: {second}")
+        _let_go(error)
+        return first
+
+    def _check(self) -> None:
+        if self._store.check(["failed"]):
+            raise ScheduleError("pipelining.step", "another rank has failed.", "Look there.")
+
+    def _prepare(self, is_training: bool) -> Schedule:
+        lowered = self._lower(self._schedules[is_training])
+        verify(lowered)
+        self._mail.connect(_pairs(lowered))
+        if self._num_early:
+            # Each direction has a group of its own, and ranks agree about each alone.
+            lowered = place_receives_early(lowered, self._num_early, by_direction=True)
+        self._lowered[is_training] = lowered
+        return lowered
+
+
+def tell_failure(group: ProcessGroup, name: str, error: Exception) -> str:
+    """A rank of the pipeline called `name` cannot go on. Returns: why another had failed before, or ""."""
+    problem = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
+    own = f"rank {group.world.rank}: {problem}"[:_MAX_REASON_CHARS]
+    first = own
+    with contextlib.suppress(StoreError):
+        first = _store_of(group, name).compare_set("failed", "", own).decode()
+    return "" if first == own else first
+
+
+def _store_of(group: ProcessGroup, name: str) -> Store:
+    return PrefixStore(f"pipelines/{name}", group.world.store)
+
+
+def _pairs(lowered: Schedule) -> set[tuple[int, int]]:
+    """From which rank to which something is sent."""
+    home = lowered.placement.ranks
+    return {
+        (home[action.stage], home[action.peer])
+        for actions in lowered.ranks
+        for action in actions
+        if action.op in SENDS and action.peer is not None
+    }
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of what our own functions had in their hands when it was raised: Gloo's connections close, and so wake who waits
+    at their other end, when nobody holds a message any more."""
+    seen = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("disttrain."):
+                # Those that still run are not to be cleared, and hold nothing.
+                with contextlib.suppress(RuntimeError):
+                    frame.clear()
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,104 @@
+"""CUDA streams of a rank's stages: one for all, or one for each where forwards and backwards are to run side by side.
+
+The two children of an OVERLAP belong to two stages. On streams of their own the host hands both to the device, which
+fills with one what the other leaves idle: while a collective of the backward is on its way, say. On the CPU they run
+one after the other: threads would let the collectives of two stages race each other, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from disttrain.pipelining.runtime.buffers import Buffers
+
+_MAX_PASSES_AHEAD = 2
+"""That the host has handed to the device, which has not come to their end."""
+
+
+class Streams:
+    """Streams, and buffers for what is received, of one rank's stages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, torch.cuda.Stream] = {}
+        self._own: dict[int, torch.cuda.Stream] = {}
+        self._buffers: dict[int | None, Buffers] = {}
+        self._ends: deque[torch.cuda.Event] = deque()
+
+    def begin(self, stages: Iterable[int]) -> None:
+        """From now on `stages` run side by side. They follow what is on the current stream."""
+        if self._device.type != "cuda":
+            return
+        for stage in stages:
+            stream = self._made.get(stage) or self._made.setdefault(stage, torch.cuda.Stream(self._device))
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._own[stage] = stream
+
+    def end(self) -> None:
+        """The current stream follows all of them."""
+        for stream in self._own.values():
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._own = {}
+
+    def hold_back(self) -> None:
+        """At the end of a pass: let the host wait for the end of an earlier one, so that it does not hand over, with
+        memory for what is to be received, pass after pass. Who fails lets all streams go on, and so this wait end."""
+        if self._device.type != "cuda":
+            return
+        end = torch.cuda.Event(blocking=True)
+        end.record(torch.cuda.current_stream(self._device))
+        self._ends.append(end)
+        if len(self._ends) > _MAX_PASSES_AHEAD:
+            self._ends.popleft().synchronize()
+
+    def of(self, stage: int) -> AbstractContextManager[object]:
+        """Within, what is computed is on the stage's stream."""
+        return torch.cuda.stream(self._own[stage]) if self._own else _SAME
+
+    @property
+    def run_side_by_side(self) -> bool:
+        """True while stages have streams of their own."""
+        return bool(self._own)
+
+    def forget_buffers(self) -> None:
+        """Let go of all that are free."""
+        self._buffers.clear()
+
+    def buffers(self, stage: int) -> Buffers:
+        """What this stage receives into: free as of its own stream."""
+        key = stage if self._own else None
+        return self._buffers.get(key) or self._buffers.setdefault(key, Buffers(self._device))
+
+    def mark(self, stage: int) -> torch.cuda.Event | None:
+        """What `stage` has been given to compute so far; None where all stages are on one stream."""
+        if not self._own:
+            return None
+        made = torch.cuda.Event()
+        made.record(self._own[stage])
+        return made
+
+    def follow(self, stage: int, made: torch.cuda.Event | None, tensors: Sequence[torch.Tensor]) -> None:
+        """`stage` goes on with `tensors` that another stage on this rank had made at that mark.
+
+        It does not wait for what the other has been given since: that is what it is to run beside.
+        """
+        if made is None:
+            return
+        self._own[stage].wait_event(made)
+        for tensor in tensors:
+            # Its memory must not be handed out again on the stream that it was made on while it is read here.
+            tensor.record_stream(self._own[stage])
+
+
+def are_apart(modules: Iterable[nn.Module]) -> bool:
+    """Whether no two have a parameter in common. Where two have, sums into its gradient on two streams would race."""
+    parameters = [one for module in modules for one in module.parameters()]
+    return len(set(parameters)) == len(parameters)
+
+
+_SAME: AbstractContextManager[object] = nullcontext()

@@ -1,0 +1,141 @@
+"""What of the model each rank holds: its stages, in blocks, and the elements of their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+from disttrain.errors import ScheduleError
+from disttrain.pipelining.schedule.balance import BlockCosts, balance
+from disttrain.pipelining.schedule.catalogue import find_recipe, make_schedule
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.model.sizes import LlamaSizes
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """One stage, or the whole model."""
+
+    num_blocks: int
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Of parameters that one rank of tensor parallel has, before they are sharded along dp."""
+
+    block: int
+    """Of each block."""
+    embedding: int
+    head: int
+    """With the last norm."""
+
+    def of(self, stage: StageParts, *, is_tied: bool) -> int:
+        return stage.num_blocks * self.block + self.outside(stage, is_tied=is_tied)
+
+    def outside(self, stage: StageParts, *, is_tied: bool) -> int:
+        """What is in no block: `fully_shard` on the stage gathers that by itself."""
+        both = self.embedding * stage.has_embedding + self.head * stage.has_head
+        return both - self.embedding * (is_tied and stage.has_embedding and stage.has_head)
+
+
+def elements_of(sizes: LlamaSizes, tp: int) -> Elements:
+    """Matrices are cut along tp, but for keys' and values' where there are more ranks than heads; norms are whole."""
+    cut = 2 * sizes.query_size + 3 * sizes.ffn_size
+    keys = 2 * sizes.key_size
+    has_heads = sizes.num_kv_heads >= tp
+    block = sizes.dim * (-(-cut // tp) + (-(-keys // tp) if has_heads else keys)) + 2 * sizes.dim
+    vocab = -(-sizes.vocab_size // tp) * sizes.dim
+    return Elements(block, vocab, vocab + sizes.dim)
+
+
+def parameters_of_block(sizes: LlamaSizes, tp: int) -> list[tuple[int, int]]:
+    """Rows and columns of each parameter of a block that one rank of tensor parallel has: two norms, and matrices."""
+    query, ffn = sizes.query_size // tp, sizes.ffn_size // tp
+    keys = -(-sizes.key_size // tp) if sizes.num_kv_heads >= tp else sizes.key_size
+    norm, out, down = (sizes.dim, 1), (sizes.dim, query), (sizes.dim, ffn)
+    return [norm, norm, *((rows, sizes.dim) for rows in (query, keys, keys, ffn, ffn)), out, down]
+
+
+def parameters_outside(sizes: LlamaSizes, tp: int, stage: StageParts) -> tuple[list[int], list[tuple[int, int]]]:
+    """Likewise of what is in no block, and which child of the model holds each: embedding, blocks, norm, head."""
+    vocab = (-(-sizes.vocab_size // tp), sizes.dim)
+    has_own_head = stage.has_head and not (sizes.is_tied and stage.has_embedding)
+    found = [(0, vocab)] * stage.has_embedding + [(2, (sizes.dim, 1))] * stage.has_head + [(3, vocab)] * has_own_head
+    return [child for child, _ in found], [shape for _, shape in found]
+
+
+def tied_elements(job: Job, choice: Choice) -> int:
+    """Of the matrix that a pipeline's first and last stage have a copy of each: one rank's part."""
+    is_shared = job.sizes.is_tied and choice.mesh.pp > 1
+    return elements_of(job.sizes, choice.mesh.tp).embedding // choice.mesh.dp if is_shared else 0
+
+
+def local_key_size(sizes: LlamaSizes, tp: int) -> int:
+    """Elements of keys of a token that one rank computes: those of one head at least."""
+    assert sizes.head_size is not None
+    return max(1, sizes.num_kv_heads // tp) * sizes.head_size
+
+
+@cache
+def stages_of(sizes: LlamaSizes, num_stages: int) -> tuple[StageParts, ...]:
+    """As `split_blocks` cuts, so that stages have matrices of like size."""
+    costs = BlockCosts((float(sizes.block_matrix_elements),) * sizes.num_layers, 0, float(sizes.vocab_elements))
+    ends = [0, *balance(costs, num_stages), sizes.num_layers]
+    return tuple(
+        StageParts(end - first, has_embedding=place == 0, has_head=place == num_stages - 1)
+        for place, (first, end) in enumerate(pairwise(ends))
+    )
+
+
+def num_stages_of(choice: Choice) -> int:
+    if choice.schedule is None:
+        return 1
+    return choice.mesh.pp * _stages_per_rank(choice.schedule)
+
+
+@cache
+def _stages_per_rank(schedule: str) -> int:
+    return find_recipe(schedule).stages_per_rank
+
+
+def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
+    """The stages of a choice, in order.
+
+    Raises: ScheduleError when both ends of a pipeline are on one rank, and have one matrix: each would shard its own.
+    """
+    num_stages = num_stages_of(choice)
+    if job.sizes.is_tied and choice.schedule is not None:
+        first = next(own for own in stages_of_ranks(choice.schedule, choice.mesh.pp) if 0 in own)
+        if num_stages - 1 in first:
+            raise ScheduleError(
+                "plan",
+                f"{choice.schedule} has the first and the last stage on one rank, each with a copy of the tied matrix.",
+                "Take one with them apart: 1F1B or Interleaved1F1B, say.",
+            )
+    return stages_of(job.sizes, num_stages)
+
+
+_FILLING = 4
+"""Rounds of microbatches, as many as ranks, after which nothing new happens: more only repeat the steady phase."""
+_KEEP_ALL = frozenset({"GPipe", "LoopedBFS"})
+"""Schedules that have no such phase: they keep the activations of all microbatches."""
+
+
+def fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
+    """As few as show a schedule's peaks and its bubble. What divides among the ranks still does."""
+    if name in _KEEP_ALL:
+        return num_microbatches
+    return min(num_microbatches, _FILLING * num_ranks + num_microbatches % num_ranks)
+
+
+schedule_of = cache(make_schedule)
+"""Computations only; kept, since many choices have the same."""
+
+
+@cache
+def stages_of_ranks(name: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Which stages each rank has. Raises: ScheduleError."""
+    return schedule_of(name, num_ranks, _FILLING * num_ranks).placement.stages

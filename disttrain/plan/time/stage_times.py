@@ -1,0 +1,126 @@
+"""How long a stage computes: products, attention and memory at the rates that the hardware attains, with tensor
+parallel's communication where nothing hides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.model.activations import is_lean
+from disttrain.plan.model.parts import StageParts, elements_of, local_key_size
+from disttrain.plan.time.links import link_of
+from disttrain.plan.time.traffic import BLOCK_GATHERS, activation_bytes
+
+EXPOSED_WITHIN_NODE = 0.35
+"""Of tensor parallel's communication: the rest hides behind products, part by part, by copy engines."""
+HOST_BLOCK_S = 1e-3
+"""In which a host launches the forward of one block that is not compiled; its backward takes twice as long."""
+HOST_COMPILED_BLOCK_S = 0.4e-3
+COMPILED_WEIGHT_SHARE = 0.05
+"""Of a compiled block's backward that can be left for later: it is one node, which computes all gradients at once."""
+WIDENING_RATE, WIDENED_ADDITION_RATE = 0.5, 0.66
+"""Of a copy's, on H200: what torch's kernels attain that make float32 of bfloat16, and that add bfloat16 to float32."""
+SHARED_MEMORY_BYTES = 227 << 10
+"""Of a multiprocessor: a row of logits that is larger is read three times for its softmax, and else once."""
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of what tensor parallel
+    communicates with nothing to hide it, one way."""
+
+    forward: float
+    backward: float
+    weights: float
+    tp: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, `tp` is within the others."""
+
+    forward: float
+    backward: float
+    weights: float
+    again: float
+    tp: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward + self.backward
+
+
+@cache
+def block_times(job: Job, choice: Choice) -> Computing:
+    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
+    tokens, dtype = choice.microbatch_size * job.seq_size, job.precision.compute_bytes
+    is_fused = choice.is_compiled or job.has_kernels
+    keys = 2 * local_key_size(sizes, tp)
+    elements = sizes.dim * ((2 * sizes.query_size + 3 * sizes.ffn_size) / tp + keys)
+    products = 2 * tokens * elements / (hardware.float8_flops if job.uses_float8 else hardware.matmul_flops)
+    attention = 2 * tokens * job.seq_size * sizes.query_size / tp
+    # What norms, sums, the gate and rotations read and write.
+    moved = (10 * sizes.dim + (3 if is_fused else 5) * sizes.ffn_size) / tp
+    moved += (2 if is_fused else 8) * (sizes.query_size / tp + keys / 2)
+    elementwise = dtype * tokens * moved / hardware.memory_bytes_per_s
+    forward = products + attention / hardware.attention_forward_flops + elementwise
+    backward = 2 * products + 2.5 * attention / hardware.attention_backward_flops + 2 * elementwise
+    link = link_of(job, choice, "tp")
+    is_within = choice.mesh.num_on_node("tp", job.node_size) == tp
+    calls = 2 * BLOCK_GATHERS if tp > 1 else 0
+    exposed = link.seconds(calls * activation_bytes(job, choice), calls) * (EXPOSED_WITHIN_NODE if is_within else 1)
+    host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
+    return Computing(max(forward, host_s) + exposed, max(backward, 2 * host_s) + exposed, products, exposed)
+
+
+def _head(job: Job, choice: Choice) -> Computing:
+    """The last norm, the head and the loss."""
+    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
+    tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
+    product = 2 * tokens * vocab * sizes.dim / hardware.matmul_flops
+    logits_s = tokens * vocab / hardware.memory_bytes_per_s
+    if job.has_kernels and not choice.has_whole_logits:
+        # The loss without logits makes all gradients at once.
+        return Computing(3 * product + 8 * logits_s, 0.0, 0.0)
+    forward_bytes, backward_bytes = (4.0, 4) if is_lean(job, choice) else (6 / WIDENING_RATE + 8, 26)
+    if not is_lean(job, choice) and 4 * vocab > SHARED_MEMORY_BYTES:
+        forward_bytes += 8
+    return Computing(product + forward_bytes * logits_s, 2 * product + backward_bytes * logits_s, product)
+
+
+def _sums_s(job: Job, choice: Choice, stage: StageParts) -> float:
+    """To add a microbatch's gradients to those before it; the mean over all microbatches."""
+    precision, num = job.precision, choice.num_microbatches
+    if num == 1 or choice.reduces_each:
+        return 0.0
+    if precision.is_sharded and precision.reduce_bytes > precision.compute_bytes:
+        first = (precision.compute_bytes + precision.reduce_bytes) / WIDENING_RATE
+        further = (precision.compute_bytes + 2 * precision.reduce_bytes) / WIDENED_ADDITION_RATE
+    else:
+        first, further = 0.0, 3.0 * precision.compute_bytes
+    num_elements = elements_of(job.sizes, choice.mesh.tp).of(stage, is_tied=job.sizes.is_tied)
+    return num_elements * (first + further * (num - 1)) / num / job.hardware.memory_bytes_per_s
+
+
+def _again_s(job: Job, choice: Choice, block: Computing) -> float:
+    """To compute a block's forward once more. Recomputation ends with the last value that was kept, so the last product
+    is left out, but where one function computes it and what it keeps: cut by tp, in a graph, or in float8."""
+    if not choice.recomputes:
+        return 0.0
+    if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8:
+        return block.forward
+    tokens = choice.microbatch_size * job.seq_size
+    return block.forward - 2 * tokens * job.sizes.dim * job.sizes.ffn_size / job.hardware.matmul_flops
+
+
+@cache
+def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
+    block, head = block_times(job, choice), _head(job, choice)
+    num, again, sums = stage.num_blocks, _again_s(job, choice, block), _sums_s(job, choice, stage)
+    forward = num * block.forward + stage.has_head * head.forward
+    backward = num * (block.backward + again) + stage.has_head * head.backward + sums
+    weights = num * block.weights + stage.has_head * head.weights + sums
+    if choice.is_compiled:
+        weights = COMPILED_WEIGHT_SHARE * backward
+    return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))

@@ -1,0 +1,227 @@
+"""How long a step takes: what stages compute, communication that nothing hides, and the bubble of the pipeline, which
+the simulator plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from disttrain.pipelining.schedule.action import INPUT_GRADIENTS
+from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.costs import Link as PipelineLink
+from disttrain.pipelining.schedule.simulator import simulate
+from disttrain.pipelining.schedule.timeline import Timeline
+from disttrain.plan.job import Choice, Job
+from disttrain.plan.model.activations import kept_of
+from disttrain.plan.model.parts import (
+    StageParts,
+    elements_of,
+    fewer_microbatches,
+    parts_of,
+    schedule_of,
+    stages_of_ranks,
+    tied_elements,
+)
+from disttrain.plan.time.links import link_of
+from disttrain.plan.time.stage_times import StageTimes, block_times, stage_times
+from disttrain.plan.time.traffic import ring_bytes
+
+NCCL_SHARE = 24 / 132
+"""Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step; means over the pipeline's ranks.
+
+    Args: recompute  forwards done again;  tp, shards  communication that nothing hides, of tensor parallel, and of
+          gathering parameters and reducing gradients;  bubble  waiting for other stages.
+    """
+
+    compute: float
+    recompute: float
+    tp: float
+    shards: float
+    bubble: float
+    optimizer: float
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.by_part.values())
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def times_of(job: Job, choice: Choice) -> Times:
+    """Raises: ScheduleError when there is no such schedule."""
+    stages = parts_of(job, choice)
+    each = [stage_times(job, choice, stage) for stage in stages]
+    per_microbatch = choice.num_microbatches / choice.mesh.pp
+    work_s = per_microbatch * sum(one.total_s for one in each)
+    again_s = per_microbatch * sum(one.again for one in each)
+    tp_s = per_microbatch * sum(one.tp for one in each)
+    if choice.schedule is None:
+        shards_s, bubble_s = _shards_s(job, choice), 0.0
+    else:
+        shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s + _tie_s(job, choice)
+    return Times(
+        compute=work_s - again_s - tp_s,
+        recompute=again_s,
+        tp=tp_s,
+        shards=shards_s,
+        bubble=bubble_s,
+        optimizer=_optimizer_s(job, choice),
+    )
+
+
+def likely_s(job: Job, choice: Choice) -> float:
+    """What a step hardly takes less than, without a simulation of its own: stages that are not alike only wait more."""
+    if choice.schedule is None:
+        return times_of(job, choice).step_s
+    pp = choice.mesh.pp
+    each, on_top = _even_rhythm(choice.schedule, pp)
+    busiest = _busiest_s(choice.schedule, pp, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
+    filling = busiest * min(on_top, choice.num_microbatches * each)
+    return choice.num_microbatches * each * busiest + filling + _optimizer_s(job, choice)
+
+
+def costs_of(job: Job, choice: Choice) -> Costs:
+    """What the simulator plays."""
+    each = [stage_times(job, choice, stage) for stage in parts_of(job, choice)]
+    link = link_of(job, choice, "pp")
+    return Costs(
+        forward_s=tuple(one.forward for one in each),
+        backward_input_s=tuple(one.backward - one.weights for one in each),
+        backward_weight_s=tuple(one.weights for one in each),
+        message_bytes=kept_of(job, choice).message,
+        link=PipelineLink(link.latency_s, link.bytes_per_s),
+    )
+
+
+def timeline_of(job: Job, choice: Choice) -> Timeline:
+    """Of the first microbatches, by the simulator. Raises: ScheduleError when there is no such schedule."""
+    # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
+    return _played(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+
+
+@cache
+def _played(job: Job, choice: Choice) -> Timeline:
+    assert choice.schedule is not None
+    fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
+    return simulate(schedule_of(choice.schedule, choice.mesh.pp, fewer), costs_of(job, choice))
+
+
+def makespan_s(job: Job, choice: Choice) -> float:
+    """Of all microbatches: of those that are played, and for each one more what one takes once all ranks are busy."""
+    timeline = timeline_of(job, choice)
+    left_out = choice.num_microbatches - timeline.schedule.num_microbatches
+    return timeline.makespan_s + left_out * _steady_s(timeline) if left_out else timeline.makespan_s
+
+
+def _steady_s(timeline: Timeline) -> float:
+    """For one microbatch more: as long as the busiest rank computes on it, or as lies between the ends of two backwards
+    on the first stage, within the third of four rounds, where the schedule lets all ranks wait."""
+    schedule = timeline.schedule
+    num_ranks = schedule.num_ranks
+    ends = {
+        part.microbatch: span.end_s
+        for span in timeline.compute[schedule.placement.ranks[0]]
+        for part in span.action.parts
+        if part.stage == 0 and part.op in INPUT_GRADIENTS
+    }
+    between_s = (ends[3 * num_ranks - 1] - ends[2 * num_ranks - 1]) / num_ranks
+    return max(between_s, max(timeline.busy_s) / schedule.num_microbatches)
+
+
+@cache
+def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
+    """Where all stages are alike, and F, I and W too: what a microbatch takes, and what comes on top of all, in units
+    of what a rank computes for one."""
+    stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
+    timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
+    each = _steady_s(timeline) / 3
+    return each, timeline.makespan_s / 3 - 4 * num_ranks * each
+
+
+def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
+    """What the rank with most to do computes for each microbatch."""
+    return max(sum(stages[stage].total_s for stage in own) for own in stages_of_ranks(name, num_ranks))
+
+
+def _tie_s(job: Job, choice: Choice) -> float:
+    """After the last backward both ends tell each other the gradient of the matrix that both have."""
+    num_elements = tied_elements(job, choice)
+    num_bytes = num_elements * job.precision.parameter_bytes
+    return link_of(job, choice, "pp").seconds(num_bytes) if num_elements else 0.0
+
+
+def _optimizer_s(job: Job, choice: Choice) -> float:
+    """AdamW in one launch reads and writes a parameter and two states, and reads its gradient, as clipping does."""
+    elements = elements_of(job.sizes, choice.mesh.tp)
+    whole = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in parts_of(job, choice)) / choice.mesh.pp
+    moved = whole / choice.mesh.dp * 8 * job.precision.parameter_bytes
+    return moved / job.hardware.memory_bytes_per_s
+
+
+def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
+    """Gradients over dp, then over copies."""
+    num_bytes = num_elements * job.precision.reduce_bytes
+    mesh, found = choice.mesh, 0.0
+    if mesh.dp > 1:
+        found += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
+    if mesh.replicate > 1:
+        found += link_of(job, choice, "replicate").all_reduce_s(num_bytes / mesh.dp)
+    return found
+
+
+def _packing_s(job: Job, choice: Choice, num_elements: int) -> float:
+    """Gradients, or their sums, into the order and dtype of their reduction; and the reduced ones, where there are some
+    of microbatches before, to these."""
+    precision = job.precision
+    if not precision.is_sharded:
+        return 0.0
+    sums = choice.num_microbatches > 1 and not choice.reduces_each
+    moved = num_elements * ((precision.reduce_bytes if sums else precision.compute_bytes) + precision.reduce_bytes)
+    if choice.num_reductions > 1:
+        moved += 3 * precision.parameter_bytes * num_elements // choice.mesh.dp
+    return moved / job.hardware.memory_bytes_per_s
+
+
+def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
+    if choice.mesh.dp == 1:
+        return 0.0
+    num_bytes = num_elements * job.precision.compute_bytes
+    return link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, choice.mesh.dp))
+
+
+def _shards_s(job: Job, choice: Choice) -> float:
+    """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and where
+    gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the
+    last reduction."""
+    elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
+    stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
+    gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
+    outside = _gather_s(job, choice, elements.outside(stage, is_tied=job.sizes.is_tied))
+    backward = block.backward + block.forward * choice.recomputes
+    forwards = outside + gather + (stage.num_blocks - 1) * max(0.0, gather - block.forward)
+    backwards = (stage.num_blocks - 1) * max(0.0, gather - backward)
+    last = (stage.num_blocks - 1) * max(0.0, gather + reduction - backward)
+    each, reducing = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
+    # What is hidden still takes multiprocessors from what hides it.
+    each += NCCL_SHARE * max(0.0, outside + (2 * stage.num_blocks - 1) * gather - each)
+    everything = _reduction_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
+    reducing += NCCL_SHARE * max(0.0, everything - reducing)
+    reducing += _packing_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
+    return choice.num_microbatches * each + choice.num_reductions * reducing
+
+
+def _scheduled_shards_s(job: Job, choice: Choice) -> float:
+    """A stage is gathered once, ahead of its first use, and reduced once: the first stage's gather, and its reduction,
+    which is the last one, are waited for."""
+    elements, stage = elements_of(job.sizes, choice.mesh.tp), parts_of(job, choice)[0]
+    num_elements = elements.of(stage, is_tied=False)
+    shards_s = _gather_s(job, choice, num_elements) + _reduction_s(job, choice, num_elements)
+    return shards_s + _packing_s(job, choice, num_elements)

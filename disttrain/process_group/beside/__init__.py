@@ -1,0 +1,1 @@
+"""Our groups for torch.distributed, and its groups for us."""

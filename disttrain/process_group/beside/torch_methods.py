@@ -1,0 +1,33 @@
+"""The methods of torch's groups that ours have, too, such as `group.allreduce([tensor])`; they return handles."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from disttrain.process_group.group import ProcessGroup
+
+NAMES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
+    *("scatter", "reduce_scatter", "alltoall", "alltoall_base", "barrier", "monitored_barrier"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("all_to_all_single", "send", "recv", "recv_anysource", "_allgather_base", "_reduce_scatter_base"),
+    *("_start_coalescing", "_end_coalescing", "get_group_store", "getGroupName", "_set_group_name"),
+    *("group_desc", "getGroupDesc", "_set_group_desc", "_device_types", "_get_backend"),
+)
+
+
+def add_torch_methods(group_class: type[ProcessGroup]) -> None:
+    """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
+    for name in NAMES:
+        setattr(group_class, name, property(partial(_method, name=name)))
+
+
+def _method(group: ProcessGroup, name: str) -> Any:
+    # Here: what torch calls stands above groups.
+    from disttrain.process_group.beside.torch_group import TorchGroup
+
+    if group.callable is None:
+        group.callable = TorchGroup(group, None)
+    return getattr(group.callable, name)

@@ -1,0 +1,1 @@
+"""The collectives, under torch.distributed's names."""

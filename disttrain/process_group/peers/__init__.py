@@ -1,0 +1,1 @@
+"""GPUs of one host, by their copy engines."""

@@ -1,0 +1,1 @@
+"""What is seen of collectives, and what is said where they don't fit."""

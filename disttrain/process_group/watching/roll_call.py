@@ -1,0 +1,71 @@
+"""After a failure: where are the others?
+
+Each rank whose transports cannot say it has a witness, a thread that answers with how far the rank has come in a group,
+what it called there, and where its main thread is. Who came is then known and not guessed, also when the other rank
+only computes for too long. It costs nothing until someone asks.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from disttrain.errors import StoreError
+from disttrain.process_group.watching.comparing import Answer, left_text, mismatch
+
+if TYPE_CHECKING:
+    from disttrain.process_group.group import ProcessGroup
+
+_MAX_NAMED = 8
+
+
+def absent_text(group: ProcessGroup, sequence: int, peer_rank: int | None) -> str:
+    """`: rank 1 is at sequence 4 (barrier) and now at train.py:9 in load, rank 2 does not answer`.
+
+    Of a message (sequence 0) its other end alone. Empty when that cannot be told.
+    """
+    if group.world.witness is None or (not sequence and peer_rank is None):
+        return ""
+    left = _left(group)
+    answers = group.world.comparing.answers(group, sequence)
+    asked = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
+    absent = [
+        left_text({rank: left[rank]}) if rank in left else f"rank {rank} {_state(answers.get(rank), sequence)}"
+        for rank in asked
+        if rank != group.world.rank and not _has_come(answers.get(rank), sequence)
+    ]
+    if absent:
+        more = f", and {len(absent) - _MAX_NAMED} more ranks" if len(absent) > _MAX_NAMED else ""
+        return f": {', '.join(absent[:_MAX_NAMED])}{more}"
+    problem = mismatch({rank: said["call"] for rank, said in answers.items()})
+    return (
+        f": all ranks came, but called different things: {problem}"
+        if problem
+        else ": all ranks came, but not all in time"
+    )
+
+
+def gone_text(group: ProcessGroup) -> str:
+    """`: rank 1 has left the job after sequence 4`; empty when no member has."""
+    left = _left(group)
+    return f": {left_text(left)}" if left else ""
+
+
+def _left(group: ProcessGroup) -> dict[int, int]:
+    with suppress(StoreError):
+        return group.world.comparing.left(group)
+    return {}
+
+
+def _has_come(answer: Answer | None, sequence: int) -> bool:
+    return answer is not None and 0 < sequence <= answer["come_to"][0]
+
+
+def _state(answer: Answer | None, sequence: int) -> str:
+    if answer is None:
+        return "does not answer"
+    come_to, operation = answer["come_to"]
+    last = f"at sequence {come_to} ({operation})" if come_to else "at no collective of the group yet"
+    if not sequence:
+        last = "there"
+    return f"is {last}{' and now at ' if answer['place'] else ''}{answer['place']}"

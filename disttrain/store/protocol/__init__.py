@@ -1,0 +1,1 @@
+"""The store's protocol, without I/O."""

@@ -1,0 +1,1 @@
+"""The store's server: a process of its own, on libuv."""

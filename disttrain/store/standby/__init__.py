@@ -1,0 +1,1 @@
+"""A second server that follows the first, and takes its place."""

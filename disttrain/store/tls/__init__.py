@@ -1,0 +1,1 @@
+"""TLS for the store's wire."""

@@ -1,0 +1,1 @@
+"""Linear layers and norms that compute on their parts."""

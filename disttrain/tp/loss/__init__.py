@@ -1,0 +1,1 @@
+"""Cross-entropy of logits whose classes are cut."""

@@ -1,0 +1,1 @@
+"""A proposal how to cut a model, checked and printed."""

@@ -1,0 +1,228 @@
+"""plan_for: a proposal how to cut a model of common decoder blocks, which the user reads, edits and applies.
+
+A module whose own linear layers first widen and then bring back the hidden size is cut by columns, then by rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import Replicate, Shard
+from disttrain.errors import ShardingError
+from disttrain.tp.attributes import DivideAttributes
+from disttrain.tp.layers.linears import Matrix, matrix_of
+from disttrain.tp.layers.sequence import SequenceParallel
+from disttrain.tp.modules import check_module
+from disttrain.tp.planning.table import Entry, ParallelPlan
+from disttrain.tp.prepare import PrepareModuleInput
+from disttrain.tp.styles import ColwiseParallel, RowwiseParallel
+
+_NORMS = ("RMSNorm", "LayerNorm")
+_OUTPUTS = re.compile(r"(^|_)(o|out|output|proj|dense|wo)(_|$)")
+"""What the last layer of an attention is called, where the sizes don't say which one it is."""
+
+
+def plan_for(
+    model: nn.Module,
+    *,
+    sequence_parallel: bool | None = None,
+    loss_parallel: bool = False,
+    head_dim: int | None = None,
+) -> ParallelPlan:
+    """How `model` could be cut: a dict for parallelize_module, which prints as a table.
+
+    Known are embeddings, norms, and modules that hold the linear layers of an attention or an MLP, gated or not, with
+    fewer heads for keys and values, or fused (query, key and value in one, gate and up in one); by their sizes, and by
+    their names where all are square. Sizes alone are looked at: the model may be on the meta device.
+
+    Args:   sequence_parallel  cut activations between layers along dim 1. Default: yes, but for models of transformers,
+                               which take the length of the sequence from them.
+            loss_parallel      leave the logits cut, for vocab_parallel_cross_entropy; else they are gathered.
+            head_dim           where the model does not say it.
+    Raises: ShardingError when no such module is found, one holds an attention and an MLP, or an attention does not say
+            its head_dim.
+    """
+    check_module("plan_for", model)
+    is_foreign = any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__)
+    cuts_sequence = not is_foreign if sequence_parallel is None else sequence_parallel
+    dim = _hidden_size(model)
+    entries: list[Entry] = []
+    inside: set[str] = set()
+    for name, module in model.named_modules():
+        pair = _pair_of(module, dim)
+        if pair is not None:
+            entries += _cut_pair(name, module, pair, cuts_sequence, head_dim or _head_dim(model))
+            inside.add(name)
+        elif _is_inside(name, inside):
+            if _is_norm(module):
+                # Of single heads, such as those of queries and keys: each rank has its own heads.
+                entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
+        elif isinstance(module, nn.Embedding):
+            output = Shard(1) if cuts_sequence else Replicate()
+            entries.append(Entry(name, RowwiseParallel(output_layouts=output), module, dim))
+        elif _is_norm(module) and cuts_sequence:
+            entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
+        elif matrix_of(module) is not None and not _has_owner(name, model, dim):
+            entries.append(Entry(name, _head_style(cuts_sequence, loss_parallel), module, dim))
+    if not inside:
+        raise ShardingError(
+            "plan_for",
+            f"{type(model).__name__} has no module whose own linear layers widen the hidden size and bring it back.",
+            "Write the plan by hand: a dict from names of modules to styles.",
+        )
+    return ParallelPlan(_joined(entries))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Linear layers by name: those that are cut by columns, and the one cut by rows."""
+
+    columns: tuple[str, ...]
+    row: str
+    num_blocks: int
+    is_attention: bool
+
+
+def _hidden_size(model: nn.Module) -> int:
+    """The commonest size of a norm, or of an embedding's vectors."""
+    sizes = [
+        module.weight.shape[0]
+        for module in model.modules()
+        if _is_norm(module) and isinstance(module.weight, torch.Tensor)
+    ] or [module.embedding_dim for module in model.modules() if isinstance(module, nn.Embedding)]
+    # Norms of single heads are as many as those of the whole, and smaller.
+    return max(set(sizes), key=lambda size: (sizes.count(size), size)) if sizes else 0
+
+
+def _pair_of(module: nn.Module, dim: int) -> _Pair | None:
+    layers = dict(_own_layers(module))
+    sizes = {name: _sizes(module.get_submodule(name), matrix) for name, matrix in layers.items()}
+    if len(layers) < 2:
+        return None
+    wide = [name for name, (num_in, _) in sizes.items() if num_in == dim]
+    back = [name for name, (num_in, num_out) in sizes.items() if num_out == dim]
+    narrowing = [name for name in back if name not in wide]
+    named = [name for name in back if _OUTPUTS.search(name)] or back
+    row = narrowing[-1] if narrowing else named[-1] if named else None
+    columns = tuple(name for name in wide if name != row)
+    if row is None or not columns or len(columns) + 1 != len(layers):
+        return None
+    widths = sorted(sizes[name][1] for name in columns)
+    if _are_of_two(widths, sizes[row][0]):
+        raise ShardingError(
+            "plan_for",
+            f"a {type(module).__name__} holds {', '.join(layers)}, which are those of an attention and an MLP in one.",
+            "Make either a module of its own, or write the plan by hand: a dict from names of modules to styles.",
+        )
+    widest = widths[-1]
+    num_blocks = widest // sizes[row][0] if len(columns) == 1 else 1
+    if num_blocks < 1 or (len(columns) == 1 and widest != num_blocks * sizes[row][0]):
+        return None
+    is_attention = len(columns) == 3 or (len(columns) == 1 and num_blocks == 3)
+    return _Pair(columns, row, num_blocks, is_attention)
+
+
+def _are_of_two(widths: list[int], inner_size: int) -> bool:
+    """Whether layers of these widths, which rise, before one that takes `inner_size`, are more than an attention's or
+    an MLP's: of these the widest is as wide as that, and an attention's keys are as wide as its values."""
+    if len(widths) > 2 and widths[0] != widths[1]:
+        return True
+    return len(widths) > 4 or (len(widths) > 1 and widths[-1] != inner_size)
+
+
+def _cut_pair(name: str, module: nn.Module, pair: _Pair, cuts_sequence: bool, head_dim: int | None) -> list[Entry]:
+    own_head_dim = None
+    if pair.is_attention:
+        own_head_dim = _head_dim(module) or head_dim
+        if own_head_dim is None:
+            raise ShardingError(
+                "plan_for",
+                f"{name} looks like an attention, and neither it nor the model's config says its head_dim.",
+                "Give plan_for(head_dim=...).",
+            )
+    prefix = f"{name}." if name else ""
+    dim = _sizes(module.get_submodule(pair.row), matrix_of(module.get_submodule(pair.row)))[1]
+    entries = []
+    if cuts_sequence:
+        prepare = PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), shared_by=list(pair.columns)
+        )
+        entries.append(Entry(name, prepare, module, dim))
+    elif pair.is_attention and getattr(module, "split_size", None) == dim:
+        entries.append(Entry(name, DivideAttributes("split_size"), module, dim))
+    for column in pair.columns:
+        columns = ColwiseParallel(head_dim=own_head_dim, num_blocks=pair.num_blocks)
+        entries.append(Entry(prefix + column, columns, module.get_submodule(column), dim, is_shared=cuts_sequence))
+    rows = RowwiseParallel(output_layouts=Shard(1) if cuts_sequence else Replicate())
+    entries.append(Entry(prefix + pair.row, rows, module.get_submodule(pair.row), dim))
+    return entries
+
+
+def _head_style(cuts_sequence: bool, loss_parallel: bool) -> ColwiseParallel:
+    return ColwiseParallel(
+        input_layouts=Shard(1) if cuts_sequence else Replicate(), output_layouts=None if loss_parallel else Replicate()
+    )
+
+
+def _own_layers(module: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    for name, child in module.named_children():
+        matrix = matrix_of(child)
+        if matrix is not None:
+            yield name, matrix
+
+
+def _sizes(layer: nn.Module, matrix: Matrix | None) -> tuple[int, int]:
+    """Inputs and outputs."""
+    assert matrix is not None
+    weight: Any = layer.weight
+    return weight.shape[matrix.in_dim], weight.shape[matrix.out_dim]
+
+
+def _head_dim(module: nn.Module) -> int | None:
+    """What a module, or its config, says about the size of its heads."""
+    for source in (module, getattr(module, "config", None)):
+        for name in ("head_dim", "attention_head_size"):
+            found = getattr(source, name, None)
+            if isinstance(found, int):
+                return found
+        for name, size in (("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("num_heads", "embed_dim")):
+            heads, width = getattr(source, name, None), getattr(source, size, None)
+            if isinstance(heads, int) and isinstance(width, int):
+                return width // heads
+    return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(_NORMS) and any(True for _ in module.parameters(recurse=False))
+
+
+def _is_inside(name: str, owners: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in owners for length in range(len(parts)))
+
+
+def _has_owner(name: str, model: nn.Module, dim: int) -> bool:
+    """Whether the module that holds this layer is a pair's."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return _pair_of(parent, dim) is not None
+
+
+def _joined(entries: Sequence[Entry]) -> list[Entry]:
+    """One entry for all repetitions of a block: numbers in their names become wildcards."""
+    joined: dict[str, Entry] = {}
+    for entry in entries:
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", entry.name)
+        first = joined.get(pattern)
+        if first is None:
+            joined[pattern] = entry.renamed(pattern)
+        elif repr(first.style) == repr(entry.style):
+            joined[pattern] = first.counted()
+        else:
+            joined[entry.name] = entry
+    return list(joined.values())

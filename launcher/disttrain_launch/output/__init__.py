@@ -1,0 +1,1 @@
+"""What workers print, and what the launcher says of a job."""

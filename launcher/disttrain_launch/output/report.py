@@ -1,0 +1,71 @@
+"""How a job ended, as the last thing on the screen."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+from disttrain_launch.request.job import OPERATION, JobSpec
+from disttrain_launch.workers.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+
+MAX_LINES = 40
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "SIGKILL often comes from the kernel when memory runs out: see dmesg, or the container's limits.",
+    signal.SIGBUS: "SIGBUS often means that shared memory ran out: see df /dev/shm.",
+}
+_FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
+
+
+def ending(outcome: Outcome, spec: JobSpec, note: str = "", *, is_told_elsewhere: bool = False) -> str:
+    """What to say at the end, with `note` after it; empty when all went well.
+
+    `is_told_elsewhere`: node 0 says all of it; here one line is enough.
+    """
+    match outcome:
+        case Succeeded():
+            return ""
+        case Failed() if is_told_elsewhere:
+            return _who_failed(outcome)
+        case Failed():
+            return _failure(outcome) + (f"    {note}\n" if note else "")
+        case Interrupted(number, node_rank, host):
+            where = f" on node {node_rank} ({host})" if spec.num_nodes > 1 else ""
+            return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
+        case Lost(problem) | Changed(problem):
+            return f"{OPERATION}: {problem}\n"
+
+
+def node_that_failed(text: str) -> int | None:
+    """The node rank that an ending in `text` blames; None where none does. For who starts launchers by other means."""
+    found = _FAILED_NODE.search(text)
+    return None if found is None else int(found[1])
+
+
+def _failure(failed: Failed) -> str:
+    lines = _last_lines(failed.last_lines)
+    text = f"{OPERATION}: the last lines on stderr of rank {failed.rank}:\n" if lines else ""
+    text += "".join(f"    {line}\n" for line in lines)
+    text += _who_failed(failed)
+    if failed.returncode < 0 and (hint := _HINTS.get(-failed.returncode)):
+        text += f"    {hint}\n"
+    if failed.log_file:
+        text += f"    its whole stderr: {Path(failed.log_file)}\n"
+    return text
+
+
+def _who_failed(failed: Failed) -> str:
+    return (
+        f"{OPERATION}: rank {failed.rank} failed first: {Exit(failed.returncode)} after {failed.ran_s:.1f} s "
+        f"[node {failed.node_rank}, host {failed.host}, local rank {failed.local_rank}, pid {failed.pid}]\n"
+    )
+
+
+def _last_lines(text: str) -> list[str]:
+    """The end of `text`, from the last traceback on where there is one."""
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    lines = lines[-MAX_LINES:]
+    first = next((at for at, line in enumerate(lines) if line.startswith("Traceback ")), 0)
+    return lines[first:]

@@ -1,0 +1,164 @@
+"""What there is to see of a job that runs: node 0 says how it stands, each node how its workers are.
+
+Both are values that lie in the job's store as JSON, under `launch/job` and `launch/status/<agent>`; whoever has the
+token may look. `Sight` is what one look finds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from disttrain.errors import LaunchError
+from disttrain.store.base import Store
+from disttrain_launch.request.job import OPERATION
+
+_JOB = "job"
+_STATUS = "status/"
+RUNNING = "running"
+
+Number = int | float | None
+"""None: what was reported is no number."""
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    rank: int
+    pid: int
+    state: str = RUNNING
+    """Or how it ended."""
+    told_s: float | None = None
+    """When it reported last, in seconds since 1970."""
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    """What it reported."""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """The workers of one node, in the round that it took part in last."""
+
+    round: int
+    workers: tuple[WorkerState, ...]
+
+
+@dataclass(frozen=True)
+class JobNode:
+    agent: str
+    host: str
+    num_workers: int
+    group_rank: int | None = None
+    """None: it has no place in this round."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    job: str
+    started_s: float
+    """In seconds since 1970."""
+    max_restarts: int
+    phase: str = "gathering"
+    """Or running, stopping, over."""
+    round: int = -1
+    num_restarts: int = 0
+    nodes: tuple[JobNode, ...] = ()
+    awaited: str = ""
+    """For whom all wait; empty: for nobody."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One look at a job; `nodes` by their agents."""
+
+    job: JobState
+    nodes: Mapping[str, NodeState]
+
+    def workers(self, agent: str) -> tuple[WorkerState, ...]:
+        """A node's workers in the round that runs; none where it has not said."""
+        state = self.nodes.get(agent)
+        return state.workers if state is not None and state.round == self.job.round else ()
+
+    @property
+    def everyone(self) -> list[WorkerState]:
+        return [worker for node in self.job.nodes for worker in self.workers(node.agent)]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs: the job's fields, and each node's workers in it. What is not finite is null."""
+        nodes = [
+            {**asdict(node), "workers": [asdict(each) for each in self.workers(node.agent)]} for node in self._placed
+        ]
+        for worker in (worker for node in nodes for worker in node["workers"]):
+            worker["numbers"] = {name: _finite(value) for name, value in worker["numbers"].items()}
+        return {**asdict(self.job), "nodes": nodes}
+
+    @property
+    def _placed(self) -> list[JobNode]:
+        return sorted(self.job.nodes, key=lambda node: (node.group_rank is None, node.group_rank or 0))
+
+
+def look(store: Store) -> Sight | None:
+    """What the job of this store (its `launch` part) is doing; None: nobody has said yet.
+
+    Raises StoreError, and LaunchError where it is said in words of another version.
+    """
+    if not store.check([_JOB]):
+        return None
+    try:
+        plain = json.loads(store.get(_JOB))
+        nodes = tuple(JobNode(**node) for node in plain.pop("nodes"))
+        states = store.multi_get([_STATUS + node.agent for node in nodes]) if nodes else []
+        told = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
+        return Sight(JobState(**plain, nodes=nodes), told)
+    except (ValueError, TypeError, KeyError):
+        problem = "what the job says of itself is not understood."
+        raise LaunchError(f"{OPERATION} status", problem, "Ask with the job's own version of disttrain.") from None
+
+
+def tell_job(store: Store, state: JobState, known: set[str]) -> None:
+    """Say how the job stands. Each node has a place for its state first, so that whoever looks need not wait.
+
+    Args: known  agents whose place is there; grows.
+    """
+    for agent in {node.agent for node in state.nodes} - known:
+        store.compare_set(_STATUS + agent, "", "")
+        known.add(agent)
+    store.set(_JOB, _encoded(state))
+
+
+def tell_node(store: Store, agent: str, state: NodeState) -> None:
+    """Say how a node's workers are."""
+    store.set(_STATUS + agent, _encoded(state))
+
+
+def _encoded(state: JobState | NodeState) -> bytes:
+    return json.dumps(asdict(state)).encode()
+
+
+def _node_state(data: bytes) -> NodeState:
+    plain = json.loads(data)
+    return NodeState(plain["round"], tuple(WorkerState(**worker) for worker in plain["workers"]))
+
+
+def combined(numbers: Iterable[Mapping[str, Number]]) -> dict[str, tuple[float, float] | None]:
+    """What several ranks reported, by name, as the lowest and the highest: of `step`; of `..._per_s` the sum twice, of
+    others the mean twice. None: what is no number."""
+    by_name: dict[str, list[Number]] = {}
+    for reported in numbers:
+        for name, value in reported.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: _combined(name, values) for name, values in by_name.items()}
+
+
+def _combined(name: str, values: list[Number]) -> tuple[float, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if name == "step":
+        return min(known), max(known)
+    total = sum(known) if name.endswith("_per_s") else sum(known) / len(known)
+    return total, total
+
+
+def _finite(value: Number) -> Number:
+    return value if value is not None and float("-inf") < value < float("inf") else None

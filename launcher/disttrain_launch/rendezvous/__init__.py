@@ -1,0 +1,1 @@
+"""How nodes become a job, and stay one."""

@@ -1,0 +1,84 @@
+"""A node's part in a job: wait for node 0's word and follow it, round after round, until there are no more."""
+
+from __future__ import annotations
+
+import time
+
+from disttrain.errors import DisttrainError, RendezvousError
+from disttrain_launch.output.report import ending
+from disttrain_launch.rendezvous.link import JobLink
+from disttrain_launch.rendezvous.messages import Done, Refused, Run, Stop, Wait, Word
+from disttrain_launch.rendezvous.node0 import SAY_EVERY_S, Say
+from disttrain_launch.request.job import OPERATION, JobSpec
+from disttrain_launch.workers.agent import Agent
+from disttrain_launch.workers.outcome import Changed, Lost, Outcome
+from disttrain_launch.workers.signals import SignalPipe
+
+LEADER_SILENT_S = 30.0
+"""How long a node that waits bears with a node 0 that says nothing at all."""
+
+
+def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, say: Say) -> Done:
+    """Run this node's workers whenever node 0 says so. Returns its last word.
+
+    Raises RendezvousError when the node is refused, LaunchError when its workers cannot be started; the others know.
+    """
+    num_heard = 0
+    last: Outcome | None = None
+    while True:
+        signals.interrupts = True
+        num_heard, word = _next_word(link, num_heard, say)
+        match word:
+            case Run(place):
+                if place.round > 0:
+                    _say_round(spec, agent, last, word)
+                last = _run(agent, link, word)
+            case Stop(round):
+                link.stopped(round)  # Perhaps it came before the workers were started, or after they had ended.
+            case Wait(reason):
+                say(f"waiting {reason}")
+            case Refused(problem, remedy):
+                raise RendezvousError(OPERATION, problem, remedy)
+            case Done():
+                return word
+
+
+def _run(agent: Agent, link: JobLink, word: Run) -> Outcome:
+    try:
+        outcome = agent.run(word)
+    except (DisttrainError, OSError) as error:
+        link.ended(agent.round, Lost(f"node {word.place.group_rank} could not start its workers: {error}"))
+        link.stopped(agent.round)
+        raise
+    link.stopped(agent.round)
+    return outcome
+
+
+def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
+    """Wait for it, saying meanwhile for whom, and no longer than node 0 lives."""
+    began_s = changed_s = time.monotonic()
+    num_said = -1
+    while True:
+        now_heard, word = link.wait(num_heard, SAY_EVERY_S)
+        if word is not None and now_heard > num_heard:
+            return now_heard, word
+        now_s = time.monotonic()
+        now_said, awaited = link.awaited()
+        if now_said != num_said:
+            num_said, changed_s = now_said, now_s
+        elif now_s - changed_s >= LEADER_SILENT_S:
+            return now_heard, Done(Lost(f"node 0 said nothing for {LEADER_SILENT_S:g} s; see its output."))
+        if awaited:
+            say(f"waiting for {awaited} ({now_s - began_s:.0f} s so far)")
+
+
+def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
+    """How the last round ended, and what the next is."""
+    place = run.place
+    text = "" if last is None else ending(last, spec, is_told_elsewhere=place.group_rank > 0)
+    if isinstance(last, Changed):
+        text = f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
+    nodes = f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}"
+    workers = f"{place.world_size} worker{'s' if place.world_size > 1 else ''}"
+    restarts = f"; restart {run.num_restarts} of {spec.max_restarts}" if run.num_restarts else ""
+    agent.output.mention(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")

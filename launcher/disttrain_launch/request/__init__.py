@@ -1,0 +1,1 @@
+"""What a node was asked to run."""

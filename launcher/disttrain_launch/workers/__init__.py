@@ -1,0 +1,1 @@
+"""A node's workers: started, watched, stopped."""

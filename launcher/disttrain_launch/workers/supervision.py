@@ -1,0 +1,203 @@
+"""What one node's agent does about its workers in one round: events in, commands out, no I/O and no clock.
+
+The first cause decides how the round ends: a worker that fails, a signal to a launcher, or word from another node.
+Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Whom even that does
+not end, since the kernel does not let go of it, is left behind. Node 0 decides whose cause was first; its word comes as
+`RoundEnds` and is final.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
+
+KILL_S = 5.0
+"""How long the kernel may take to end processes that were sent SIGKILL."""
+PATIENCE_S = 10.0
+"""How long after the first worker has ended well it is said that others are waited for."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class WorkersExited:
+    local_ranks: frozenset[int]
+    failures: tuple[Failed, ...]
+
+
+@dataclass(frozen=True)
+class SignalCame:
+    number: int
+
+
+@dataclass(frozen=True)
+class RoundEnds:
+    """It ends on all nodes, and that is why."""
+
+    cause: Outcome
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    pass
+
+
+Event = WorkersExited | SignalCame | RoundEnds | DeadlinePassed
+
+
+@dataclass(frozen=True)
+class Send:
+    """Signal the workers that are left; with_children: their process groups, else only themselves."""
+
+    number: int
+    with_children: bool
+
+
+@dataclass(frozen=True)
+class SetDeadline:
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Let node 0 know."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class End:
+    """No worker of this node is left, but for what was left behind."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class SayAwaited:
+    """Some workers ended well a while ago, and others have not ended."""
+
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class LeaveBehind:
+    """The workers that are left were killed and did not end: nobody waits for them any more."""
+
+
+@dataclass(frozen=True)
+class AskForDumps:
+    """Have the workers that are left write what their flight recorders know; the deadline is when they have."""
+
+
+Command = Send | SetDeadline | AskForDumps | SayAwaited | LeaveBehind | Tell | End
+
+
+class Supervision:
+    def __init__(
+        self,
+        local_ranks: Iterable[int],
+        *,
+        node_rank: int,
+        host: str,
+        stop_grace_s: float,
+        shutdown_timeout_s: float,
+        asks_for_dumps: bool = False,
+    ) -> None:
+        self._alive = set(local_ranks)
+        self._num_workers = len(self._alive)
+        self._node_rank = node_rank
+        self._host = host
+        self._stop_grace_s = stop_grace_s
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._asks_for_dumps = asks_for_dumps
+        self._is_dumping = False
+        self._is_killed = False
+        self._cause: Outcome | None = None
+        self._was_interrupted = False
+        self._was_told = False
+        """Node 0 knows that this launcher was sent a stop signal."""
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._cause is not None
+
+    def handle(self, event: Event) -> list[Command]:
+        match event:
+            case WorkersExited(local_ranks, failures):
+                return self._workers_exited(local_ranks, failures)
+            case SignalCame(number):
+                return self._signal_came(number)
+            case RoundEnds(cause):
+                stops = [] if self.is_stopping else self._stop(cause)
+                self._cause = cause
+                return stops + self._end_if_over()
+            case DeadlinePassed():
+                return self._deadline_passed() if self._alive else []
+
+    def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
+        is_first = len(self._alive) == self._num_workers
+        self._alive -= local_ranks
+        if failures and not self.is_stopping:
+            # Of several that ended at once, one killed by a signal is the likelier cause: peers fail with exit codes.
+            first = min(failures, key=lambda failed: (failed.returncode >= 0, failed.rank))
+            return self._tell(first) + self._end_if_over()
+        if not self._alive and not self.is_stopping:
+            return [Tell(Succeeded()), End(Succeeded())]
+        if is_first and not self.is_stopping:
+            return [SetDeadline(PATIENCE_S)]
+        return self._end_if_over()
+
+    def _signal_came(self, number: int) -> list[Command]:
+        if number in PASSED_SIGNALS:
+            return [Send(number, with_children=False)] if self._alive else []
+        if number == signal.SIGINT and self._was_interrupted:
+            return self._kill() if self._alive else []
+        self._was_interrupted |= number == signal.SIGINT
+        interrupted = Interrupted(number, self._node_rank, self._host)
+        if not self.is_stopping:
+            self._was_told = True
+            return self._tell(interrupted) + self._end_if_over()
+        sent: list[Command] = [Send(number, with_children=True)] if self._alive else []
+        if self._was_told or isinstance(self._cause, Interrupted):
+            return sent
+        # Whatever the round is stopped for, nobody wants another one.
+        self._was_told = True
+        return [*sent, Tell(interrupted)]
+
+    def _tell(self, cause: Outcome) -> list[Command]:
+        self._cause = cause
+        return [*self._stop(cause), Tell(cause)]
+
+    def _stop(self, cause: Outcome) -> list[Command]:
+        if not self._alive:
+            return []
+        if isinstance(cause, Interrupted):
+            return [Send(cause.signal_number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
+        if self._asks_for_dumps:
+            self._is_dumping = True
+            return [AskForDumps()]
+        return self._terminate()
+
+    def _terminate(self) -> list[Command]:
+        return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
+
+    def _deadline_passed(self) -> list[Command]:
+        if not self.is_stopping:
+            return [SayAwaited(frozenset(self._alive))]
+        if self._is_dumping:
+            self._is_dumping = False
+            return self._terminate()
+        if not self._is_killed:
+            return self._kill()
+        self._alive.clear()
+        return [LeaveBehind(), *self._end_if_over()]
+
+    def _kill(self) -> list[Command]:
+        self._is_killed, self._is_dumping = True, False
+        return [Send(signal.SIGKILL, with_children=True), SetDeadline(KILL_S)]
+
+    def _end_if_over(self) -> list[Command]:
+        return [End(self._cause)] if self._cause is not None and not self._alive else []
