@@ -29,6 +29,10 @@ OWN_PAGES = {
     "examples/README.md": "project/examples.md",
 }
 """Pages of the repository that are not in docs/, and where they are on the site."""
+OWN_PAGES |= {
+    str(path.relative_to(ROOT)): f"project/rooms/{path.parent.name}.md"
+    for path in sorted([*ROOT.glob("disttrain/*/README.md"), *ROOT.glob("launcher/*/README.md")])
+}
 
 AT_THE_FRONT_DOOR = {"disttrain.mesh", "disttrain.process_group"}
 PARTS = {f"disttrain.{path.parent.name}" for path in (ROOT / "disttrain").glob("*/__init__.py")}

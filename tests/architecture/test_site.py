@@ -27,7 +27,7 @@ def test_every_page_has_its_place() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*(ROOT / path for path in site_pages.OWN_PAGES), *(ROOT / "docs").rglob("*.md")]
     broken = {
         str(page.relative_to(ROOT)): link
         for page in pages
