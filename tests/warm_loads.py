@@ -75,7 +75,7 @@ def _load_launcher() -> None:
         importlib.import_module(name)
     for engine in ("pyuv", "uvloop"):
         with suppress(ImportError):
-            importlib.import_module(f"disttrain.store.shell_{engine}")
+            importlib.import_module(f"disttrain.store.serving.shell_{engine}")
 
 
 def _load_tests(*tests: str) -> None:

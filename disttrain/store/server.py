@@ -154,7 +154,7 @@ def make_shell(engine: str | None, hub: AnyHub, linger_s: float, released: Calla
     for name in ENGINES if engine is None else (engine,):
         try:
             # A compiled library that may be missing; and uvloop brings all of asyncio.
-            module = importlib.import_module(f"disttrain.store.shell_{name}")
+            module = importlib.import_module(f"disttrain.store.serving.shell_{name}")
         except ImportError as error:
             reasons.append(f"{name} cannot be imported ({error})")
             continue

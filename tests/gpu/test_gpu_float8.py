@@ -14,8 +14,7 @@ from torch import nn
 import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
-from disttrain.kernels import Float8Weight, use_float8
-from disttrain.kernels.float8 import linear as float8_linear
+from disttrain.kernels import Float8Weight, float8_linear, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast
 from disttrain.testing.pytest_plugin import on_ranks

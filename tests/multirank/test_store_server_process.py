@@ -148,9 +148,9 @@ def test_the_token_is_not_in_arguments_or_environment(server: ServerProcess) -> 
 
 
 def test_the_server_loads_neither_torch_nor_numpy(engine: str) -> None:
-    code = f"import sys, disttrain.store.server, disttrain.store.shell_{engine}; print(*sys.modules)"
+    code = f"import sys, disttrain.store.server, disttrain.store.serving.shell_{engine}; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert f"disttrain.store.shell_{engine}" in modules
+    assert f"disttrain.store.serving.shell_{engine}" in modules
     assert not {"torch", "numpy", "disttrain.settings", "disttrain.store.tls.records"} & set(modules)
 
 

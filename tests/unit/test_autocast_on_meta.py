@@ -10,8 +10,7 @@ from torch import nn
 
 import disttrain
 from disttrain.autocast import is_within_autocast
-from disttrain.kernels import Causal, attention, linear_cross_entropy
-from disttrain.kernels.float8 import linear as float8_linear
+from disttrain.kernels import Causal, attention, float8_linear, linear_cross_entropy
 from disttrain.kernels.norms.modules import KernelLayerNorm, KernelRMSNorm
 from disttrain.kernels.rewrite import loss_of_linear
 from disttrain.pipelining import split_layers

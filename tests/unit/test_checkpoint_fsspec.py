@@ -12,8 +12,8 @@ import torch
 
 from disttrain.checkpoint import Checkpointer, load, load_full, save
 from disttrain.checkpoint.format.manifest import MANIFEST
+from disttrain.checkpoint.fsspec_storage import FsspecStorage
 from disttrain.checkpoint.storage.base import LocalStorage, locate
-from disttrain.checkpoint.storage.fsspec_storage import FsspecStorage
 from disttrain.errors import CheckpointError
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from disttrain.checkpoint import LocalStorage, load, save
+from disttrain.checkpoint.fsspec_storage import FsspecStorage
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.exchanging import exchange
 from disttrain.checkpoint.storage.folders import remove_leftovers
-from disttrain.checkpoint.storage.fsspec_storage import FsspecStorage
 from disttrain.errors import CheckpointError
 
 

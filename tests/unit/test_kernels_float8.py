@@ -21,8 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.errors import BackendError, LayoutError, ShapeError
-from disttrain.kernels import Float8Linear, Float8Weight, use_float8, use_kernels
-from disttrain.kernels.float8 import linear as float8_linear
+from disttrain.kernels import Float8Linear, Float8Weight, float8_linear, use_float8, use_kernels
 from disttrain.kernels.float8 import operator as float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast, multiply

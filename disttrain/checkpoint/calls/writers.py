@@ -30,7 +30,7 @@ class _Place:
         if not self._options:
             return locate(where)
         # fsspec is an optional extra, and heavy.
-        from disttrain.checkpoint.storage.fsspec_storage import open_url
+        from disttrain.checkpoint.fsspec_storage import open_url
 
         return open_url(where, **self._options)
 

@@ -178,7 +178,7 @@ def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, P
         return LocalStorage() if storage is None else storage, Path(path)
     try:
         # fsspec is an optional extra, and heavy.
-        from disttrain.checkpoint.storage.fsspec_storage import open_url
+        from disttrain.checkpoint.fsspec_storage import open_url
 
         return open_url(text)
     except (ImportError, ValueError) as error:

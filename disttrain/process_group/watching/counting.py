@@ -23,9 +23,9 @@ _LAYERS: Final = (
     # The first that a module's name begins with holds.
     ("disttrain.dtensor.rules.loss", "loss"),
     ("disttrain.dtensor.", _DTENSOR),
-    ("disttrain.kernels.cross_entropy.linear_loss", "loss"),
+    ("disttrain.kernels.cross_entropy.", "loss"),
     ("disttrain.kernels.optimizers.total_norm", "norms"),
-    ("disttrain.tp.loss.vocab_parallel", "loss"),
+    ("disttrain.tp.loss.", "loss"),
     ("disttrain.pipelining.runtime.clipping", "norms"),
     ("torch.nn.utils.clip_grad", "norms"),
     ("torch.amp.", "norms"),
