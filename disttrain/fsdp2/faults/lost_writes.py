@@ -4,8 +4,8 @@ Within its own forward a module has the gathered parameters. They are freed behi
 what was written to them: a plain module would keep it. So it is refused.
 
 Torch's operators count their writes. What is written through `.data`, or by other libraries, leaves no trace but the
-values: digests of them tell. These read memory and wait for the device, so they are made in the forwards number 1, 2,
-4, 8 and so on of each module, on all ranks alike.
+values: digests of them tell. These read memory and wait for the device, so they are made in the first two forwards of
+each module alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from disttrain.fsdp2.params.param_group import ParamGroup
 
 
+_NUM_WITH_DIGESTS = 2
+"""Forwards: who writes to a parameter does so in each, as a rule."""
 _SMALL_ELEMENTS = 1 << 12
 _LONG_ROW = 16
 _STEPS = (1, 2, 3, 5, 7)
@@ -39,8 +41,7 @@ def note_values(groups: Sequence[ParamGroup]) -> None:
         shown.note_values()
         shown.num_data_writes = num_data_writes(param.sharded for param in group.params)
         shown.num_forwards += 1
-        is_due = shown.num_forwards & (shown.num_forwards - 1) == 0
-        shown.digests = _digests(group) if is_due else None
+        shown.digests = _digests(group) if shown.num_forwards <= _NUM_WITH_DIGESTS else None
 
 
 def note_request(groups: Sequence[ParamGroup]) -> None:
