@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -158,3 +159,19 @@ def test_other_sizes_are_errors_on_all_ranks(name: str, sizes: tuple[int, int]) 
         with pytest.raises(CollectiveMismatchError, match="sizes: "):
             getattr(disttrain, name)(*tensors[name], group=group)
         disttrain.barrier()
+
+
+@on_ranks(2)
+def test_what_fails_in_a_group_that_has_ended_is_no_news_for_others() -> None:
+    """Gloo's thread has failed before its group has ended on this rank, by what another rank has found."""
+    rank = disttrain.get_rank()
+    for _ in range(3):
+        group = disttrain.new_group()
+        assert isinstance(group, disttrain.ProcessGroup)
+        disttrain.barrier(group)
+        num_elements = 4 if rank == 0 else 400
+        with pytest.raises(CollectiveMismatchError):
+            disttrain.all_gather_into_tensor(torch.ones(2 * num_elements), torch.ones(num_elements), group)
+    if rank == 0:
+        time.sleep(1)
+    disttrain.barrier()

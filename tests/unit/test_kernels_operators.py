@@ -16,7 +16,7 @@ from tests.operator_cases import CASES, check_what_is_told
 
 def test_every_operator_has_cases() -> None:
     folder = Path(disttrain.kernels.__file__).parent
-    found = [name for file in folder.glob("*.py") for name in re.findall(r'define\(\s*f?"(\w+)\(', file.read_text())]
+    found = [name for file in folder.rglob("*.py") for name in re.findall(r'define\(\s*f?"(\w+)\(', file.read_text())]
     assert sorted(found) == sorted(CASES)
 
 

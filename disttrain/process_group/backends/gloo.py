@@ -219,8 +219,9 @@ class GlooBackend(C10dBackend):
     def abort(self) -> None:
         self._scope.is_given_up = True
         if self._is_stuck():
-            # The group ends, for a reason that is known: whoever uses it gets an error.
+            # Whoever uses the group gets an error that says why it has ended; others need not hear of it.
             GLOO_FAILURES.acknowledge()
+            GLOO_FAILURES.settle()
         else:
             super().abort()
 

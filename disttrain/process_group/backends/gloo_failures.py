@@ -63,6 +63,7 @@ class GlooFailures:
             self._acknowledged.set()
 
     def settle(self) -> None:
+        """All that there are have led to an error."""
         self._num_settled = self.num_failures
 
     def _on_terminate(self) -> None:
