@@ -58,3 +58,14 @@ def test_sizes_that_leave_nothing_are_taken_or_refused_by_all_ranks() -> None:
         assert torch.equal(weight.grad.full_tensor(), torch.zeros_like(kernel))
 
     run_threads(3, body)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+def test_an_empty_batch_is_resized() -> None:
+    """torch's kernel for shapes alone refuses it, by a check that is given a number."""
+
+    def body() -> None:
+        x = distribute_tensor(normal(6, 1, 2)[:0], mesh_of((2,)), [Shard(0)], src_data_rank=None)
+        assert functional.interpolate(x, size=(3,), mode="nearest").full_tensor().shape == (0, 1, 3)
+
+    run_threads(2, body)
