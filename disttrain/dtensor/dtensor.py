@@ -23,6 +23,7 @@ from disttrain.dtensor.dispatch.keys import key_of_call
 from disttrain.dtensor.dispatch.lone_errors import tell_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.settled import AsParameter
+from disttrain.dtensor.gradients.zeros import repeated
 from disttrain.dtensor.outside import Outside
 from disttrain.dtensor.rank_comparison import before_redistribution
 from disttrain.dtensor.redistribute.local import redistribute_local
@@ -239,6 +240,11 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _setitem(self, with_places(index, self._replicated) if has_places(index) else index, value)
+
+    def repeat(self, *sizes: Any, repeats: Any = None) -> torch.Tensor:
+        if repeats is None:
+            repeats = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        return repeated(self, repeats)
 
     def _replicated(self, value: torch.Tensor) -> DTensor:
         """`value`, which all ranks have alike, beside this tensor."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.dtensor import CommDebugMode, Partial, Replicate, Shard, distribute_tensor
+from disttrain.dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
 from tests.layout_cases import Case, integers, normal, right
 
@@ -137,6 +137,18 @@ def moved_by(function: Any, *operands: Any) -> dict[str, int]:
     with CommDebugMode() as comms:
         function(*operands)
     return comms.get_comm_counts()
+
+
+def test_a_product_of_factors_that_overflow_and_vanish_is_of_the_whole() -> None:
+    """Each element is 1, of 1e30 on one rank and 1e-30 on the other; the ranks' own products are inf and 0."""
+
+    def body() -> None:
+        factor = 10.0 ** (30 - 60 * disttrain.get_rank())
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.full((3,), factor, dtype=torch.float32), mesh, [Partial("product")])
+        torch.testing.assert_close(x.prod().full_tensor(), torch.tensor(1.0))
+
+    run_threads(2, body)
 
 
 def test_what_moves_is_a_reduced_row_and_no_elements() -> None:

@@ -209,6 +209,36 @@ def test_zeros_that_torch_makes_lie_on_the_mesh(function: Callable[[torch.Tensor
     run_threads(2, body)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.repeat(0, 1),
+        lambda x: x.repeat((2, 0)),
+        lambda x: x.repeat(repeats=(0, 1)),
+        lambda x: x.tile(0),
+        lambda x: x.tile((1, 1, 0)),
+        lambda x: torch.tile(x, (0, 1)),
+    ],
+)
+def test_zeros_of_what_is_computed_on_the_way_lie_on_the_mesh(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Asked for together with what lies before it, where a hook comes too late."""
+
+    def grads(leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        middle = leaf * 2
+        return torch.autograd.grad(function(middle).sum(), (leaf, middle))
+
+    expected = grads(X.clone().requires_grad_())
+
+    def body() -> None:
+        for placement in (Shard(0), Replicate()):
+            leaf = distribute_tensor(X, mesh_of((2,)), [placement], src_data_rank=None).requires_grad_()
+            for grad, plain in zip(grads(leaf), expected, strict=True):
+                assert isinstance(grad, DTensor)
+                assert torch.equal(grad.full_tensor(), plain)
+
+    run_threads(2, body)
+
+
 def test_signs_of_what_needs_no_gradient() -> None:
     """Where torch has autograd watch, where it doesn't, and where it can't."""
 

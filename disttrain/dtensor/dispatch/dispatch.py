@@ -41,11 +41,12 @@ from disttrain.dtensor.dispatch.mixed import (
 )
 from disttrain.dtensor.dispatch.propagate import propagate
 from disttrain.dtensor.dispatch.recipe import Recipe, recipe_for
+from disttrain.dtensor.dispatch.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.scaling import UNSCALE, unscale
 from disttrain.dtensor.gradients.zeros import own_zeros
-from disttrain.dtensor.rules import CUSTOM, OpCall, Rule, find_rule, has_own_rule
+from disttrain.dtensor.rules import CUSTOM, OpCall, Propagation, Rule, find_rule, has_own_rule
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.views.calls import is_view_copy, run_with_copies
 
@@ -61,6 +62,8 @@ class _Planned(NamedTuple):
     recipe: Recipe | None
     dtype: torch.dtype
     """Of the first result."""
+    call: OpCall
+    propagation: Propagation
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,9 +143,19 @@ def _dispatch_once(
         return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
     if form is not None and planned.recipe is not None:
         _keep(recipes, form, planned.recipe)
-    run = _by_numbers(wrap, op, args, kwargs, planned.run) if planned.rule.reads_numbers else planned.run
+    run, results = _first_run(wrap, planned, args, kwargs)
+    run = _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run
     _keep(plans, key, _while_dtype_lasts(wrap, op, run, specs, planned.dtype))
-    return run(args, kwargs)
+    return results
+
+
+def _first_run(wrap: Wrap, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
+    """The plan, bound to the strides that its first run shows, and the results."""
+    results = planned.run(args, kwargs)
+    call = with_true_strides(planned.call, results)
+    if call is None:
+        return planned.run, results
+    return bind(wrap, call, planned.rule, planned.propagation), rewrapped(wrap, results, call.outputs)
 
 
 def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
@@ -263,7 +276,7 @@ def _planned_by_rule(
     propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
     dtype = outputs[0].dtype if outputs else torch.bool
     recipe = None if has_symbols else recipe_for(call, rule, propagation)
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe, dtype)
+    return _Planned(bind(wrap, call, rule, propagation), rule, recipe, dtype, call, propagation)
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:

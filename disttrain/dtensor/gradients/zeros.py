@@ -6,7 +6,7 @@ of the global shape. These operators are caught before autograd sees them, and g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -149,17 +149,31 @@ def _on_the_mesh(like: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor 
     return torch.zeros_like(like) if grad is not None and is_plain(grad) else None
 
 
+def repeated(tensor: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """`tensor.repeat(repeats)`, whose gradient torch makes of plain zeros where a dim is repeated 0 times.
+
+    Caught where it is called, not where it is dispatched: `torch.autograd.grad` returns the gradient of what is
+    computed on the way before a hook on that could make it a DTensor.
+    """
+    if 0 not in repeats or not (tensor.requires_grad and _may_differentiate()):
+        return torch.Tensor.repeat(tensor, repeats)
+    return _FlatIn.apply(torch.Tensor.repeat(tensor.detach(), repeats), tensor)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _tile(op: OpOverload, tensor: torch.Tensor, dims: Sequence[int]) -> Any:
+    if is_plain(tensor) or 0 not in dims:
+        return composed(op, tensor, dims)
+    return repeated(tensor[(None,) * (len(dims) - tensor.ndim)], (*[1] * (tensor.ndim - len(dims)), *dims))
+
+
 def own_zeros(op: OpOverload, args: tuple[Any, ...]) -> bool:
     """Let gradients of zeros that torch will make of plain tensors become DTensors. False for calls without any.
 
     To be called where `op`, which is too frequent to be caught, is dispatched.
     """
-    if op is _aten.cat.default:
-        operands = [tensor for tensor in args[0] if tensor.ndim == 1 and tensor.shape[0] == 0]
-    elif op is _aten.repeat.default and 0 in args[1]:
-        operands = [args[0]]
-    else:
+    if op is not _aten.cat.default:
         return False
+    operands = [tensor for tensor in args[0] if tensor.ndim == 1 and tensor.shape[0] == 0]
     for operand in operands:
         if (
             is_plain(operand)
@@ -197,6 +211,7 @@ ZERO_GRADS: Final[dict[OpOverload, Callable[..., Any]]] = {
     _aten.linalg_det.default: _det,
     _aten.nextafter.default: _flat_in(1),
     _aten.sgn.default: _flat_in(0),
+    _aten.tile.default: _tile,
     _aten.trace.default: _trace,
     **dict.fromkeys(_IN_PLACE, _written),
     **dict.fromkeys(

@@ -38,10 +38,13 @@ _TAKEN = {
     "aten.max": ("max",),
     "aten.mean": ("sum", "avg"),
     "aten.min": ("min",),
-    "aten.prod": ("product",),
     "aten.sum": ("sum", "avg"),
 }
-"""Reductions over ranks that may as well come after the operator; of truth values only `any` and `all` have some."""
+"""Reductions over ranks that may as well come after the operator; of truth values only `any` and `all` have some.
+
+Not products: of factors that lie on several ranks, those of one may overflow and those of another vanish, which
+together is nan, where each element of the whole is a small number.
+"""
 
 
 def reduction(call: OpCall) -> Sequence[Signature]:
