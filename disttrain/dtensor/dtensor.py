@@ -36,7 +36,7 @@ from disttrain.dtensor.traced import Traced
 from disttrain.dtensor.views.calls import up_to_date
 from disttrain.dtensor.views.data import data_of
 from disttrain.dtensor.views.sequences import has_places, with_places
-from disttrain.errors import BackendError, LayoutError
+from disttrain.errors import ArgumentError, BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group._torch import keep_dynamo_out
 
@@ -123,6 +123,8 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise LayoutError("from_local", "a DTensor is given for a part.", "Give its to_local().")
+        if not isinstance(local_tensor, torch.Tensor):
+            raise ArgumentError("from_local", f"the part is {type(local_tensor).__name__}.", "Give a tensor.")
         if not is_traced():
             check_ours("from_local", "the part", local_tensor)
         layout = checked_layout("from_local", device_mesh, placements, local_tensor.ndim)

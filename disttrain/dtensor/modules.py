@@ -9,6 +9,7 @@ from torch import nn
 
 from disttrain.dtensor.dtensor import DTensor
 from disttrain.dtensor.factories import distribute_tensor
+from disttrain.errors import ArgumentError
 from disttrain.mesh import DeviceMesh, checked_mesh
 
 Partition = Callable[[str, nn.Module, DeviceMesh], None]
@@ -31,6 +32,8 @@ def distribute_module(
     Returns: `module`. Collective: every rank of the mesh; values are those of its first rank.
     """
     device_mesh = checked_mesh("distribute_module", device_mesh)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError("distribute_module", f"module is {type(module).__name__}.", "Give an nn.Module.")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, device_mesh)

@@ -9,10 +9,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from disttrain.arguments import arguments_of
 from disttrain.dtensor import Placement, Shard
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.spec.placement import converted
-from disttrain.errors import ShardingError
+from disttrain.errors import ArgumentError, ShardingError
 from disttrain.fsdp2._torch import compile_forward_alone, own_parameters
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.modules.parametrized import keep_parametrizations
@@ -84,7 +85,10 @@ def fully_shard(
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device
-    managed = list(_managed(together, ignored_params or set()))
+    with arguments_of("fully_shard", mesh.get_rank(), "Give ignored_params as a set of parameters."):
+        ignored = set() if ignored_params is None else set(ignored_params)
+    _check_placement_fn(shard_placement_fn)
+    managed = list(_managed(together, ignored))
     dims, shardings, with_hooks = {}, {}, set()
     of_mesh = {mesh: Sharding(mesh)}
     for fqn, parameter, owners in managed:
@@ -201,6 +205,12 @@ def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> N
             f"Give a divisor of {num_ranks}, such as the number of ranks on one machine, or True or False.",
             rank=rank,
         )
+
+
+def _check_placement_fn(function: object) -> None:
+    if function is not None and not callable(function):
+        problem = f"shard_placement_fn is {type(function).__name__}."
+        raise ArgumentError("fully_shard", problem, "Give a function of a parameter.")
 
 
 def _placement_of(

@@ -379,9 +379,11 @@ def init_device_mesh(
     try:
         shape = tuple(map(operator.index, mesh_shape))
         hash(device_type)
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     except TypeError as error:
-        problem = f"device_type={device_type!r} and mesh_shape={mesh_shape!r} are given: {error}."
-        raise MeshError("init_device_mesh", problem, 'Give a type, as "cpu", and numbers.', rank=world.rank) from error
+        given = f"device_type={device_type!r}, mesh_shape={mesh_shape!r} and mesh_dim_names={mesh_dim_names!r}"
+        remedy = 'Give a type, as "cpu", numbers, and names.'
+        raise MeshError("init_device_mesh", f"{given} are given: {error}.", remedy, rank=world.rank) from error
     if math.prod(shape) != world.world_size:
         raise MeshError(
             "init_device_mesh",
@@ -389,7 +391,6 @@ def init_device_mesh(
             "Change the shape, or give DeviceMesh the ranks of a part of the job.",
             rank=world.rank,
         )
-    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     layout = MeshLayout(tuple(range(world.world_size)), shape, names)
     return DeviceMesh._of(world, device_type, layout, None)._with_backends(backend_override)
 

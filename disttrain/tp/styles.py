@@ -71,7 +71,7 @@ class ColwiseParallel(StyleHooks, ParallelStyle):
               num_blocks        the outputs are so many equal blocks, such as query, key and value in one layer.
               overlap           send a gathered input part by part under the multiplications; default: where it pays.
         """
-        self.input_layouts = converted(input_layouts) or Replicate()
+        self.input_layouts = Replicate() if input_layouts is None else converted(input_layouts)
         self.output_layouts = converted(output_layouts)
         self.use_local_output = use_local_output
         self.head_dim = head_dim
@@ -140,7 +140,7 @@ class RowwiseParallel(StyleHooks, ParallelStyle):
               overlap           send a scattered sum part by part under the multiplications; default: where it pays.
         """
         self.input_layouts = converted(input_layouts)
-        self.output_layouts = converted(output_layouts) or Replicate()
+        self.output_layouts = Replicate() if output_layouts is None else converted(output_layouts)
         self.use_local_output = use_local_output
         self.overlap = overlap
 

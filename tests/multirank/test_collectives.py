@@ -78,6 +78,18 @@ def test_the_least_and_the_greatest_are_torchs_with_nan_and_infinities(op: str, 
     assert together[1].tolist() == [0.0] * 3
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
+def test_coalesced_reductions_are_one_of_the_transports(op: str) -> None:
+    rank, size = place()
+    with torch.profiler.profile() as profiler:
+        tensors = [torch.full((2,), 1.0 + rank), torch.full((3,), 2.0 - rank)]
+        disttrain.all_reduce_coalesced(tensors, getattr(ReduceOp, op))
+    assert [event.name for event in profiler.events()].count("gloo:all_reduce") == 1
+    expected = {"SUM": (3.0, 3.0), "AVG": (1.5, 1.5), "MIN": (1.0, 1.0), "MAX": (2.0, 2.0), "PRODUCT": (2.0, 2.0)}[op]
+    assert [tensor.tolist() for tensor in tensors] == [[expected[0]] * size, [expected[1]] * 3]
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_what_only_moves_data_takes_every_dtype(dtype: str) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from disttrain.checkpoint.calls.opening import open_ours_or_torchs
 from disttrain.checkpoint.calls.saves import save
-from disttrain.checkpoint.calls.writers import PathLike
+from disttrain.checkpoint.calls.writers import PathLike, checked_path
 from disttrain.checkpoint.interop.torch_files import open_torch
 from disttrain.checkpoint.loading.whole import read_full
 from disttrain.checkpoint.stateful import PerRank
 from disttrain.checkpoint.storage.base import locate
+from disttrain.errors import CheckpointError
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: PathLike, torch_save_path: PathLike) -> None:
@@ -22,8 +23,11 @@ def dcp_to_torch_save(dcp_checkpoint_dir: PathLike, torch_save_path: PathLike) -
     Of values per rank the file has that of rank 0. Not collective: one process reads all of the save.
     Raises:  CheckpointError when there is no save, CheckpointCorruptError when it is damaged.
     """
-    state = read_full(open_ours_or_torchs(*locate(os.fspath(dcp_checkpoint_dir))))
-    torch.save(_plain(state), torch_save_path)
+    target = checked_path("dcp_to_torch_save", torch_save_path)
+    source = checked_path("dcp_to_torch_save", dcp_checkpoint_dir)
+    if os.path.isdir(target):
+        raise CheckpointError("dcp_to_torch_save", f"{target} is a folder.", "Give the file to write.")
+    torch.save(_plain(read_full(open_ours_or_torchs(*locate(source)))), target)
 
 
 def torch_save_to_dcp(torch_save_path: PathLike, dcp_checkpoint_dir: PathLike) -> None:
@@ -32,7 +36,10 @@ def torch_save_to_dcp(torch_save_path: PathLike, dcp_checkpoint_dir: PathLike) -
     Not collective: one process writes all of the save.
     Raises:  CheckpointError for a file that holds more than these, which is not unpickled.
     """
-    state = read_full(open_torch(*locate(os.fspath(torch_save_path))))
+    source = checked_path("torch_save_to_dcp", torch_save_path)
+    if os.path.isdir(source):
+        raise CheckpointError("torch_save_to_dcp", f"{source} is a folder.", "Give the file that torch.save wrote.")
+    state = read_full(open_torch(*locate(source)))
     save(state, checkpoint_id=dcp_checkpoint_dir, no_dist=True)
 
 

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from disttrain.checkpoint.storage.base import Storage, locate
-from disttrain.errors import CheckpointError
+from disttrain.errors import ArgumentError, CheckpointError
 
 PathLike = str | os.PathLike[str]
+
+
+def checked_path(operation: str, path: PathLike) -> str:
+    """`path` as text. Raises ArgumentError for what is none."""
+    if isinstance(path, bytes) or not isinstance(path, str | os.PathLike):
+        raise ArgumentError(operation, f"a path is {type(path).__name__}.", "Give a str or a pathlib.Path.")
+    return os.fspath(path)
 
 
 class _Place:
@@ -26,7 +33,7 @@ class _Place:
 
     def located(self, checkpoint_id: PathLike | None = None) -> tuple[Storage, Path]:
         """The storage and the path in it."""
-        where = os.fspath(self.path if checkpoint_id is None else checkpoint_id)
+        where = checked_path(type(self).__name__, self.path if checkpoint_id is None else checkpoint_id)
         if not self._options:
             return locate(where)
         # fsspec is an optional extra, and heavy.
@@ -97,6 +104,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         thread_count_consolidation: int = 1,
     ) -> None:
         super().__init__(path)
+        if not isinstance(fqn_to_index_mapping, Mapping | None):
+            raise ArgumentError(
+                "HuggingFaceStorageWriter",
+                f"fqn_to_index_mapping is {type(fqn_to_index_mapping).__name__}.",
+                "Give a dict of tensors' names to numbers of files, from 1.",
+            )
         self.fqn_to_index_mapping = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
 
 

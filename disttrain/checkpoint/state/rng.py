@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import xxhash
 
 from disttrain.checkpoint.stateful import PerRank
+from disttrain.errors import ArgumentError
 from disttrain.process_group import get_rank, is_initialized
 from disttrain.process_group.calls.packing import pack
 
@@ -26,13 +28,18 @@ def rng_state() -> dict[str, Any]:
     return {"generators": PerRank(generators, _own_rank())}
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     """Go on as the saved generators would have.
 
     The state of another rank, which a rank gets when there are more of them now than there were, makes seeds of this
     rank's own: no two ranks draw the same numbers, and every resume of the same save draws the same.
     """
-    saved: PerRank = state["generators"]
+    told: object = state
+    saved = told.get("generators") if isinstance(told, Mapping) else None
+    if not isinstance(saved, PerRank):
+        raise ArgumentError(
+            "set_rng_state", f"{type(state).__name__} is given, without generators.", "Give what rng_state() returned."
+        )
     own_rank = _own_rank()
     if saved.rank != own_rank:
         seed = xxhash.xxh3_64_intdigest(pack([saved.value["cpu"], own_rank]))

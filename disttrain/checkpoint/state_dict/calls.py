@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from disttrain.arguments import arguments_of
 from disttrain.checkpoint.kinds import check_dict, check_model
 from disttrain.checkpoint.kinds import listed as listed_of
 from disttrain.checkpoint.state_dict.models import by_name, load_model, model_state_dict
@@ -129,6 +130,9 @@ def set_optimizer_state_dict(
 
 
 def _model_state(model: nn.Module, options: StateDictOptions, submodules: Iterable[nn.Module] | None) -> dict[str, Any]:
+    if submodules is not None:
+        with arguments_of("get_model_state_dict", remedy="Give submodules as a set of modules."):
+            submodules = set(submodules)
     if submodules:
         _warn_of_submodules()
     return model_state_dict(model, options, submodules)

@@ -173,6 +173,9 @@ def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, P
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError("checkpoint", f"{path!r} is no path.", "Give a path or a URL.")
+    if storage is not None and not hasattr(storage, "write_file"):
+        problem = f"storage is {type(storage).__name__}."
+        raise CheckpointError("checkpoint", problem, "Give an object with the methods of checkpoint.Storage.")
     text = str(path)
     if storage is not None or "://" not in text:
         return LocalStorage() if storage is None else storage, Path(path)

@@ -24,7 +24,7 @@ def with_true_strides(call: OpCall, results: Any) -> OpCall | None:
 
     Decided by what all ranks see alike, since strides decide what further operators do.
     """
-    if call.facts.is_view or call.facts.returns_list:
+    if not call.outputs or call.facts.is_view or call.facts.returns_list:
         return None
     tensors = results if isinstance(results, tuple) else (results,)
     outputs = [

@@ -167,6 +167,8 @@ def _checked(placement: Any, num_dims: int) -> Placement:
     if not isinstance(placement, Placement):
         placement = converted(placement)
     if isinstance(placement, Shard | StridedShard):
+        if not isinstance(placement.dim, int | torch.SymInt):
+            raise ValueError(f"{placement} names a dim that is no number")
         if not -num_dims <= placement.dim < num_dims:
             raise ValueError(f"{placement} names a dim that a tensor of {num_dims} dims does not have")
         return replace(placement, dim=placement.dim % num_dims)

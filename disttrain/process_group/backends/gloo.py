@@ -94,14 +94,28 @@ class GlooBackend(C10dBackend):
 
     def all_reduce_tensors(self, tensors: Sequence[torch.Tensor], op: Reduction, async_op: bool) -> TransportWork:
         recipes = [self._recipe("all_reduce", tensor.dtype, op) for tensor in tensors]
-        pairs = zip(tensors, recipes, strict=True)
+        ops = [op if recipe is None else recipe.op for recipe in recipes]
+        pairs = list(zip(tensors, recipes, strict=True))
         seen = [tensor if recipe is None else recipe.seen(tensor) for tensor, recipe in pairs]
-        if len({tensor.dtype for tensor in seen}) > 1 or not all(r is None or r.only_views(op) for r in recipes):
+        if len({tensor.dtype for tensor in seen}) > 1 or any(other != ops[0] for other in ops):
             return super().all_reduce_tensors(tensors, op, async_op)
+        for part, recipe in zip(seen, recipes, strict=True):
+            if recipe is not None and recipe.factor is not None:
+                part.mul_(recipe.factor)
         options = _c10d.AllreduceCoalescedOptions()
-        options.reduceOp = op  # type: ignore[assignment]
+        options.reduceOp = ops[0]  # type: ignore[assignment]
         options.asyncOp = async_op
-        return self._begun(self._transport.allreduce_coalesced(seen, options))
+        started = self._transport.allreduce_coalesced(seen, options)
+        if all(recipe is None or recipe.only_views(op) for recipe in recipes):
+            return self._begun(started)
+
+        def finish() -> Sequence[torch.Tensor]:
+            for (tensor, recipe), part in zip(pairs, seen, strict=True):
+                if recipe is not None:
+                    recipe.finish(part, tensor, self._size)
+            return tensors
+
+        return self._begun(started, finish)
 
     def all_gather_lists(
         self, output_lists: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], async_op: bool

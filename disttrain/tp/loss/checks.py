@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from disttrain.dtensor.spec.shard_sizes import piece
-from disttrain.errors import ShapeError
+from disttrain.errors import ArgumentError, ShapeError
 from disttrain.process_group import ProcessGroup
 
 NAME = "vocab_parallel_cross_entropy"
@@ -23,6 +23,17 @@ class LossOptions(NamedTuple):
     reduction: str = "mean"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+
+
+def check_kinds(logits: object, target: object, weight: object, options: LossOptions) -> None:
+    """Raise ArgumentError for what is no tensor, or no number, where one belongs."""
+    for name, tensor in (("logits", logits), ("target", target), ("weight", weight)):
+        if not (isinstance(tensor, torch.Tensor) or (tensor is None and name == "weight")):
+            raise ArgumentError(NAME, f"{name} is {type(tensor).__name__}.", "Give a tensor.")
+    for name in ("ignore_index", "label_smoothing", "z_loss"):
+        number = getattr(options, name)
+        if not isinstance(number, int if name == "ignore_index" else int | float):
+            raise ArgumentError(NAME, f"{name} is {type(number).__name__}.", "Give a number.")
 
 
 def check_options(options: LossOptions, target: torch.Tensor, rank: int) -> None:

@@ -10,7 +10,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.functional.functions import group_of
-from disttrain.tp.loss.checks import NAME, LossOptions
+from disttrain.tp.loss.checks import NAME, LossOptions, check_kinds
 from disttrain.tp.loss.dtensors import loss_of_dtensor
 from disttrain.tp.loss.local import loss_and_weight
 
@@ -58,6 +58,7 @@ def vocab_parallel_cross_entropy(
              one all-reduce of a number where other axes cut the batch. Backward has none.
     """
     options = LossOptions(ignore_index, reduction, label_smoothing, z_loss)
+    check_kinds(logits, target, weight, options)
     if isinstance(logits, DTensor):
         if group is not None or vocab_size is not None:
             raise GroupError(
@@ -68,7 +69,7 @@ def vocab_parallel_cross_entropy(
             )
         return loss_of_dtensor(logits, target, weight, options)
     own_group = resolve_group(NAME, group_of(group) if isinstance(group, DeviceMesh) else group)
-    if vocab_size is None or vocab_size < 1:
+    if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ShapeError(
             NAME,
             f"vocab_size is {vocab_size}; one part's {logits.shape[-1]} classes don't say how many there are.",
