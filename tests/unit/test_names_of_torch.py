@@ -124,6 +124,22 @@ def _timeouts() -> None:
     assert disttrain._get_default_group().timeout_s == 0.02
 
 
+def _configurations() -> None:
+    half = disttrain.new_group([0])
+    config = disttrain._get_pg_config()
+    assert config == {**config, "backend_config": disttrain.get_backend_config(), "pg_size": 2, "ranks": [0, 1]}
+    assert config["pg_name"] == disttrain._get_process_group_name(disttrain.group.WORLD)
+    assert len(disttrain._get_all_pg_configs()) == disttrain.get_pg_count()
+    assert disttrain._get_group_size(None) == 2
+    assert disttrain._get_pg_default_device().type == disttrain._get_object_coll_device() == "cpu"
+    if disttrain.get_rank() == 0:
+        assert disttrain._get_pg_config(half)["ranks"] == [0]
+
+
+def test_what_torch_says_of_groups_in_private() -> None:
+    run_threads(2, _configurations)
+
+
 def test_a_barrier_takes_a_timeout_and_a_group_another_one() -> None:
     run_threads(2, _timeouts)
 

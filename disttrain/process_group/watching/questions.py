@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group.current import current_world, resolve_group
@@ -57,6 +61,43 @@ def _get_process_group_store(group: ProcessGroup | None) -> Store:
 def _resolve_process_group(group_name: str) -> ProcessGroup:
     """torch's name for the group of a name. Raises GroupError when there is none."""
     return current_world("_resolve_process_group").find_group("_resolve_process_group", group_name)
+
+
+def _get_pg_config(group: ProcessGroup | None = None) -> dict[str, Any]:
+    """torch's name for what a group is: "pg_name", "pg_desc", "backend_config", "pg_size" and global "ranks"."""
+    group = resolve_group("_get_pg_config", group)
+    return {
+        "pg_name": group.group_name,
+        "pg_desc": group.axis_name or "undefined",
+        "backend_config": group.backend_name,
+        "pg_size": group.group_size,
+        "ranks": list(group.ranks),
+    }
+
+
+def _get_all_pg_configs() -> list[dict[str, Any]]:
+    """torch's name for `_get_pg_config` of each group that this rank has."""
+    return [_get_pg_config(group) for group in current_world("_get_all_pg_configs").groups]
+
+
+def _get_process_group_name(group: ProcessGroup | None) -> str:
+    """torch's name for `ProcessGroup.group_name`."""
+    return resolve_group("_get_process_group_name", group).group_name
+
+
+def _get_group_size(group: ProcessGroup | None) -> int:
+    """torch's name for `ProcessGroup.group_size`."""
+    return resolve_group("_get_group_size", group).group_size
+
+
+def _get_pg_default_device(group: ProcessGroup | None = None) -> torch.device:
+    """torch's name for where a group's barriers and objects are: this rank's device, if a transport serves it."""
+    return resolve_group("_get_pg_default_device", group).barrier_device
+
+
+def _get_object_coll_device(group: ProcessGroup | None = None) -> str:
+    """torch's name for the type of `_get_pg_default_device`."""
+    return _get_pg_default_device(group).type
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
