@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis.analysis import analyze
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind
-from disttrain.flight_recorder.dumps.plain_pickle import load_plain
 from disttrain.flight_recorder.dumps.torch_dump import read_torch_dump
 from disttrain.flight_recorder.record.record import State
+from disttrain.pickles import parse_plain
 
 FILES = Path(__file__).parent / "flight_files" / "torch"
 plain = st.recursive(
@@ -40,7 +40,7 @@ class Evil:
 
 @given(plain, st.integers(2, 5))
 def test_plain_values_come_back(value: Any, protocol: int) -> None:
-    assert load_plain(pickle.dumps(value, protocol)) == value
+    assert parse_plain(pickle.dumps(value, protocol)) == value
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
@@ -58,7 +58,7 @@ def test_what_would_run_code_is_refused(protocol: int, tmp_path: Path) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
     try:
-        load_plain(data)
+        parse_plain(data)
     except ValueError:
         return
 

@@ -20,12 +20,12 @@ from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
 from disttrain.checkpoint.interop.joining import joined
 from disttrain.checkpoint.interop.names import OwnNames
-from disttrain.checkpoint.interop.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.torch_zip import Archive
 from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.state.tree import name_of
 from disttrain.checkpoint.storage.base import ReadableFile, Storage, read_small
 from disttrain.errors import CheckpointError
+from disttrain.pickles import Made, Map, Name, parse
 
 METADATA = TORCH_METADATA
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -48,7 +48,10 @@ class _Metadata:
 
     def __init__(self, where: str, data: bytes) -> None:
         self._where = where
-        self._root = parse(data, where)
+        try:
+            self._root = parse(data)
+        except ValueError as error:
+            raise CheckpointError("load_dcp", f"{where} {error}.", "Load another save.") from error
 
     def manifest(self) -> Manifest:
         try:

@@ -15,10 +15,11 @@ from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.dcp import METADATA, METADATA_MODULE, STORAGE_INFO
 from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_values_per_rank
 from disttrain.checkpoint.interop.names import dotted, dotted_names
-from disttrain.checkpoint.interop.pickles import Made, Map, Name, dumps
+from disttrain.checkpoint.interop.pickle_writing import dumps
 from disttrain.checkpoint.interop.torch_zip import archive_of
 from disttrain.checkpoint.state.tree import parts_of
 from disttrain.checkpoint.storage.base import Storage
+from disttrain.pickles import Made, Map, Name
 
 _PART_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30

@@ -13,11 +13,11 @@ from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.foreign import ForeignReader, chunk_of, manifest_of
 from disttrain.checkpoint.interop.names import OwnNames
-from disttrain.checkpoint.interop.pickles import Made, Map, Name
 from disttrain.checkpoint.interop.torch_zip import Archive, StoredTensor
 from disttrain.checkpoint.state.tree import name_of
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.errors import CheckpointError
+from disttrain.pickles import Made, Map, Name
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """torch.save's files: a zip with a pickle that says what there is, and each storage's bytes as they are.
 
-The pickle is read as data (`pickles`), so nothing that it names is run, and the bytes of a tensor can be read where
-they lie, in parts. The format is that of torch's own `torch/serialization.py`.
+The pickle is read as data (`disttrain.pickles`), so nothing that it names is run, and the bytes of a tensor can be read
+where they lie, in parts. The format is that of torch's own `torch/serialization.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 
 from disttrain.checkpoint.format.dtypes import dtype_name
 from disttrain.checkpoint.format.rules import can_be_a_shape
-from disttrain.checkpoint.interop.pickles import Made, Map, Name, Persistent, dumps, parse
+from disttrain.checkpoint.interop.pickle_writing import dumps
 from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
+from disttrain.pickles import Made, Map, Name, Persistent, parse
 
 _STORAGES = {
     "BFloat16Storage": "bfloat16",
@@ -83,7 +84,7 @@ class Archive:
             with zipfile.ZipFile(window) as archive:
                 self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 pickled = archive.read(self._members["data.pkl"])
-                self.root = known[pickled] if known and pickled in known else parse(pickled, where)
+                self.root = known[pickled] if known and pickled in known else parse(pickled)
                 order = archive.read(self._members["byteorder"]) if "byteorder" in self._members else b"little"
         except (
             zipfile.BadZipFile,

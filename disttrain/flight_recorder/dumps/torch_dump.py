@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.dumps.plain_pickle import load_plain
 from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES, MAX_WORLD_SIZE
 from disttrain.flight_recorder.record.record import (
     RECEIVE,
@@ -32,6 +31,7 @@ from disttrain.flight_recorder.record.record import (
     State,
     ranks_text,
 )
+from disttrain.pickles import parse_plain
 
 JOB: Final = "torch"
 _OPERATION: Final = "read_torch_dump"
@@ -89,7 +89,7 @@ def read_torch_dump(file: Path) -> TorchDump:
         raise FlightDumpError(_OPERATION, f"{file.name} cannot be read ({error.strerror}).") from None
     named = _RANK.search(file.name)
     try:
-        content = json.loads(data) if data.startswith(b"{") else load_plain(data)
+        content = json.loads(data) if data.startswith(b"{") else parse_plain(data)
     except RecursionError:
         raise FlightDumpError(_OPERATION, f"{file.name} is nested too deeply.") from None
     except ValueError as error:

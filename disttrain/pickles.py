@@ -1,6 +1,6 @@
-"""Pickles as data: read into what they say without doing any of it, and written from that.
+"""Reads pickles as data, without doing what they say. Without torch, and without Python's `pickle`.
 
-Unpickling calls what the pickle names. Here nothing is imported, called or built: a name stays a `Name`, a call a
+Unpickling calls whatever the pickle names. Here nothing is imported, called or built: a name stays a `Name`, a call a
 `Made`, and whoever reads the result decides which of them mean something. So no pickle can run code. The opcodes are
 those of protocols 2 to 5, as Python's `pickletools` describes them.
 """
@@ -11,9 +11,10 @@ import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from disttrain.errors import CheckpointError
+MAX_DEPTH: Final = 1 << 20
+"""Of the stack: no program writes a pickle that pushes more than this."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Map(list[tuple[Any, Any]]):
 
 @dataclass
 class Made:
-    """What `what` would make of `args`; by its constructor where `is_object`. `state` and `items` are put in later."""
+    """The result of calling `what` with `args`; by its constructor where `is_object`.
+
+    `state` and `items` are put in later.
+    """
 
     what: Any
     args: Any
@@ -44,7 +48,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Persistent:
-    """Something that lies outside of the pickle, and what names it."""
+    """Something that lies outside of the pickle, and the key that names it."""
 
     key: Any
 
@@ -56,41 +60,65 @@ class _Mark:
 _BROKEN = (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, struct.error)
 
 
-def parse(data: bytes, where: str) -> Any:
-    """What a pickle says. Raises CheckpointError for what is none, or has opcodes that no torch writes."""
-    machine = _Machine()
+def parse(data: bytes) -> Any:
+    """The value of a pickle, as data. Raises ValueError for a damaged one, and for opcodes that no torch writes."""
+    return _parsed(data, _Machine(Map))
+
+
+def parse_plain(data: bytes) -> Any:
+    """The value of a pickle that has dicts, lists, tuples, texts and numbers alone.
+
+    Raises ValueError for a damaged one, and for one that holds more.
+    """
+    return _parsed(data, _PlainMachine(dict))
+
+
+def _parsed(data: bytes, machine: _Machine) -> Any:
+    position: int | None = 0
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for opcode, argument, position in pickletools.genops(data):
             if opcode.name == "STOP":
                 return machine.stack.pop()
-            machine.step(opcode.name, argument)
+            machine.step(opcode, argument, position)
+    except _Refused as error:
+        raise ValueError(str(error)) from None
     except _BROKEN as error:
-        raise CheckpointError("load", f"{where} is damaged: {error}.", "Load another save.") from error
-    raise CheckpointError("load", f"{where} is damaged: it has no end.", "Load another save.")
+        raise ValueError(f"is damaged near byte {position} ({error})") from None
+    raise ValueError("is damaged: it has no end")
+
+
+class _Refused(Exception):
+    """A pickle that is whole, but holds more than is read."""
 
 
 class _Machine:
-    """The stack and the memo."""
+    """The stack and the memo. Dicts become `dict_type`."""
 
-    def __init__(self) -> None:
+    def __init__(self, dict_type: type[Map | dict[Any, Any]]) -> None:
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self._memo: dict[int, Any] = {}
+        self._dict_type = dict_type
 
-    def step(self, name: str, argument: Any) -> None:
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any, position: int | None) -> None:
+        name = opcode.name
         if name in _PUSHES_ITS_ARGUMENT:
             self.stack.append(argument)
         elif name in _PUSHES:
             self.stack.append(_PUSHES[name]())
+        elif name == "EMPTY_DICT":
+            self.stack.append(self._dict_type())
         elif name in _TAKES:
             self._take(name)
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = self.stack[-1]
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = self.stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            self.stack.append(self.memo[argument])
+            self.stack.append(self._memo[argument])
         elif name == "GLOBAL":
             self.stack.append(Name(*argument.split(" ")))
         elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"opcode {name}")
+            raise ValueError(f"opcode {name} at byte {position}")
+        if len(self.stack) > MAX_DEPTH:
+            raise ValueError("nested too deeply")
 
     def _take(self, name: str) -> None:
         num_arguments, then = _TAKES[name]
@@ -117,6 +145,15 @@ class _Machine:
         return taken
 
 
+class _PlainMachine(_Machine):
+    """Refuses all that would import or call something."""
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any, position: int | None) -> None:
+        if opcode.name not in _PLAIN:
+            raise _Refused(f"holds more than plain values (instruction {ord(opcode.code):#04x} at byte {position})")
+        super().step(opcode, argument, position)
+
+
 def _extend(target: Any, taken: list[Any]) -> None:
     if isinstance(target, Made):
         target.items = [*(target.items or []), *taken]
@@ -130,6 +167,8 @@ def _set_items(target: Any, taken: list[Any]) -> None:
         target.items = Map([*(target.items or []), *pairs])
     elif isinstance(target, Map):
         target.extend(pairs)
+    elif isinstance(target, dict):
+        target.update(pairs)
     else:
         raise TypeError("no dict")
 
@@ -158,7 +197,6 @@ _PUSHES: dict[str, Callable[[], Any]] = {
     "NEWFALSE": lambda: False,
     "EMPTY_TUPLE": tuple,
     "EMPTY_LIST": list,
-    "EMPTY_DICT": Map,
     "EMPTY_SET": lambda: Made(Name("builtins", "set"), ()),
 }
 _TAKES: dict[str, tuple[int | None, Callable[..., Any]]] = {
@@ -179,88 +217,9 @@ _TAKES: dict[str, tuple[int | None, Callable[..., Any]]] = {
     "BUILD": (1, _build),
 }
 _CHANGES = frozenset({"APPEND", "APPENDS", "ADDITEMS", "SETITEM", "SETITEMS", "BUILD"})
-"""What they take goes into what lies below it on the stack."""
-
-
-def dumps(value: Any) -> bytes:
-    """A pickle (protocol 2) that says `value`: plain values, and Names, Maps, Mades and Persistents among them.
-
-    Raises CheckpointError for anything else.
-    """
-    parts: list[bytes] = [b"\x80\x02"]
-    _write(value, parts, {})
-    return b"".join([*parts, b"."])
-
-
-def _write(value: Any, parts: list[bytes], names: dict[Name, int]) -> None:
-    if value is None or isinstance(value, bool):
-        parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
-    elif type(value) is int:
-        parts.append(_integer(value))
-    elif type(value) is float:
-        parts.append(b"G" + struct.pack(">d", value))
-    elif type(value) is str:
-        text = value.encode("utf-8", "surrogatepass")
-        parts.append(b"X" + struct.pack("<I", len(text)) + text)
-    elif type(value) is bytes:  # as protocol 2 has it, without an opcode of its own
-        _write(Made(Name("_codecs", "encode"), (value.decode("latin1"), "latin1")), parts, names)
-    elif isinstance(value, Name):
-        _write_name(value, parts, names)
-    elif isinstance(value, dict | Map):
-        parts.append(b"}")
-        _write_pairs(value.items() if isinstance(value, dict) else value, parts, names)
-    elif type(value) is list:
-        parts.append(b"](")
-        _write_all(value, parts, names)
-        parts.append(b"e")
-    elif type(value) is tuple:
-        parts.append(b"(")
-        _write_all(value, parts, names)
-        parts.append(b"t")
-    elif isinstance(value, Persistent):
-        _write(value.key, parts, names)
-        parts.append(b"Q")
-    elif isinstance(value, Made):
-        _write_made(value, parts, names)
-    else:
-        raise CheckpointError(
-            "save", f"a {type(value).__name__} has no place in torch's formats.", "Save plain values and tensors."
-        )
-
-
-def _write_all(values: Any, parts: list[bytes], names: dict[Name, int]) -> None:
-    for value in values:
-        _write(value, parts, names)
-
-
-def _write_pairs(pairs: Any, parts: list[bytes], names: dict[Name, int]) -> None:
-    parts.append(b"(")
-    for pair in pairs:
-        _write_all(pair, parts, names)
-    parts.append(b"u")
-
-
-def _write_name(name: Name, parts: list[bytes], names: dict[Name, int]) -> None:
-    if name in names:
-        parts.append(b"j" + struct.pack("<I", names[name]))
-        return
-    names[name] = len(names)
-    parts.append(f"c{name.module}\n{name.name}\n".encode() + b"r" + struct.pack("<I", names[name]))
-
-
-def _write_made(made: Made, parts: list[bytes], names: dict[Name, int]) -> None:
-    _write(made.what, parts, names)
-    _write(made.args, parts, names)
-    parts.append(b"\x81" if made.is_object else b"R")
-    if made.state is not None:
-        _write(made.state, parts, names)
-        parts.append(b"b")
-
-
-def _integer(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(raw) < 256:
-        return b"\x8a" + bytes([len(raw)]) + raw
-    return b"\x8b" + struct.pack("<i", len(raw)) + raw
+"""Opcodes whose arguments go into the value below them on the stack."""
+_PLAIN = frozenset({
+    "PROTO", "FRAME", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
+    "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+    "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
+})  # fmt: skip
