@@ -70,7 +70,7 @@ def last_word(printed: str | bytes | None) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> str:
-    """The rows that torch has a twin for, as one table; then where torch is ahead."""
+    """The rows that torch has a counterpart for, as one table; then where torch is ahead."""
     pairs = [(name, row) for name, of in rows.items() for row in of if row.ratio is not None]
     cells = [
         [name, row.case, row.unit, shown(row.sides[OURS]), shown(row.sides[TORCH]), f"{row.ratio:.2f}"]

@@ -4,7 +4,7 @@
 
 Ours is as jobs run it, with the flight recorder, and "unrecorded" without. Each call is made below a stack as deep as a
 trainer's, of which the innermost eight frames are new each time, as those of a model's modules are; what these frames
-take is measured in the same rounds and taken away. Figures are of this thread's CPU time. torch's twin is its
+take is measured in the same rounds and taken away. Figures are of this thread's CPU time. torch's counterpart is its
 FakeProcessGroup.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/flight_recorder.py [--num-ranks 1000] [--json FILE]
 
 A call's cost is the difference to the same call without an observer, in the same run, rounds interleaved; the median of
-all rounds, with the quartiles. torch has no twin of it: its recorder sits in C++, inside NCCL's transport.
+all rounds, with the quartiles. torch has no counterpart: its recorder sits in C++, inside NCCL's transport.
 """
 
 from __future__ import annotations

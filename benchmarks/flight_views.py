@@ -2,7 +2,7 @@
 
     python benchmarks/flight_views.py [--num-ranks 256]
 
-Torch has no twin of any of it.
+Torch has no counterpart of any of it.
 """
 
 from __future__ import annotations

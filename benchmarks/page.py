@@ -31,7 +31,8 @@ HEAD = """# Benchmarks
 Each row is one case, measured in turns with torch's way of doing the same, in the same run: medians, with quartiles in
 brackets (least and most where there are fewer than four rounds; of older runs on GPUs, the least alone). The ratio is
 ours over torch's; **bold** where torch is ahead by more than a twentieth. Where torch has several ways, its best one in
-that run is compared, and named. What torch has no twin for is compared with a floor or another way, or stands alone.
+that run is compared, and named. What torch has no counterpart for
+is compared with a floor or another way, or stands alone.
 
     make bench                                  # all that need no GPU, on this machine, as one table
     .venv/bin/python benchmarks --keep --page   # ... and this page

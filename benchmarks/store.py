@@ -5,8 +5,8 @@
 Each server is a process of its own on loopback; torch's is its libuv TCPStore. Left to itself the kernel has a client
 and its server share a core, or not, for seconds on end, and waking the other core takes longer than all the rest: both
 are measured. "floor" is a bare round trip over a TCP connection between two processes: what the machine itself takes.
-torch has no barrier: its twin adds to a counter, and the last one sets the key that all wait for. A set of torch's does
-not wait for an answer; "set and get" compares like with like. torch's server looks up each peer's name, which its
+torch has no barrier: its counterpart adds to a counter, and the last one sets the key that all wait for. torch's set
+does not wait for an answer; "set and get" compares like with like. torch's server looks up each peer's name, which its
 connects wait for: here that asks no DNS, which might not answer. The crowd's clients are threads of two processes; its
 times are those of the last client, and go with the CPU time that the server took.
 """

@@ -61,8 +61,8 @@ def _debug_level(text: str) -> str:
 
 
 def _kernels(text: str) -> str:
-    if text.lower() not in {"auto", "triton", "twin"}:
-        raise ValueError("it must be auto, triton or twin")
+    if text.lower() not in {"auto", "triton", "reference"}:
+        raise ValueError("it must be auto, triton or reference")
     return text.lower()
 
 
@@ -276,7 +276,7 @@ KERNELS = Setting[str](
     _kernels,
     "auto",
     "`auto`: Triton's kernels on GPUs, torch's operators where they can't be used, with one warning; `triton`: an "
-    "error then; `twin`: torch's operators always.",
+    "error then; `reference`: torch's operators always.",
 )
 TRITON_INTERPRET = Setting[bool](
     "TRITON_INTERPRET", _switch, False, "1: Triton's kernels run on the CPU, slowly, for tests; Triton reads it too."

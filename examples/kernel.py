@@ -1,8 +1,8 @@
-"""A Triton kernel of one's own as an operator: with a twin of torch's operators, a gradient, and a rule for DTensors.
+"""A Triton kernel of one's own as an operator: with a reference by torch's operators, a gradient, a rule for DTensors.
 
     disttrain-launch --standalone --nproc-per-node 2 examples/kernel.py
 
-On GPUs the kernel computes, on CPUs its twin; with Triton installed and TRITON_INTERPRET=1 the kernel does there too.
+On GPUs the kernel computes, on CPUs its reference, or the kernel if Triton is there and TRITON_INTERPRET=1.
 The operator is x * sigmoid(1.702 x), which approximates GELU (Hendrycks and Gimpel, arXiv 1606.08415).
 """
 
@@ -82,7 +82,8 @@ def main() -> None:
     device = disttrain.current_world().device
     torch.manual_seed(0)
     x = torch.randn(64, 48, device=device, requires_grad=True)
-    say(f"computed by {'the kernel' if uses_triton(x) else 'its twin of torch operators'}, on {device.type}")
+    computer = "the kernel" if uses_triton(x) else "torch's operators"
+    say(f"computed by {computer}, on {device.type}")
 
     y = quick_gelu(x)
     (gradient,) = torch.autograd.grad(y.sum(), x)

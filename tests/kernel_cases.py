@@ -10,7 +10,7 @@ import torch
 
 from disttrain.settings import TRITON_INTERPRET
 
-IMPLEMENTATIONS = ["twin", "triton"]
+IMPLEMENTATIONS = ["reference", "triton"]
 """Triton's kernels run in its interpreter here, where Triton is and TRITON_INTERPRET=1 was set before it was loaded;
 tests/gpu has them on GPUs."""
 

@@ -1,4 +1,4 @@
-"""Kernels for what a training step does most: fused, as operators that graphs hold, with twins that judge them.
+"""Fused kernels for a training step: custom operators, each with a reference by torch's operators that judges it.
 
 On GPUs they are Triton's; on CPUs, and for what Triton's don't take, torch's operators compute the same
 (`choice.py`). Each operator has its shapes, its gradient and, where it can be, torch.vmap and a rule for DTensors.

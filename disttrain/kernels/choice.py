@@ -1,4 +1,4 @@
-"""Who computes: Triton's kernels where they can, else their twins of torch's operators, which judge them too."""
+"""Chooses between a Triton kernel and its reference by torch's operators, which also judges the kernel."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from disttrain.settings import KERNELS, TRITON_INTERPRET
 T = TypeVar("T")
 
 
-def choose(operation: str, tensor: torch.Tensor, obstacle: str, twin: T, load_kernels: Callable[[], T]) -> T:
-    """The module with Triton's kernels for what is on `tensor`'s device, or `twin`, which has the same functions.
+def choose(operation: str, tensor: torch.Tensor, obstacle: str, reference: T, load_kernels: Callable[[], T]) -> T:
+    """The module with Triton's kernels for what is on `tensor`'s device, or `reference`, which has the same functions.
 
     Args:   obstacle  why the kernels don't take these arguments, a whole sentence; empty where they do.
     Raises: BackendError where the setting DISTTRAIN_KERNELS is "triton" and they can't be used.
     """
     wish = KERNELS.read()
-    if wish == "twin" or not tensor.numel() or not (tensor.is_cuda or TRITON_INTERPRET.read()):
-        return twin
+    if wish == "reference" or not tensor.numel() or not (tensor.is_cuda or TRITON_INTERPRET.read()):
+        return reference
     reason = obstacle or _obstacle_of(tensor)
     if not reason:
         return load_kernels()
     tell_fallback(operation, reason, is_slow=tensor.is_cuda)
-    return twin
+    return reference
 
 
 @as_constant

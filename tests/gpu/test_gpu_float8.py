@@ -1,4 +1,4 @@
-"""float8 on a GPU: casts bit by bit as their twin's, products by fp64, training under fully_shard."""
+"""float8 on a GPU: casts bit by bit as their reference's, products by fp64, training under fully_shard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (700, 512), (129, 4096), (4096, 48)], ids=str)
-def test_casts_are_their_twin_s_bit_by_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_casts_are_their_reference_s_bit_by_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (drawn(*shape) * torch.linspace(-12, 12, shape[1]).exp2()).to(dtype).cuda()
     for kind in FORMATS:
         for by_rows in (False, True):
@@ -73,15 +73,15 @@ def test_linear(recipe: str, dtype: torch.dtype, num_tokens: int) -> None:
     x, weight, bias = drawn(num_tokens, 256), drawn(512, 256, seed=1) / 16, drawn(512, seed=2)
     rounded = [tensor.to("cuda", dtype) for tensor in (x, weight, bias)]
     found = values_and_grads(lambda *inputs: float8_linear(*inputs, recipe=recipe), rounded)
-    by_twin = values_and_grads(
+    by_reference = values_and_grads(
         lambda *inputs: float8_linear(*inputs, recipe=recipe), [tensor.cpu() for tensor in rounded]
     )
     exact = values_and_grads(F.linear, [tensor.double() for tensor in rounded])
-    for one, twin, wished in zip(found, by_twin, exact, strict=True):
+    for one, reference, wished in zip(found, by_reference, exact, strict=True):
         assert one.dtype == dtype
         assert (one.double() - wished).norm() <= 0.11 * wished.norm()
         # Products are summed up in fewer bits than fp32 in forward.
-        assert (one.double().cpu() - twin.double()).norm() <= 5e-3 * twin.double().norm()
+        assert (one.double().cpu() - reference.double()).norm() <= 5e-3 * reference.double().norm()
 
 
 def step_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def part(whole: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", [(64, 16000), (37, 20001), (5, 7), (1, 1)])
-def test_kernels_are_as_their_twins(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_kernels_are_as_their_references(shape: tuple[int, int], dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from disttrain.kernels.cross_entropy import (
         triton_kernels as cross_entropy_triton,  # as the library does, where Triton is

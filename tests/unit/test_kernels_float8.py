@@ -33,9 +33,9 @@ RECIPES = ["tensorwise", "rowwise"]
 
 
 @pytest.fixture(autouse=True)
-def twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter rounds to float8 in a way of its own; GPUs don't (tests/gpu)."""
-    monkeypatch.setenv("DISTTRAIN_KERNELS", "twin")
+    monkeypatch.setenv("DISTTRAIN_KERNELS", "reference")
 
 
 def whole_numbers(*shape: int, seed: int = 0, largest: int = 4) -> torch.Tensor:

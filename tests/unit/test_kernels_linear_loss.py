@@ -82,7 +82,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_loss_and_gradients(name: str, reduction: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_implementation(implementation, monkeypatch)
-    dtype = torch.float64 if implementation == "twin" else torch.float32
+    dtype = torch.float64 if implementation == "reference" else torch.float32
     options = {**OPTIONS[name], "reduction": reduction}
     for num_elements in ELEMENTS:
         for inputs in ([HIDDEN, WEIGHT], [HIDDEN, WEIGHT, BIAS]):

@@ -28,5 +28,5 @@ def test_what_is_told_is_what_comes_out(
 ) -> None:
     use_implementation(implementation, monkeypatch)
     if implementation == "triton":
-        monkeypatch.setenv("DISTTRAIN_KERNELS", "auto")  # twins take what no kernel does
+        monkeypatch.setenv("DISTTRAIN_KERNELS", "auto")  # references take what no kernel does
     check_what_is_told(name, FakeTensorMode(shape_env=ShapeEnv() if sizes == "symbols" else None))

@@ -168,7 +168,7 @@ def _agreed(shape: str, own: str) -> str:
 def machine_of(device_type: str, index: int | None) -> Machine:
     """What decides beside a call."""
     major, minor = torch.cuda.get_device_capability(index) if device_type == "cuda" else (0, 0)
-    uses_triton = has_triton() and KERNELS.read() != "twin"
+    uses_triton = has_triton() and KERNELS.read() != "reference"
     return Machine(device_type, 10 * major + minor, uses_triton, torch.are_deterministic_algorithms_enabled())
 
 

@@ -160,7 +160,7 @@ def _update(
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
-    """As in `optimizer_twin`; of 32 bits at most."""
+    """As in `optimizers/reference.py`; of 32 bits at most."""
     first = pieces[0]
     device = first.parameter.device
     tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
