@@ -91,10 +91,8 @@ def _older(stem: str, found: dict[str, Any]) -> tuple[dict[str, Any], list[Row]]
 
 def _with_flags(stem: str, arguments: dict[str, str]) -> str:
     """Of reports that kept flags alone."""
-    flags = {name: value for name, value in arguments.items() if value not in ("None", "False", "")}
-    script = stem.partition("_gpu")[0] + "_gpu.py"
-    words = f"-m disttrain.kernels {flags.pop('command')}" if "command" in flags else f"benchmarks/{script}"
-    return " ".join([words, *(f"--{name} {value}" for name, value in flags.items())])
+    flags = [f"--{name} {value}" for name, value in arguments.items() if value not in ("None", "False", "")]
+    return " ".join([f"benchmarks/{stem.partition('_gpu')[0]}_gpu.py", *flags])
 
 
 def _machine(found: dict[str, Any]) -> str:

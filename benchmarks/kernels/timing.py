@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from kernels.cases import Case, Step
 
 from disttrain.kernels._torch import copy_each
-from disttrain.kernels.bench_cases import Case, Step
 from disttrain.kernels.copies.operator import copy_all
 from disttrain.kernels.optimizers.fused import AdamW
 

@@ -1,4 +1,4 @@
-"""What is measured of each kernel: the same step by torch's operators and by ours, and the bytes it has to move."""
+"""The measured cases of each kernel: one step by torch's operators and by ours, and the bytes it has to move."""
 
 from __future__ import annotations
 

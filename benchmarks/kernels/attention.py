@@ -1,4 +1,4 @@
-"""What serves attention how fast on this machine: each implementation, for causal masks, windows and documents.
+"""Times each implementation of attention on this machine, for causal masks, windows and documents.
 
 `torch` is what a model calls: scaled_dot_product_attention, which chooses by itself, with a mask in memory where it is
 more than causal.
@@ -86,7 +86,7 @@ def _flops(sizes: Sizes, length: int, rule: Rule, device: torch.device) -> int:
     """Of forward; backward has five products in place of two."""
     num_seen = 0
     for batch in range(sizes.batch_size):
-        own = rule.local(slice(batch, batch + 1), slice(0, 1))
-        is_seen = seen(own, places_of((1, 1, length, length), device))
+        local_rule = rule.local(slice(batch, batch + 1), slice(0, 1))
+        is_seen = seen(local_rule, places_of((1, 1, length, length), device))
         num_seen += length * length if is_seen is None else int(is_seen.sum())
     return 4 * num_seen * sizes.num_heads * sizes.head_dim
