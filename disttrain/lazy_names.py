@@ -43,22 +43,49 @@ _PARTS_OF_TORCH = {
 """Of torch.distributed's parts that have another name here, or none: what is instead."""
 
 
-def lazily(package: str, home_of: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose names are in the modules `home_of` says, below it."""
+def lazily(
+    package: str, private: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package that fetches its names when they are first used.
+
+    The names are those that the package imports for type checkers, each as `from module import name as name`, or by a
+    star. They are read from its source, so that nothing lists them a second time.
+    Args: private  by name: the module that has it; such names are fetched, too, but not listed.
+    """
+    home_of = _imports(package)
+    public = sorted(home_of)
+    home_of |= private or {}
     otherwise = answering(package)
 
     def fetch(name: str) -> Any:
         if name not in home_of:
             return otherwise(name)
-        value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+        value = getattr(importlib.import_module(home_of[name]), name)
         # From now on it is found without asking here.
         setattr(sys.modules[package], name, value)
         return value
 
-    def names() -> list[str]:
-        return list(sys.modules[package].__all__)
+    return fetch, lambda: list(public), public
 
-    return fetch, names
+
+def _imports(package: str) -> dict[str, str]:
+    """By name: the module that a package imports it from."""
+    homes: dict[str, str] = {}
+    # Regular expressions would take longer to compile than all of this.
+    for line in _source(package).splitlines():
+        match line.split():
+            case ["from", module, "import", name, "as", alias] if name == alias:
+                homes[name] = module
+            case ["from", module, "import", "*", *_]:
+                listed = _source(module).partition("\n__all__ = [")[2].partition("]")[0]
+                homes |= {name.strip(' \n"'): module for name in listed.rstrip(", \n").split(",")}
+    return homes
+
+
+def _source(module: str) -> str:
+    spec: Any = importlib.util.find_spec(module)
+    # Of a module in an archive, too. `get_source` would load `tokenize`, which takes longer than all the rest.
+    return str(spec.loader.get_data(spec.origin), "utf-8")
 
 
 def answering(package: str) -> Callable[[str], Any]:

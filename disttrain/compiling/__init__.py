@@ -16,8 +16,4 @@ if TYPE_CHECKING:
     from disttrain.compiling.blocks import compile_blocks as compile_blocks
     from disttrain.compiling.kinds import Kind as Kind
 
-_MODULE_OF = {"CompiledBlocks": "blocks", "Kind": "kinds", "compile_blocks": "blocks"}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -17,8 +17,4 @@ if TYPE_CHECKING:
     from disttrain.doctor.machine import examine as examine
     from disttrain.doctor.machine import look as look
 
-_MODULE_OF = {"Finding": "findings", "Machine": "machine", "State": "findings", "examine": "machine", "look": "machine"}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -24,21 +24,4 @@ if TYPE_CHECKING:
     from disttrain.flight_recorder.live.summary_outputs import TensorBoardScalars as TensorBoardScalars
     from disttrain.flight_recorder.record.recorder import FlightRecorder as FlightRecorder
 
-_MODULE_OF = {
-    "Analysis": "analysis.analysis",
-    "Dump": "dumps.dump",
-    "FlightRecorder": "record.recorder",
-    "Kind": "analysis.verdict",
-    "PrometheusFile": "live.summary_outputs",
-    "StepSummaries": "live.step_summaries",
-    "TensorBoardScalars": "live.summary_outputs",
-    "Verdict": "analysis.verdict",
-    "analyze": "analysis.analysis",
-    "enable": "dumps.triggers",
-    "read_dump": "dumps.reader",
-    "write_dump": "dumps.dump",
-}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)

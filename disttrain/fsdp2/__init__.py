@@ -25,22 +25,4 @@ if TYPE_CHECKING:
     from disttrain.fsdp2.shard_module import fully_shard as fully_shard
     from disttrain.fsdp2.transfers.forms import TransferCost as TransferCost
 
-_MODULE_OF = {
-    "CPUOffloadPolicy": "policies",
-    "Estimate": "estimating.estimate",
-    "FSDPModule": "module",
-    "MixedPrecisionPolicy": "policies",
-    "OffloadPolicy": "policies",
-    "Traffic": "estimating.estimate",
-    "TransferCost": "transfers.forms",
-    "TransferPolicy": "policies",
-    "UnshardHandle": "module",
-    "estimate": "estimating.estimate",
-    "fully_shard": "shard_module",
-    "register_fsdp_forward_method": "module",
-    "share_comm_ctx": "module",
-}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -72,68 +72,10 @@ if TYPE_CHECKING:
     from disttrain.pipelining.searching.search import search as search
     from disttrain.pipelining.stage import PipelineStage as PipelineStage
 
-_MODULE_OF = {
-    "Action": "schedule.action",
-    "Backward": "model.backward",
-    "BlockCosts": "schedule.balance",
-    "Costs": "schedule.costs",
-    "Link": "schedule.costs",
-    "Microbatches": "microbatch",
-    "Op": "schedule.action",
-    "Peak": "schedule.liveness",
-    "Pipe": "model.pipe",
-    "PipelineSchedule": "runtime.schedule_runtime",
-    "PipelineScheduleMulti": "named_schedules",
-    "PipelineScheduleSingle": "named_schedules",
-    "PipelineStage": "stage",
-    "Placement": "schedule.placement",
-    "Schedule": "schedule.schedule",
-    "Schedule1F1B": "named_schedules",
-    "ScheduleDualPipeV": "named_schedules",
-    "ScheduleForwardOnly": "named_schedules",
-    "ScheduleGPipe": "named_schedules",
-    "ScheduleInterleaved1F1B": "named_schedules",
-    "ScheduleInterleavedZeroBubble": "named_schedules",
-    "ScheduleLoopedBFS": "named_schedules",
-    "ScheduleVHalf": "named_schedules",
-    "ScheduleVMin": "named_schedules",
-    "ScheduleZBH1": "named_schedules",
-    "ScheduleZBH2": "named_schedules",
-    "ScheduleZBVZeroBubble": "named_schedules",
-    "SplitModel": "model.stages",
-    "SplitPoint": "model.pipe",
-    "TensorChunkSpec": "microbatch",
-    "TiedWeight": "model.stages",
-    "Timeline": "schedule.timeline",
-    "Wiring": "schedule.schedule",
-    "chrome_trace": "pictures.trace",
-    "clip_grad_norm_": "runtime.clipping",
-    "draw_svg": "pictures.svg",
-    "draw_text": "pictures.text",
-    "find_problems": "schedule.verifier",
-    "forward_only": "schedules.forward_only",
-    "from_csv": "schedule.csv_form",
-    "get_schedule_class": "named_schedules",
-    "lower": "passes.lower",
-    "make_schedule": "schedule.catalogue",
-    "measure_costs": "model.parts",
-    "merge_chunks": "microbatch",
-    "parse_action": "schedule.action",
-    "peaks": "schedule.liveness",
-    "pipe_split": "model.pipe",
-    "pipeline": "model.pipe",
-    "search": "searching.search",
-    "simulate": "schedule.simulator",
-    "split_args_kwargs_into_chunks": "microbatch",
-    "split_blocks": "model.block_stages",
-    "split_layers": "model.layers",
-    "to_csv": "schedule.csv_form",
-    "verify": "schedule.verifier",
+_OF_TORCH = {
+    "_PipelineSchedule": "disttrain.pipelining.named_schedules",
+    "_PipelineScheduleRuntime": "disttrain.pipelining.named_schedules",
 }
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-_OF_TORCH = {"_PipelineSchedule": "named_schedules", "_PipelineScheduleRuntime": "named_schedules"}
 """torch's private names that trainers import."""
 
-__getattr__, __dir__ = lazily(__name__, {**_MODULE_OF, **_OF_TORCH})
+__getattr__, __dir__, __all__ = lazily(__name__, _OF_TORCH)

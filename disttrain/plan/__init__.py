@@ -34,26 +34,4 @@ if TYPE_CHECKING:
     from disttrain.plan.time.traffic import Traffic as Traffic
     from disttrain.plan.time.traffic import traffic_of as traffic_of
 
-_MODULE_OF = {
-    "Choice": "job",
-    "HARDWARE": "time.hardware",
-    "Hardware": "time.hardware",
-    "Job": "job",
-    "LlamaSizes": "model.sizes",
-    "Memory": "model.memory",
-    "MeshSizes": "job",
-    "PRESETS": "model.sizes",
-    "Plan": "search",
-    "Plans": "search",
-    "Times": "time.times",
-    "Traffic": "time.traffic",
-    "find_plans": "search",
-    "memory_of": "model.memory",
-    "plan_of": "search",
-    "read_sizes": "model.sizes",
-    "traffic_of": "time.traffic",
-}
-
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -30,40 +30,4 @@ if TYPE_CHECKING:
     from disttrain.store.standby.follower import Following as Following
     from disttrain.store.tls.certificates import Certificates as Certificates
 
-_MODULE_OF = {
-    "Certificates": "tls.certificates",
-    "FileStore": "file",
-    "Following": "standby.follower",
-    "HashStore": "memory",
-    "Limits": "protocol.limits",
-    "PrefixStore": "prefix",
-    "ServerProcess": "serving.process",
-    "Store": "base",
-    "TCPStore": "client",
-    "Value": "protocol.values",
-    "certificates_from_settings": "serving.process",
-    "new_token": "protocol.auth",
-    "read_token": "protocol.auth",
-    "spawn_server": "serving.process",
-    "write_token": "protocol.auth",
-}
-
-__all__ = [
-    "Certificates",
-    "FileStore",
-    "Following",
-    "HashStore",
-    "Limits",
-    "PrefixStore",
-    "ServerProcess",
-    "Store",
-    "TCPStore",
-    "Value",
-    "certificates_from_settings",
-    "new_token",
-    "read_token",
-    "spawn_server",
-    "write_token",
-]
-
-__getattr__, __dir__ = lazily(__name__, _MODULE_OF)
+__getattr__, __dir__, __all__ = lazily(__name__)
