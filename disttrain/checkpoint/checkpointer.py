@@ -84,7 +84,7 @@ class Checkpointer:
                 error.add_note(str(failure))
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is one of those to be saved: each `every`-th, but not 0."""
+        """True if `step` is one of those to be saved: each `every`-th, but not 0."""
         return step > 0 and step % self.every == 0
 
     def async_save(
@@ -143,8 +143,8 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
         consensus = Consensus("Checkpointer.latest")
-        with kept_saves(consensus, self._memory) as kept:
-            return max((*self._agreed_steps(consensus), *(save.step for save in kept)), default=None)
+        with kept_saves(consensus, self._memory) as replicas:
+            return max((*self._agreed_steps(consensus), *(save.step for save in replicas)), default=None)
 
     def load(
         self,
@@ -163,18 +163,18 @@ class Checkpointer:
         """
         rules = Rules.of(allow, convert, rename)
         consensus = Consensus("Checkpointer.load")
-        with kept_saves(consensus, self._memory) as kept:
+        with kept_saves(consensus, self._memory) as replicas:
             steps = self._agreed_steps(consensus)
-            for save in kept:
+            for save in replicas:
                 if save.step < max(steps, default=0) if step is None else save.step != step:
                     continue
                 report = load_kept(consensus, state, save, rules)
                 if report is not None:
                     self.report = report
                     return save.step
-        found: int = consensus.agree(lambda: None, lambda _: self._wanted(steps, step))
-        self.report = load_folder(consensus, state, self._folder(found), self._storage, rules)
-        return found
+        chosen: int = consensus.agree(lambda: None, lambda _: self._wanted(steps, step))
+        self.report = load_folder(consensus, state, self._folder(chosen), self._storage, rules)
+        return chosen
 
     def _folder(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -198,8 +198,8 @@ class Checkpointer:
 
     def _agreed_steps(self, consensus: Consensus) -> list[int]:
         """The steps that were saved whole in `directory`, ascending."""
-        found: list[int] = consensus.agree(lambda: None, lambda _: list(steps(self._storage, self.directory)))
-        return found
+        result: list[int] = consensus.agree(lambda: None, lambda _: list(steps(self._storage, self.directory)))
+        return result
 
     def _wanted(self, steps: list[int], step: int | None) -> int:
         if not steps:

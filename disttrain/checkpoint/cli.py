@@ -101,10 +101,10 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from disttrain.checkpoint.format.comparing import compared_bytes  # needs torch
     from disttrain.checkpoint.interop.calls import convert, open_any  # needs torch
-    from disttrain.checkpoint.interop.choosing import choose  # needs torch
+    from disttrain.checkpoint.interop.selection import select  # needs torch
 
     source, start_s = open_any(options.source), time.monotonic()
-    chosen, left_out = choose(source.manifest, options.to, options.only, options.without)
+    chosen, left_out = select(source.manifest, options.to, options.only, options.without)
     num_bytes = compared_bytes(replace(source, manifest=chosen))
     with progress(f"converting to {options.to}", num_bytes) as advance:
         convert(
@@ -123,25 +123,25 @@ def _gc(options: argparse.Namespace) -> int:
     storage, directory = locate(options.path)
     before = _unfinished(storage, directory)
     remove_leftovers(storage, directory, lambda _: True)
-    left = _unfinished(storage, directory)
-    for name in sorted(left) if options.unfinished else ():
+    remaining = _unfinished(storage, directory)
+    for name in sorted(remaining) if options.unfinished else ():
         storage.remove_folder(directory / name)
-        left.discard(name)
-    for name in sorted(before - left):
+        remaining.discard(name)
+    for name in sorted(before - remaining):
         write(f"removed {directory / name}")
     if options.keep is not None:
         saves = list(steps(storage, directory).values())
         for folder in saves[: max(0, len(saves) - options.keep)]:
             storage.remove_folder(set_aside(storage, folder))
             write(f"removed {folder}")
-    for name in sorted(left):
+    for name in sorted(remaining):
         write(f"left {directory / name}: a living process holds it, or nobody can know")
     return 0
 
 
 def _unfinished(storage: Storage, directory: Path) -> set[str]:
-    found = {name for name in storage.names(directory) if TEMPORARY.fullmatch(name)}
-    return {name for name in found if not name.endswith(HOLD_SUFFIX)}
+    names = {name for name in storage.names(directory) if TEMPORARY.fullmatch(name)}
+    return {name for name in names if not name.endswith(HOLD_SUFFIX)}
 
 
 def _count(text: str) -> int:

@@ -28,10 +28,10 @@ _INSTEAD = "Use `save`, or a file system that strings and numbers describe, such
 class _RemoteFile:
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path
-        found = system.info(path)
-        if found["type"] != "file":
-            raise OSError(errno.EINVAL, f"It is no file, but of type {found['type']!r}", path)
-        self.num_bytes = int(found["size"])
+        info = system.info(path)
+        if info["type"] != "file":
+            raise OSError(errno.EINVAL, f"It is no file, but of type {info['type']!r}", path)
+        self.num_bytes = int(info["size"])
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
         if not len(buffer):
@@ -82,10 +82,10 @@ class FsspecStorage:
         """Objects, folders under way, and folders with a manifest: another one is not there yet."""
         self._system.invalidate_cache(str(path))
         try:
-            found = self._system.ls(str(path), detail=True)
+            rows = self._system.ls(str(path), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        entries = {Path(entry["name"].rstrip("/")).name: entry["type"] == "directory" for entry in found}
+        entries = {Path(entry["name"].rstrip("/")).name: entry["type"] == "directory" for entry in rows}
         return sorted(
             name
             for name, is_folder in entries.items()
@@ -132,7 +132,7 @@ class FsspecStorage:
 
 
 def storage_of(options: dict[str, Any]) -> FsspecStorage:
-    """What `FsspecStorage.recipe` describes."""
+    """The storage that `FsspecStorage.recipe` describes."""
     return FsspecStorage(fsspec.AbstractFileSystem.from_dict(options))
 
 

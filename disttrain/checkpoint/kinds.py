@@ -1,4 +1,4 @@
-"""What is asked of the arguments of state dicts: a model, optimizers, dicts."""
+"""Checks the arguments of the functions for state dicts: a model, optimizers, dicts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def check_model(operation: str, model: Any) -> None:
 
 def listed(operation: str, optimizers: Any) -> list[Optimizer]:
     """One optimizer or several, as a list. Raises ArgumentError for what has no groups of parameters."""
-    found = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    for optimizer in found:
+    optimizer_list = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for optimizer in optimizer_list:
         if not hasattr(optimizer, "param_groups"):
             _refuse(operation, "optimizers", optimizer, "Give an optimizer, or a list of them.")
-    return found
+    return optimizer_list
 
 
-def check_dict(operation: str, name: str, given: Any) -> None:
+def check_dict(operation: str, name: str, value: Any) -> None:
     """Raise ArgumentError for what is no dict."""
-    if not isinstance(given, Mapping):
-        _refuse(operation, name, given, "Give the dict that the function of the same name with `get` returns.")
+    if not isinstance(value, Mapping):
+        _refuse(operation, name, value, "Give the dict that the function of the same name with `get` returns.")
 
 
-def _refuse(operation: str, name: str, given: Any, remedy: str) -> None:
-    kind = type(given)
+def _refuse(operation: str, name: str, value: Any, remedy: str) -> None:
+    kind = type(value)
     raise ArgumentError(operation, f"{name} is or has a {kind.__module__}.{kind.__qualname__}.", remedy)

@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor lies on which rank. Pure arithmetic; nothing here knows of files or holds a tensor."""
+"""Computes which part of a sharded tensor lies on which rank. Pure arithmetic, without files and tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disttrain.dtensor.spec.shard_sizes import num_blocks, piece
 
 
 @dataclass(frozen=True)
-class Sharding:
+class TensorSpec:
     """A tensor's global shape and dtype, and how it lies on ranks.
 
     `cuts` has, per mesh axis, the dim that it shards, or None where it replicates; `num_blocks`, where it is not empty,
@@ -32,8 +32,8 @@ class Sharding:
     def is_plain(self) -> bool:
         return not self.mesh_ranks
 
-    def is_copy_of(self, other: Sharding) -> bool:
-        """Whether it lies as the other does, on a mesh of other ranks."""
+    def is_copy_of(self, other: TensorSpec) -> bool:
+        """True if the tensor lies as the other does, on a mesh of other ranks."""
         lies_alike = replace(self, mesh_ranks=()) == replace(other, mesh_ranks=())
         return lies_alike and not self.is_plain and not set(self.mesh_ranks) & set(other.mesh_ranks)
 
@@ -57,7 +57,7 @@ class Sharding:
         ]  # fmt: skip
 
     @classmethod
-    def from_plain(cls, plain: list[Any]) -> Sharding:
+    def from_plain(cls, plain: list[Any]) -> TensorSpec:
         shape, dtype, ranks, mesh_shape, cuts, blocks = plain
         return cls(tuple(shape), dtype, tuple(ranks), tuple(mesh_shape), tuple(cuts), tuple(blocks))
 
@@ -70,7 +70,7 @@ def _placement(dim: int | None, blocks: int) -> Placement:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of the whole in one box; `origin`: where that begins in the rank's own tensor."""
+    """One box of the whole tensor on a rank; `origin`: where that begins in the rank's local tensor."""
 
     box: Box
     origin: tuple[int, ...]
@@ -82,7 +82,7 @@ class Part:
 def parts_at(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[Part]:
-    """What the rank at `coordinate` holds: one part, several where blocks are cut each for itself, or none."""
+    """The parts of the rank at `coordinate`: one, several where blocks are cut each for itself, or none."""
     cuts = list(zip(mesh_shape, coordinate, placements, strict=True))
     by_dim = []
     for dim, size in enumerate(shape):
@@ -91,7 +91,9 @@ def parts_at(
             if placement.cut_dim == dim:
                 runs = _cut(runs, num_blocks(placement), num_pieces, position)
         starts = itertools.accumulate((length for _, length in runs), initial=0)
-        by_dim.append([(start, length, own) for (start, length), own in zip(runs, starts, strict=False)])
+        by_dim.append(
+            [(start, length, local_start) for (start, length), local_start in zip(runs, starts, strict=False)]
+        )
     return [
         Part(Box(tuple(run[0] for run in runs), tuple(run[1] for run in runs)), tuple(run[2] for run in runs))
         for runs in itertools.product(*by_dim)
@@ -102,7 +104,7 @@ def _cut(runs: list[tuple[int, int]], blocks: int, num_pieces: int, position: in
     """Of runs (start, length) one after the other, what is left when each of their equal blocks is cut."""
     block_size = sum(length for _, length in runs) // blocks
     size, offset = piece(block_size, num_pieces, position)
-    kept: list[tuple[int, int]] = []
+    remaining: list[tuple[int, int]] = []
     for first in range(offset, offset + blocks * block_size, block_size) if size else ():
         before = 0
         for start, length in runs:
@@ -110,8 +112,8 @@ def _cut(runs: list[tuple[int, int]], blocks: int, num_pieces: int, position: in
             before += length
             if begin >= end:
                 continue
-            if kept and sum(kept[-1]) == start + begin:
-                kept[-1] = (kept[-1][0], kept[-1][1] + end - begin)
+            if remaining and sum(remaining[-1]) == start + begin:
+                remaining[-1] = (remaining[-1][0], remaining[-1][1] + end - begin)
             else:
-                kept.append((start + begin, end - begin))
-    return kept
+                remaining.append((start + begin, end - begin))
+    return remaining

@@ -1,4 +1,4 @@
-"""What `ls` prints: a save's tensors, or the saves of a folder. Torch-free."""
+"""Tables for the command `ls`: a save's tensors, or the saves of a folder. Torch-free."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_named
 from disttrain.checkpoint.format.manifest import Chunk, Manifest
-from disttrain.checkpoint.layout import Sharding
+from disttrain.checkpoint.layout import TensorSpec
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
 SPLIT_BYTES = 4 << 20
@@ -28,50 +28,50 @@ _NUMBERS = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
 
 @dataclass(frozen=True)
 class Outline:
-    """What one rank's state has, by name, without the values.
+    """The names and specs of one rank's state, without the values.
 
     `values` are plain values, equal on all ranks; `per_rank` ones differ; `same_as` maps a tensor's second name to its
     first.
     """
 
-    tensors: Mapping[str, Sharding] = field(default_factory=dict)
+    tensors: Mapping[str, TensorSpec] = field(default_factory=dict)
     values: Sequence[str] = ()
     per_rank: Sequence[str] = ()
     same_as: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def compared(self) -> list[str]:
-        """What is looked at before a save: values, and plain tensors that are like values, such as counters and
-        states of generators. Others, such as averages of batches, may be each rank's own: see
+        """Names that are compared among ranks before a save: values, and plain tensors that are like values, such as
+        counters and states of generators. Others, such as averages of batches, may be each rank's own: see
         `saving/copies_compared.py`."""
-        return [*self.values, *(name for name, sharding in self.tensors.items() if is_like_a_value(sharding))]
+        return [*self.values, *(name for name, spec in self.tensors.items() if is_like_a_value(spec))]
 
     @property
     def plain_tensors(self) -> list[str]:
-        """What all ranks that have it are taken to have alike."""
-        return [name for name, sharding in self.tensors.items() if sharding.is_plain]
+        """Tensors that are taken to be alike on all ranks that have them."""
+        return [name for name, spec in self.tensors.items() if spec.is_plain]
 
     def to_plain(self) -> list[Any]:
-        tensors = {name: sharding.to_plain() for name, sharding in self.tensors.items()}
+        tensors = {name: spec.to_plain() for name, spec in self.tensors.items()}
         return [tensors, list(self.values), list(self.per_rank), dict(self.same_as)]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Outline:
         tensors, values, per_rank, same_as = plain
-        return cls({name: Sharding.from_plain(item) for name, item in tensors.items()}, values, per_rank, same_as)
+        return cls({name: TensorSpec.from_plain(item) for name, item in tensors.items()}, values, per_rank, same_as)
 
 
-def is_like_a_value(sharding: Sharding) -> bool:
-    """Whether all ranks must have it alike."""
-    if not sharding.is_plain:
+def is_like_a_value(spec: TensorSpec) -> bool:
+    """True if all ranks must have it alike."""
+    if not spec.is_plain:
         return False
-    shape, dtype = sharding.shape, sharding.dtype
+    shape, dtype = spec.shape, spec.dtype
     return (not shape and dtype in _NUMBERS) or (dtype in _INTEGERS and math.prod(shape) <= _MOST_COMPARED)
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes: parts of tensors by name, and values by name."""
+    """The part of a save that one rank writes: parts of tensors by name, and values by name."""
 
     parts: list[tuple[str, Box]] = field(default_factory=list)
     values: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ def with_one_way(outlines: Sequence[Outline]) -> list[Outline]:
 
 
 def plan_save(outlines: Sequence[Outline], differing: Container[str] = ()) -> list[RankPlan]:
-    """What each rank writes, given what each has. Every element of every tensor is written by exactly one rank.
+    """Plans what each rank writes, given what each has. Every element of every tensor is written by exactly one rank.
 
     What one rank alone holds it writes; the rest goes, largest first, to the holder with the fewest bytes. A plain
     value is written by the first rank that has it, and so is each tensor that is `differing` among ranks. Raises
@@ -111,9 +111,9 @@ def plan_save(outlines: Sequence[Outline], differing: Container[str] = ()) -> li
     plans = [RankPlan() for _ in outlines]
     load_bytes = [0] * len(outlines)
     shared: list[tuple[int, str, Box, tuple[int, ...]]] = []
-    for name, shardings in _merged(outlines).items():
-        item_size = dtype_named(next(iter(shardings)).dtype).itemsize
-        for box, holders in _parts(name, shardings).items():
+    for name, specs in _merged(outlines).items():
+        item_size = dtype_named(next(iter(specs)).dtype).itemsize
+        for box, holders in _parts(name, specs).items():
             if len(holders) == 1 or name in differing:
                 plans[holders[0]].parts.append((name, box))
                 load_bytes[holders[0]] += box.num_elements * item_size
@@ -143,13 +143,13 @@ def _check_kinds(outlines: Sequence[Outline]) -> None:
 
 
 def _split_elements(box: Box, item_size: int, num_holders: int) -> int:
-    """How many elements each piece of a shared part has at most."""
+    """The most elements of each piece of a shared part."""
     if box.num_elements * item_size <= SPLIT_BYTES:
         return box.num_elements
     return max(SPLIT_BYTES // item_size, -(-box.num_elements // num_holders))
 
 
-def _merged(outlines: Sequence[Outline]) -> dict[str, dict[Sharding, tuple[int, ...]]]:
+def _merged(outlines: Sequence[Outline]) -> dict[str, dict[TensorSpec, tuple[int, ...]]]:
     """Each tensor: how it lies, and the ranks that have it so.
 
     It may lie alike on several meshes that have no rank in common, as the parameters that tensor parallel leaves whole
@@ -157,34 +157,34 @@ def _merged(outlines: Sequence[Outline]) -> dict[str, dict[Sharding, tuple[int, 
     """
     if all(outline is outlines[0] for outline in outlines):
         every = tuple(range(len(outlines)))
-        return {name: {sharding: every} for name, sharding in outlines[0].tensors.items()}
-    ranks: dict[str, dict[Sharding, list[int]]] = {}
+        return {name: {spec: every} for name, spec in outlines[0].tensors.items()}
+    ranks: dict[str, dict[TensorSpec, list[int]]] = {}
     for rank, outline in enumerate(outlines):
-        for name, sharding in outline.tensors.items():
+        for name, spec in outline.tensors.items():
             ways = ranks.setdefault(name, {})
-            if sharding not in ways and not all(sharding.is_copy_of(other) for other in ways):
+            if spec not in ways and not all(spec.is_copy_of(other) for other in ways):
                 other, others = next(iter(ways.items()))
                 raise CheckpointError(
                     "save",
-                    f"{name!r} is {other} on rank {others[0]}, {sharding} on rank {rank}.",
+                    f"{name!r} is {other} on rank {others[0]}, {spec} on rank {rank}.",
                     "Give tensors that differ between ranks names of their own, or wrap small ones in PerRank.",
                 )
-            ways.setdefault(sharding, []).append(rank)
+            ways.setdefault(spec, []).append(rank)
     return {name: {way: tuple(holders) for way, holders in ways.items()} for name, ways in ranks.items()}
 
 
-def _parts(name: str, shardings: Mapping[Sharding, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
+def _parts(name: str, specs: Mapping[TensorSpec, tuple[int, ...]]) -> dict[Box, tuple[int, ...]]:
     parts: dict[Box, tuple[int, ...]] = {}
-    for sharding, ranks in shardings.items():
-        absent = sorted(set(sharding.mesh_ranks) - set(ranks))
+    for spec, ranks in specs.items():
+        absent = sorted(set(spec.mesh_ranks) - set(ranks))
         if absent:
             raise CheckpointError(
                 "save",
                 f"{name!r} lies on ranks {absent} too, whose states lack it.",
                 "Save it on all ranks of its mesh.",
             )
-        whole = Box.whole(sharding.shape)
-        boxes = sharding.boxes() if not sharding.is_plain else {whole: ranks} if whole.num_elements else {}
+        whole = Box.whole(spec.shape)
+        boxes = spec.boxes() if not spec.is_plain else {whole: ranks} if whole.num_elements else {}
         for box, holders in boxes.items():
             parts[box] = (*parts.get(box, ()), *holders)
     return parts
@@ -210,7 +210,7 @@ class Read:
 
 
 def plan_load(manifest: Manifest, wanted: Mapping[str, Iterable[Box]]) -> list[Read]:
-    """Which chunks, and what of them, fill the wanted boxes of each tensor; in the order of files and offsets.
+    """Plans the reads that fill the wanted boxes of each tensor, in the order of files and offsets.
 
     Raises CheckpointCorruptError when the chunks don't cover what is wanted.
     """
@@ -218,14 +218,14 @@ def plan_load(manifest: Manifest, wanted: Mapping[str, Iterable[Box]]) -> list[R
     for name, box in ((name, box) for name, boxes in wanted.items() for box in boxes):
         tensor = manifest.tensor_named(name)
         assert tensor is not None
-        found = [(chunk, chunk.box.intersection(box)) for chunk in tensor.chunks]
-        mine = [Read(name, tensor.dtype, chunk, part, box) for chunk, part in found if part is not None]
-        num_elements = sum(read.box.num_elements for read in mine)
+        overlaps = [(chunk, chunk.box.intersection(box)) for chunk in tensor.chunks]
+        box_reads = [Read(name, tensor.dtype, chunk, part, box) for chunk, part in overlaps if part is not None]
+        num_elements = sum(read.box.num_elements for read in box_reads)
         if num_elements != box.num_elements:
             raise CheckpointCorruptError(
                 "load",
                 f"{name!r} has chunks for {num_elements} of the {box.num_elements} elements at {box.origin}.",
                 "Load another save.",
             )
-        reads += mine
+        reads += box_reads
     return sorted(reads, key=lambda read: (read.chunk.file, read.chunk.offset, read.box))

@@ -1,4 +1,5 @@
-"""How far the command has come: a bar on a terminal where `rich` is installed, else a line now and then. Torch-free."""
+"""Shows the progress of a command: a bar on a terminal where `rich` is installed, else a line now and then.
+Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may stand in a state besides tensors, values and dicts: objects with a state, values per rank, empty slots."""
+"""Objects that may stand in a state besides tensors, values and dicts: with a state, with a value per rank, empty
+slots."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
-from disttrain.checkpoint.layout import Sharding, parts_at
+from disttrain.checkpoint.layout import TensorSpec, parts_at
 from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save, with_one_way
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError
@@ -29,7 +29,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def shardings(draw: st.DrawFn, shape: tuple[int, ...], world_size: int) -> Sharding:
+def shardings(draw: st.DrawFn, shape: tuple[int, ...], world_size: int) -> TensorSpec:
     """Plain, or any cuts on any mesh of all ranks in any order."""
     factors = [
         mesh
@@ -39,14 +39,14 @@ def shardings(draw: st.DrawFn, shape: tuple[int, ...], world_size: int) -> Shard
     ]
     mesh_shape = draw(st.sampled_from(factors))
     if draw(st.booleans()):
-        return Sharding(shape, "int16")
+        return TensorSpec(shape, "int16")
     dims = [None, *range(len(shape))]
     cuts = tuple(draw(st.sampled_from(dims)) for _ in mesh_shape)
     blocks = tuple(1 if dim is None else draw(st.sampled_from(divisors(shape[dim]))) for dim in cuts)
     if len(set(cuts)) < len(cuts):
         # What a cut leaves of a dim must be as many equal blocks.
         blocks = (1,) * len(cuts)
-    return Sharding(shape, "int16", tuple(draw(st.permutations(range(world_size)))), mesh_shape, cuts, blocks)
+    return TensorSpec(shape, "int16", tuple(draw(st.permutations(range(world_size)))), mesh_shape, cuts, blocks)
 
 
 def divisors(size: int) -> list[int]:
@@ -54,7 +54,7 @@ def divisors(size: int) -> list[int]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[int, dict[str, Sharding]]:
+def worlds(draw: st.DrawFn) -> tuple[int, dict[str, TensorSpec]]:
     world_size = draw(st.integers(1, 6))
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
     return world_size, {f"t{place}": draw(shardings(shape, world_size)) for place, shape in enumerate(shapes)}
@@ -72,7 +72,7 @@ def count(plans: list[RankPlan], name: str, shape: tuple[int, ...]) -> np.ndarra
 
 @settings(max_examples=30)
 @given(worlds())
-def test_every_element_is_written_exactly_once(world: tuple[int, dict[str, Sharding]]) -> None:
+def test_every_element_is_written_exactly_once(world: tuple[int, dict[str, TensorSpec]]) -> None:
     world_size, tensors = world
     plans = plan_save([Outline(tensors)] * world_size)
     for name, sharding in tensors.items():
@@ -81,7 +81,7 @@ def test_every_element_is_written_exactly_once(world: tuple[int, dict[str, Shard
 
 @settings(max_examples=30)
 @given(worlds())
-def test_ranks_write_only_what_they_hold(world: tuple[int, dict[str, Sharding]]) -> None:
+def test_ranks_write_only_what_they_hold(world: tuple[int, dict[str, TensorSpec]]) -> None:
     world_size, tensors = world
     for rank, plan in enumerate(plan_save([Outline(tensors)] * world_size)):
         for name, box in plan.parts:
@@ -93,7 +93,7 @@ def test_ranks_write_only_what_they_hold(world: tuple[int, dict[str, Sharding]])
 
 @settings(max_examples=30)
 @given(worlds(), st.data())
-def test_a_load_covers_every_wanted_element_once(world: tuple[int, dict[str, Sharding]], data: st.DataObject) -> None:
+def test_a_load_covers_every_wanted_element_once(world: tuple[int, dict[str, TensorSpec]], data: st.DataObject) -> None:
     world_size, tensors = world
     manifest = manifest_of(plan_save([Outline(tensors)] * world_size), tensors)
     wanted = {
@@ -148,7 +148,7 @@ def own_piece(whole: np.ndarray, placement: Placement, axis_size: int, place: in
     return np.concatenate(pieces, dim)
 
 
-def manifest_of(plans: list[RankPlan], tensors: dict[str, Sharding]) -> Manifest:
+def manifest_of(plans: list[RankPlan], tensors: dict[str, TensorSpec]) -> Manifest:
     chunks = [
         (name, Chunk(f"rank-{rank}", 0, 2 * box.num_elements, box, b""))
         for rank, plan in enumerate(plans)
@@ -169,7 +169,7 @@ def test_a_gap_between_chunks_is_found() -> None:
 
 
 def test_replicated_tensors_are_spread_by_bytes() -> None:
-    tensors = {f"t{place}": Sharding((place + 1, 10), "float32") for place in range(20)}
+    tensors = {f"t{place}": TensorSpec((place + 1, 10), "float32") for place in range(20)}
     plans = plan_save([Outline(tensors)] * 4)
     loads = [sum(box.num_elements for _, box in plan.parts) for plan in plans]
     assert sum(loads) == 2100
@@ -177,7 +177,7 @@ def test_replicated_tensors_are_spread_by_bytes() -> None:
 
 
 def test_a_large_replicated_tensor_is_split_among_its_holders() -> None:
-    tensors = {"w": Sharding((3 * SPLIT_BYTES,), "uint8")}
+    tensors = {"w": TensorSpec((3 * SPLIT_BYTES,), "uint8")}
     plans = plan_save([Outline(tensors)] * 3)
     assert [[box for _, box in plan.parts] for plan in plans] == [
         [Box((SPLIT_BYTES * rank,), (SPLIT_BYTES,))] for rank in range(3)
@@ -186,7 +186,7 @@ def test_a_large_replicated_tensor_is_split_among_its_holders() -> None:
 
 def test_replicas_take_turns_on_a_mesh_of_two_axes() -> None:
     """Four ranks, two replicas of two halves: each half goes to the holder who has less so far."""
-    tensors = {name: Sharding((4, 2), "float32", (0, 1, 2, 3), (2, 2), (None, 0)) for name in ("a", "b")}
+    tensors = {name: TensorSpec((4, 2), "float32", (0, 1, 2, 3), (2, 2), (None, 0)) for name in ("a", "b")}
     plans = plan_save([Outline(tensors)] * 4)
     assert [plan.parts for plan in plans] == [
         [("a", Box((0, 0), (2, 2)))],
@@ -197,43 +197,43 @@ def test_replicas_take_turns_on_a_mesh_of_two_axes() -> None:
 
 
 def test_ranks_may_have_different_parts_of_a_model() -> None:
-    first = Outline({"a": Sharding((4,), "int16"), "both": Sharding((2,), "int16")}, ["step"], ["rng"])
-    second = Outline({"b": Sharding((3,), "int16"), "both": Sharding((2,), "int16")}, ["step", "late"], ["rng"])
+    first = Outline({"a": TensorSpec((4,), "int16"), "both": TensorSpec((2,), "int16")}, ["step"], ["rng"])
+    second = Outline({"b": TensorSpec((3,), "int16"), "both": TensorSpec((2,), "int16")}, ["step", "late"], ["rng"])
     plans = plan_save([first, second])
     assert [sorted(name for name, _ in plan.parts) for plan in plans] == [["a"], ["b", "both"]]
     assert [plan.values for plan in plans] == [["step", "rng"], ["late", "rng"]]
 
 
 def test_different_tensors_of_one_name_are_refused() -> None:
-    outlines = [Outline({"w": Sharding((4,), "int16")}), Outline({"w": Sharding((5,), "int16")})]
+    outlines = [Outline({"w": TensorSpec((4,), "int16")}), Outline({"w": TensorSpec((5,), "int16")})]
     with pytest.raises(CheckpointError, match=r"'w' is .* on rank 0, .* on rank 1"):
         plan_save(outlines)
 
 
 def test_copies_on_meshes_beside_each_other_are_written_once() -> None:
-    columns = [Sharding((5, 2), "int16", ranks, (2,), (0,)) for ranks in ((0, 2), (1, 3))]
+    columns = [TensorSpec((5, 2), "int16", ranks, (2,), (0,)) for ranks in ((0, 2), (1, 3))]
     plans = plan_save([Outline({"norm": columns[rank % 2], "bias": columns[rank % 2]}) for rank in range(4)])
     for name in ("norm", "bias"):
         assert (count(plans, name, (5, 2)) == 1).all()
     assert all(len(plan.parts) == 1 for plan in plans)
-    for other in (Sharding((5, 2), "int16", (1, 3), (2,), (1,)), Sharding((5, 2), "int16", (0, 3), (2,), (0,))):
+    for other in (TensorSpec((5, 2), "int16", (1, 3), (2,), (1,)), TensorSpec((5, 2), "int16", (0, 3), (2,), (0,))):
         with pytest.raises(CheckpointError, match="Give tensors that differ between ranks names of their own"):
             plan_save([Outline({"norm": columns[0]}), Outline({"norm": other}), Outline({"norm": columns[0]})])
 
 
 def test_a_tensor_is_on_all_ranks_of_its_mesh() -> None:
-    sharded = Outline({"w": Sharding((4,), "int16", (0, 1), (2,), (0,))})
+    sharded = Outline({"w": TensorSpec((4,), "int16", (0, 1), (2,), (0,))})
     with pytest.raises(CheckpointError, match=r"'w' lies on ranks \[1\] too, whose states lack it"):
         plan_save([sharded, Outline()])
 
 
 def test_a_name_is_a_tensor_everywhere_or_nowhere() -> None:
     with pytest.raises(CheckpointError, match="'w' is a tensor, a value or a PerRank"):
-        plan_save([Outline({"w": Sharding((4,), "int16")}), Outline({}, ["w"])])
+        plan_save([Outline({"w": TensorSpec((4,), "int16")}), Outline({}, ["w"])])
 
 
 def test_a_second_name_that_only_some_ranks_tie_stands_for_itself() -> None:
-    one, other = Sharding((4,), "int16"), Sharding((3,), "int16")
+    one, other = TensorSpec((4,), "int16"), TensorSpec((3,), "int16")
     outlines = [
         Outline({"a": one, "c": other}, same_as={"x": "a", "y": "a", "z": "c"}),
         Outline({"a": one, "x": one, "c": other}, same_as={"y": "x", "z": "c"}),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from disttrain.checkpoint.format.box import Box, boxes_of_range
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
-from disttrain.checkpoint.layout import Sharding
+from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.loading.sharing import SharedFetch, plan_shared, shared_boxes
 from disttrain.checkpoint.plan import Outline, plan_load, plan_save
 from tests.unit.test_checkpoint_plan import SHAPES, shardings
@@ -19,7 +19,7 @@ BLOCK_BYTES = 8
 
 
 @st.composite
-def reloads(draw: st.DrawFn) -> tuple[Manifest, list[dict[str, Sharding]]]:
+def reloads(draw: st.DrawFn) -> tuple[Manifest, list[dict[str, TensorSpec]]]:
     """A save by one world, and what each rank of another wants; some ranks may lack some tensors."""
     old_size, new_size = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     shapes = {f"t{place}": shape for place, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=4)))}
@@ -35,7 +35,7 @@ def reloads(draw: st.DrawFn) -> tuple[Manifest, list[dict[str, Sharding]]]:
     return manifest_of(saved, old_size), wants
 
 
-def manifest_of(tensors: dict[str, Sharding], world_size: int) -> Manifest:
+def manifest_of(tensors: dict[str, TensorSpec], world_size: int) -> Manifest:
     """Each rank's chunks one after the other in its file."""
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     for rank, plan in enumerate(plan_save([Outline(tensors)] * world_size)):
@@ -50,7 +50,7 @@ def manifest_of(tensors: dict[str, Sharding], world_size: int) -> Manifest:
 @settings(max_examples=60)
 @given(reloads())
 def test_each_rank_gets_all_and_each_shared_byte_is_read_once(
-    reload: tuple[Manifest, list[dict[str, Sharding]]],
+    reload: tuple[Manifest, list[dict[str, TensorSpec]]],
 ) -> None:
     manifest, wants = reload
     boxes = shared_boxes(wants)
@@ -72,7 +72,7 @@ def test_each_rank_gets_all_and_each_shared_byte_is_read_once(
             assert mine - set(shared_with) == alone
 
 
-def all_boxes(wants: list[dict[str, Sharding]], name: str, sharding: Sharding) -> dict[Box, set[int]]:
+def all_boxes(wants: list[dict[str, TensorSpec]], name: str, sharding: TensorSpec) -> dict[Box, set[int]]:
     """Who wants which box of a tensor, by enumeration."""
     ranks = {rank for rank, wanted in enumerate(wants) if wanted.get(name) == sharding}
     if sharding.is_plain:
@@ -93,7 +93,7 @@ def places_wanted(read: object) -> list[tuple[str, int]]:
 
 
 def test_readers_take_turns_by_bytes() -> None:
-    saved = {"w": Sharding((1 << 20,), "uint8"), "v": Sharding((1 << 19,), "uint8")}
+    saved = {"w": TensorSpec((1 << 20,), "uint8"), "v": TensorSpec((1 << 19,), "uint8")}
     manifest = manifest_of(saved, 1)
     plan = plan_shared(manifest, shared_boxes([saved] * 4), max_bytes=1 << 16)
     by_reader = Counter()

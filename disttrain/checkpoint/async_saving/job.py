@@ -1,4 +1,4 @@
-"""What a training process asks of its writer: one save, whose data lie ready in shared memory. Torch-free."""
+"""Requests from a training process to its writer: one save, whose data lie ready in shared memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from disttrain.checkpoint.saving.commit import Contents, Target
 from disttrain.checkpoint.saving.copies_compared import Replicas
 
 SHARED_MEMORY, SAVE, FAIL, END = "shared_memory", "save", "fail", "end"
-"""What a training process says: here is memory; save what is there; the save of this number cannot be; that was all."""
+"""Kinds of requests: shared memory is attached; save what is in it; a save failed before it began; no more saves."""
 
 BYTES, KEPT, DIFFER, COMMITTED, DROPPED, FAILED = "bytes", "kept", "differ", "committed", "dropped", "failed"
-"""What a writer says: how far it is; what of its copies in memory; which plain tensors differ; how a save has ended."""
+"""Kinds of replies: bytes written so far; result of the copies in memory; plain tensors that differ; how a save has
+ended."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class PendingSave(Future[Path | None]):
 
     @property
     def progress(self) -> float:
-        """How much of this rank's part has been written, from 0 to 1."""
+        """Fraction of this rank's part that has been written, from 0 to 1."""
         return 1.0 if self.done() else self.num_bytes / max(1, self.total_bytes)
 
     def failure(self) -> CheckpointError | None:

@@ -56,10 +56,11 @@ WhenBusy = Literal["wait", "skip", "newest"]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank writes as long as its outline has the digest `own`; `digest` is equal on all ranks; `shared`:
-    see `shared_names`; `copies`: likewise of plain tensors; `differing`: those that were not alike when it was made."""
+    """The part that this rank writes, valid while its outline has the digest `local_digest`. `digest` is equal on all
+    ranks; `shared`: see `shared_names`; `copies`: likewise of plain tensors; `differing`: those that were not alike
+    when it was made."""
 
-    own: bytes
+    local_digest: bytes
     digest: bytes
     part: RankPlan
     contents: Contents | None
@@ -68,7 +69,7 @@ class _Plan:
     differing: list[str]
 
     def has_missed(self, ended: Iterable[PendingSave]) -> bool:
-        """Whether tensors have come to differ since it was made."""
+        """True if tensors have come to differ among ranks since the plan was made."""
         return not {name for save in ended for name in save.differing} <= {*self.differing}
 
 
@@ -147,7 +148,7 @@ class AsyncSaver:
         slot = self._taken(pending)
         session.add(pending)
         try:
-            if described.digest != plan.own:
+            if described.digest != plan.local_digest:
                 raise described.error or CheckpointError("async_save", _CHANGED, _PLAN_ANEW)
             target = target_of(session.save_id(pending.number))
             self._stage(session, plan, pending, slot, target, keep, described, list(optimizers))
@@ -190,18 +191,18 @@ class AsyncSaver:
         self._untold += ended
         failures, is_busy = self._failures(), not any(slot.is_free for slot in self._slots)
         if failures:
-            own = Turn(
+            turn = Turn(
                 failure=[f"the save to {failures[0][0].path} failed: {failures[0][1].problem}", failures[0][1].remedy]
             )
         elif is_busy and self._when_busy == "skip":
-            own = Turn(skips=True)
+            turn = Turn(skips=True)
         else:
             newest = max(save.number for save in self._under_way) if is_busy else None
             drops = newest if self._when_busy == "newest" else None
             plan = self._plan
-            is_old = plan is None or described.digest != plan.own or plan.has_missed(self._untold)
-            own = Turn(drops=drops, plans=is_old)
-        return self._session.agreed(number, own)
+            is_old = plan is None or described.digest != plan.local_digest or plan.has_missed(self._untold)
+            turn = Turn(drops=drops, plans=is_old)
+        return self._session.agreed(number, turn)
 
     def _failures(self) -> list[tuple[PendingSave, CheckpointError]]:
         return [(save, error) for save in self._under_way if (error := save.failure()) is not None]
@@ -247,11 +248,11 @@ class AsyncSaver:
             return [described.digest, findings(described.tree), digest_of_all(described.digests.read())]
 
         def decide(ballots: list[list[Any]]) -> list[Any]:
-            digests, found, of_copies = zip(*ballots, strict=True)
-            warn_of_no_tensor(found)
+            digests, findings_of_all, of_copies = zip(*ballots, strict=True)
+            warn_of_no_tensor(findings_of_all)
             if claim is not None:
                 claim.ensure()
-            are_alike, copies_are_alike = (len(set(one)) == 1 for one in (digests, of_copies))
+            are_alike, copies_are_alike = (len(set(column)) == 1 for column in (digests, of_copies))
             return [uuid4().hex, are_alike, copies_are_alike, xxhash.xxh3_128_digest(b"".join(digests))]
 
         token, are_alike, copies_are_alike, digest = consensus.agree(work, decide)
@@ -330,12 +331,12 @@ class _Described:
 def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> CheckpointError:
     """One error for all saves that have failed."""
     (first, error), *others = failures
-    told = CheckpointError(
+    combined = CheckpointError(
         "async_save", f"the save to {first.path} failed: {error.problem}", error.remedy, rank=error.rank
     )
     for pending, other in others:
-        told.add_note(f"The save to {pending.path} failed too: {other.problem}")
-    return told
+        combined.add_note(f"The save to {pending.path} failed too: {other.problem}")
+    return combined
 
 
 def _tell_of(ended: Sequence[PendingSave], rank: int) -> None:

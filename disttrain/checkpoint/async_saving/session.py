@@ -32,7 +32,8 @@ _RESTART = "The next save starts a new writer; look in the log for what ended th
 
 
 class Turn(NamedTuple):
-    """What all ranks do at one call: raise for a failed save (problem, remedy), skip, drop a save, plan anew."""
+    """The decision for one call, the same on all ranks: raise for a failed save (problem, remedy), skip, drop a save,
+    plan anew."""
 
     failure: Sequence[str] | None = None
     skips: bool = False
@@ -57,9 +58,9 @@ class Session:
         whole = self._own_store if party is None else party.store
         assert whole is not None
         self._store = PrefixStore(name, whole)
-        kept = None if memory is None else memory.to_plain()
+        plain_memory = None if memory is None else memory.to_plain()
         ranks = None if self._ranks == tuple(range(self.size)) else list(self._ranks)
-        self._config = [self.rank, self.size, name, store_to_plain(whole), kept, ranks]
+        self._config = [self.rank, self.size, name, store_to_plain(whole), plain_memory, ranks]
         self._link: WriterLink | None = None
         self._death = ""
         self._pending: dict[int, PendingSave] = {}
@@ -67,17 +68,18 @@ class Session:
     def save_id(self, number: int) -> str:
         return xxhash.xxh3_128_hexdigest(f"{self.token}/{number}".encode())
 
-    def agreed(self, number: int, own: Turn) -> Turn:
-        """What the first rank that came to this call found."""
+    def agreed(self, number: int, proposal: Turn) -> Turn:
+        """The proposal of the first rank that came to this call."""
         if self.size == 1:
-            return own
-        found = self._store.compare_set(f"turns/{number}", b"", msgpack.packb(own))
+            return proposal
+        agreed = self._store.compare_set(f"turns/{number}", b"", msgpack.packb(proposal))
         if self.rank == 0:
             self._store.delete_key(f"turns/{number - _TURNS_KEPT}")
-        return Turn(*msgpack.unpackb(found))
+        return Turn(*msgpack.unpackb(agreed))
 
     def gives_up(self, number: int) -> bool:
-        """Whether a save that has perhaps not begun is given up for a newer one; the same on all ranks."""
+        """Gives up a save that has perhaps not begun, for a newer one; returns whether it is given up, the same on all
+        ranks."""
         return self._store.compare_set(fate_key(number), b"", NOT_BEGUN) != BEGUN
 
     @property

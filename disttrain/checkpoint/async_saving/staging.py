@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.async_saving.shared_memory import SharedMemory
-from disttrain.checkpoint.format.image import Image, Place
+from disttrain.checkpoint.format.image import Extent, Image
 from disttrain.checkpoint.saving.writer import Item
 from disttrain.dtensor import DTensor
 
@@ -24,11 +24,11 @@ _SMALL_ELEMENTS = 1 << 15
 """Of larger tensors each copy is worth a call, and several threads."""
 
 _SPARE_BYTES = 2 << 30
-"""How much memory of a GPU a copy on it must leave free."""
+"""Memory of a GPU that a copy on it must leave free."""
 
 
 class Gates:
-    """What optimizers wait for, on the GPU, before their next step."""
+    """Events on the GPU that optimizers wait for before their next step."""
 
     def __init__(self) -> None:
         self._events: weakref.WeakKeyDictionary[Optimizer, list[torch.cuda.Event]] = weakref.WeakKeyDictionary()
@@ -65,8 +65,8 @@ class Stager:
         owned = _owned_storages(optimizers)
         by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         last: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for item, place in _not_packed(items, image.places, shared_memory):
-            pair = (_target(shared_memory, place.offset, item.tensor), item.tensor.detach())
+        for item, extent in _not_packed(items, image.extents, shared_memory):
+            pair = (_target(shared_memory, extent.offset, item.tensor), item.tensor.detach())
             queue = last if item.tensor.untyped_storage().data_ptr() in owned else by_device
             queue.setdefault(item.tensor.device, []).append(pair)
         events = []
@@ -102,7 +102,7 @@ class Stager:
 
 
 def can_copy_on_device(items: Sequence[Item]) -> bool:
-    """Whether GPUs have room for copies of these items, with some to spare."""
+    """True if the GPUs have room for copies of these items, with some to spare."""
     needed: dict[torch.device, int] = {}
     for item in items:
         if item.tensor.device.type == "cuda":
@@ -118,10 +118,10 @@ def copied(items: Sequence[Item]) -> list[Item]:
 
 
 def _not_packed(
-    items: Sequence[Item], places: Sequence[Place], shared_memory: SharedMemory
-) -> Iterator[tuple[Item, Place]]:
+    items: Sequence[Item], extents: Sequence[Extent], shared_memory: SharedMemory
+) -> Iterator[tuple[Item, Extent]]:
     """Copy small tensors on the CPU, many with one call: the image has no gaps. Returns: the others."""
-    for dtype, run in itertools.groupby(zip(items, places, strict=True), key=lambda pair: _packing_dtype(pair[0])):
+    for dtype, run in itertools.groupby(zip(items, extents, strict=True), key=lambda pair: _packing_dtype(pair[0])):
         if dtype is None:
             yield from run
             continue
@@ -140,7 +140,7 @@ def _packing_dtype(item: Item) -> torch.dtype | None:
 
 
 def _target(shared_memory: SharedMemory, offset: int, source: torch.Tensor) -> torch.Tensor:
-    """Where in the shared memory a tensor goes: its dtype and shape at `offset`."""
+    """The part of the shared memory that a tensor goes to: its dtype and shape at `offset`."""
     return shared_memory.bytes[offset : offset + source.numel() * source.itemsize].view(source.dtype).view(source.shape)
 
 

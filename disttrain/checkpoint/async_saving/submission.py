@@ -73,14 +73,14 @@ class Submission:
                 self._stage_copies(self.copies)
             for event in self._events:
                 event.synchronize()
-            found = self.digests.read()
+            digests = self.digests.read()
         except Exception as error:  # noqa: BLE001  all ranks must hear of it
             self.session.refuse(self.job.number, as_ours(error))
             return
         self.copies = None
         self.items.clear()
         self.pending.mark_staged()
-        copies = [Replicas(number, names, [found.get(name, b"") for name in names]) for number, names in self.shared]
+        copies = [Replicas(number, names, [digests.get(name, b"") for name in names]) for number, names in self.shared]
         self.session.submit(replace(self.job, copies=copies), self.slot.shared_memory)
 
     def _make_shared_memory(self) -> None:

@@ -1,4 +1,4 @@
-"""What a training process and its writer say to each other: msgpack frames over a Unix socket, with file descriptors.
+"""Messages between a training process and its writer: msgpack frames over a Unix socket, with file descriptors.
 
 Source: unix(7), on SCM_RIGHTS.
 """

@@ -28,26 +28,32 @@ class WriterLink:
     """
 
     def __init__(self, config: Sequence[Any], hear: Hear, died: Callable[[str], None]) -> None:
-        ours, theirs = socket.socketpair()
+        local_end, writer_end = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "disttrain.checkpoint.async_saving.writer_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "disttrain.checkpoint.async_saving.writer_process",
+                    str(writer_end.fileno()),
+                ],
+                pass_fds=[writer_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 start_new_session=True,
             )
         except OSError as error:
-            ours.close()
+            local_end.close()
             raise CheckpointError("async_save", f"cannot start {sys.executable}: {error}.") from error
         finally:
-            theirs.close()
-        self._wire = Wire(ours)
+            writer_end.close()
+        self._wire = Wire(local_end)
         self._is_ending = False
         self._sent: dict[int, weakref.ref[SharedMemory]] = {}
         # A forked child must not keep the writer waiting for us.
-        os.register_at_fork(after_in_child=_Closing(ours))
+        os.register_at_fork(after_in_child=_Closing(local_end))
         self._listener = threading.Thread(target=self._listen, args=(hear, died), daemon=True)
         self._listener.start()
         self.say(config)
@@ -57,7 +63,7 @@ class WriterLink:
         return self._process.pid
 
     def say(self, message: Sequence[Any]) -> None:
-        """What a writer that has died is told is lost: `died` is called, or has been."""
+        """Sends a message. One to a writer that has died is lost: `died` is called, or has been."""
         try:
             self._wire.send(message)
         except OSError:  # the listener notices as well, and knows why
@@ -65,8 +71,8 @@ class WriterLink:
 
     def show(self, key: int, shared_memory: SharedMemory) -> None:
         """Share shared memory, once."""
-        known = self._sent.get(key)
-        if known is not None and known() is shared_memory:
+        sent = self._sent.get(key)
+        if sent is not None and sent() is shared_memory:
             return
         self._sent[key] = weakref.ref(shared_memory)
         try:

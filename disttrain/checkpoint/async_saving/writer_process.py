@@ -48,7 +48,7 @@ from disttrain.store import PrefixStore, Store
 from disttrain.store.connection.handover import store_from_plain
 
 BEGUN, NOT_BEGUN = b"begun", b"dropped"
-"""Whether a save was begun, or given up for a newer one before: who says so first decides."""
+"""The fate of a save: it was begun, or given up for a newer one before. The first to write decides."""
 
 _TRAINER_DIED = "the training process ended before it had closed its Checkpointer."
 _REPORT_EVERY_BYTES = 32 << 20
@@ -135,14 +135,16 @@ class Writer:
             self._assembly.agree(lambda: _refuse(problem, remedy))
         job = Job.from_plain(message[1])
         name, arguments = job.storage
-        with ExitStack() as held:
+        with ExitStack() as stack:
             storage: Storage | None = None
 
             def prepare() -> list[Any]:
                 nonlocal storage
                 storage = self._storage(name, arguments)
                 ready = [] if self._copies is None else self._copies.make_ready()
-                values, copies = ([[one.number, one.digest()] for one in many] for many in (job.shared, job.copies))
+                values, copies = (
+                    [[entry.number, entry.digest()] for entry in many] for many in (job.shared, job.copies)
+                )
                 return [job.digest, job.target.path.name, values, copies, ready]
 
             def begin(ballots: list[list[Any]]) -> tuple[Any, list[int], list[int]] | None:
@@ -154,7 +156,7 @@ class Writer:
                 if self._store.compare_set(fate_key(job.number), b"", BEGUN) != BEGUN:
                     return None
                 arrangement = [] if self._copies is None else arranged(ready)
-                held.enter_context(temporary_folder(storage, job.target))
+                stack.enter_context(temporary_folder(storage, job.target))
                 return arrangement, differing_groups(values), differing_groups(copies)
 
             begun = self._assembly.agree(prepare, begin)
@@ -180,7 +182,7 @@ class Writer:
         def describe() -> dict[str, list[Any]]:
             return {name: value for group in groups for name, value in group.described().items()}
 
-        self._assembly.agree(describe, lambda found: refuse_differing("async_save", found))
+        self._assembly.agree(describe, lambda descriptions: refuse_differing("async_save", descriptions))
 
     def _compare_copies(self, number: int, groups: list[Replicas]) -> None:
         """Of plain tensors with different digests: say which differ."""
@@ -188,7 +190,7 @@ class Writer:
         self._say(DIFFER, number, self._assembly.agree(lambda: by_name, differing_copies))
 
     def _storage(self, name: str, arguments: dict[str, Any]) -> Storage:
-        """What `Portable.recipe` has described."""
+        """The storage that `Portable.recipe` has described."""
         key = repr((name, arguments))
         if key not in self._storages:
             module, _, attribute = name.partition(":")
@@ -241,13 +243,13 @@ class Writer:
     def _parts(self, job: Job, image: Image, file: str, written: Written) -> Iterator[memoryview]:
         """The file's parts from shared memory, which is its image; tells how far it is."""
         memory = self._data(job)
-        done = told = 0
+        done = reported = 0
 
-        for part in image.parts(file, lambda number: image.places[number].of(memory), written):
+        for part in image.parts(file, lambda number: image.extents[number].of(memory), written):
             yield part
             done += len(part)
-            if done >= told + _REPORT_EVERY_BYTES or done == image.num_bytes:
-                told = done
+            if done >= reported + _REPORT_EVERY_BYTES or done == image.num_bytes:
+                reported = done
                 self._say(BYTES, job.number, done)
 
 

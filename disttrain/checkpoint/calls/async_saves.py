@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from disttrain.checkpoint.async_saving.saver import AsyncSaver
-from disttrain.checkpoint.calls.meeting import meet
 from disttrain.checkpoint.calls.planners import check_save_planner
+from disttrain.checkpoint.calls.resolving import resolve
 from disttrain.checkpoint.calls.stagers import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
@@ -57,23 +57,23 @@ def async_save(
         raise CheckpointError(
             "async_save", "a HuggingFaceStorageWriter's files are made from a whole save.", "Use `save` for them."
         )
-    meeting = meet("async_save", path, storage, checkpoint_id, writer, process_group, no_dist=no_dist)
+    call = resolve("async_save", path, storage, checkpoint_id, writer, process_group, no_dist=no_dist)
     overwrites = overwrite
     if overwrites is None:
-        overwrites = meeting.is_torchs and (writer is None or writer.overwrite)
-    consensus = meeting.consensus
+        overwrites = call.is_torchs and (writer is None or writer.overwrite)
+    consensus = call.consensus
     if consensus.world is None or consensus.party is None:
-        saver = AsyncSaver(meeting.storage, "wait")
+        saver = AsyncSaver(call.storage, "wait")
     else:
         ranks = consensus.party.ranks
-        saver = consensus.world.companion(_WorldSavers, _WorldSavers).of(meeting.storage, ranks)
+        saver = consensus.world.companion(_WorldSavers, _WorldSavers).of(call.storage, ranks)
     pending = saver.save(
         state_dict,
-        meeting.path,
+        call.path,
         optimizers,
         consensus=consensus,
         overwrites=overwrites,
-        is_marked=meeting.is_torchs,
+        is_marked=call.is_torchs,
     )
     if consensus.world is None:
         saver.let_go()
@@ -103,7 +103,7 @@ class _WorldSavers:
                 warnings.warn(f"{error}", RuntimeWarning, stacklevel=2)
 
 
-def _is_same(one: Storage, other: Storage) -> bool:
-    if isinstance(one, Portable) and isinstance(other, Portable):
-        return one.recipe() == other.recipe()
-    return one is other
+def _is_same(first: Storage, second: Storage) -> bool:
+    if isinstance(first, Portable) and isinstance(second, Portable):
+        return first.recipe() == second.recipe()
+    return first is second

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from disttrain.checkpoint.calls.meeting import meet
 from disttrain.checkpoint.calls.opening import open_ours_or_torchs
 from disttrain.checkpoint.calls.planners import allows_partial_load
+from disttrain.checkpoint.calls.resolving import resolve
 from disttrain.checkpoint.calls.writers import (
     BroadcastingTorchSaveReader,
     HuggingFaceStorageReader,
@@ -61,14 +61,14 @@ def load(
     if allows_partial_load("load", planner):
         rules = replace(rules, allow=rules.allow | {"missing"})
     reader = None if storage_reader is None else as_reader("load", storage_reader)
-    meeting = meet("load", path, storage, checkpoint_id, reader, process_group, no_dist=no_dist)
-    if meeting.is_torchs:
+    call = resolve("load", path, storage, checkpoint_id, reader, process_group, no_dist=no_dist)
+    if call.is_torchs:
         rules = replace(rules, allow=rules.allow | {"unexpected"}, convert=(*rules.convert, "*"))
     opened = _OPENED_BY.get(type(reader), open_ours_or_torchs)
     return load_source(
-        meeting.consensus,
+        call.consensus,
         state_dict,
-        lambda: opened(meeting.storage, meeting.path),
+        lambda: opened(call.storage, call.path),
         rules,
         shares_reads=shares_reads,
     )

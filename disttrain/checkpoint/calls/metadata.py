@@ -1,4 +1,4 @@
-"""What a save holds, without its bytes, as torch's `StorageReader.read_metadata` tells it: in torch's own classes."""
+"""The contents of a save without its bytes, in torch's own classes, as `StorageReader.read_metadata` returns them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from disttrain.checkpoint.calls.saves import save
 from disttrain.errors import CheckpointError
 
 CheckpointException = CheckpointError
-"""What torch raises where a save or a load fails."""
+"""torch's name for the error of a failed save or load."""
 
 
 def save_state_dict(

@@ -9,8 +9,8 @@ from disttrain.errors import CheckpointError
 
 
 class DefaultSavePlanner:
-    """What torch plans a save by. Here each save is planned alike: replicated tensors are written once, by ranks that
-    share the bytes, and plans are kept; so its arguments change nothing."""
+    """Takes the arguments of torch's planner of saves. Here each save is planned alike: replicated tensors are written
+    once, by ranks that share the bytes, and plans are kept; so its arguments change nothing."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class DefaultSavePlanner:
 
 
 class DefaultLoadPlanner:
-    """What torch plans a load by.
+    """Takes the arguments of torch's planner of loads.
 
     Args: allow_partial_load  whether what the save lacks stays as it is, in place of an error.
     """
@@ -41,7 +41,7 @@ class DefaultLoadPlanner:
 
 
 DynamicMetaLoadPlanner = DefaultLoadPlanner
-"""What torch plans the load of a file of torch.save by: a `BroadcastingTorchSaveReader` needs none."""
+"""torch's planner for loading a file of torch.save; a `BroadcastingTorchSaveReader` needs none."""
 
 
 def check_save_planner(operation: str, planner: object) -> None:
@@ -51,7 +51,7 @@ def check_save_planner(operation: str, planner: object) -> None:
 
 
 def allows_partial_load(operation: str, planner: object) -> bool:
-    """Whether a planner lets names be missing from the save. Raises CheckpointError for one that decides more."""
+    """True if a planner lets names be missing from the save. Raises CheckpointError for one that decides more."""
     if planner is None:
         return False
     if not _is(planner, DefaultLoadPlanner):
@@ -67,7 +67,10 @@ _LEAVE_OUT = "Leave it out, or give a DefaultSavePlanner."
 
 
 def _is(planner: object, kind: type) -> bool:
-    """Whether it is of that class, or of torch's class of that name; one derived from these is not."""
-    own = type(planner)
-    is_torchs = own.__name__ == kind.__name__ and own.__module__ == "torch.distributed.checkpoint.default_planner"
-    return own is kind or is_torchs
+    """True for an object of that class, or of torch's class of that name; one derived from these is not."""
+    planner_type = type(planner)
+    is_torchs = (
+        planner_type.__name__ == kind.__name__
+        and planner_type.__module__ == "torch.distributed.checkpoint.default_planner"
+    )
+    return planner_type is kind or is_torchs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from disttrain.checkpoint.calls.meeting import meet
 from disttrain.checkpoint.calls.planners import check_save_planner
+from disttrain.checkpoint.calls.resolving import resolve
 from disttrain.checkpoint.calls.writers import HuggingFaceStorageWriter, PathLike, as_writer
 from disttrain.checkpoint.interop.calls import MAX_FILE_BYTES, without_empty
 from disttrain.checkpoint.interop.exporting import save_as
@@ -47,13 +47,13 @@ def save(
     """
     check_save_planner("save", planner)
     writer = None if storage_writer is None else as_writer("save", storage_writer)
-    meeting = meet("save", path, storage, checkpoint_id, writer, process_group, no_dist=no_dist)
+    call = resolve("save", path, storage, checkpoint_id, writer, process_group, no_dist=no_dist)
     overwrites = overwrite
     if overwrites is None:
-        overwrites = meeting.is_torchs and (writer is None or writer.overwrite)
-    consensus, target = meeting.consensus, meeting.path
+        overwrites = call.is_torchs and (writer is None or writer.overwrite)
+    consensus, target = call.consensus, call.path
     if isinstance(writer, HuggingFaceStorageWriter):
         form = SafetensorsFormat(MAX_FILE_BYTES, writer.fqn_to_index_mapping or {})
-        save_as(consensus, without_empty(state_dict), target, meeting.storage, form, overwrites=overwrites)
+        save_as(consensus, without_empty(state_dict), target, call.storage, form, overwrites=overwrites)
     else:
-        save_folder(consensus, state_dict, target, meeting.storage, overwrites=overwrites, is_marked=meeting.is_torchs)
+        save_folder(consensus, state_dict, target, call.storage, overwrites=overwrites, is_marked=call.is_torchs)

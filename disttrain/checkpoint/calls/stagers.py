@@ -14,7 +14,7 @@ from typing import Any
 
 
 class AsyncCheckpointerType(Enum):
-    """What writes a save: here it is a process in either case."""
+    """The writer of an asynchronous save, as torch names it: here it is a process in either case."""
 
     THREAD = "thread"
     PROCESS = "process"
@@ -22,8 +22,8 @@ class AsyncCheckpointerType(Enum):
 
 @dataclass
 class StagingOptions:
-    """How torch stages. Of these, `use_async_staging` alone says something here: that `async_save` returns an
-    `AsyncSaveResponse`."""
+    """torch's options for staging. Of these, `use_async_staging` alone says something here: that `async_save` returns
+    an `AsyncSaveResponse`."""
 
     use_pinned_memory: bool = True
     use_shared_memory: bool = True
@@ -32,7 +32,7 @@ class StagingOptions:
 
 
 class DefaultStager:
-    """What is given as `async_stager=`."""
+    """The object to give as `async_stager=`."""
 
     def __init__(self, config: StagingOptions | None = None) -> None:
         self.config = config or StagingOptions()
@@ -43,7 +43,7 @@ class DefaultStager:
 
 @dataclass
 class AsyncSaveResponse:
-    """What `async_save` returns with a stager that stages asynchronously: when the values may be changed, and when the
+    """The result of `async_save` with a stager that stages asynchronously: when the values may be changed, and when the
     save is whole."""
 
     staging_completion: Future[None]
@@ -51,6 +51,6 @@ class AsyncSaveResponse:
 
 
 def stages_asynchronously(stager: object) -> bool:
-    """Whether who gave this stager wants an `AsyncSaveResponse`; torch's own says so, too."""
+    """True if the stager asks for an `AsyncSaveResponse`; torch's own can, too."""
     config: Any = getattr(stager, "config", getattr(stager, "_config", None))
     return bool(getattr(config, "use_async_staging", False))

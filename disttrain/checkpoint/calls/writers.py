@@ -24,7 +24,7 @@ def checked_path(operation: str, path: PathLike) -> str:
     return os.fspath(path)
 
 
-class _Place:
+class _Endpoint:
     """A path or URL, which `checkpoint_id=` may replace; `options` are those of fsspec's file system."""
 
     def __init__(self, path: PathLike, options: Mapping[str, Any] | None = None) -> None:
@@ -42,7 +42,7 @@ class _Place:
         return open_url(where, **self._options)
 
 
-class FileSystemWriter(_Place):
+class FileSystemWriter(_Endpoint):
     """Saves in our own format to a folder, or to a URL that fsspec knows.
 
     Args: overwrite  whether a save that is there gives way; False: the save is refused.
@@ -113,7 +113,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         self.fqn_to_index_mapping = None if fqn_to_index_mapping is None else dict(fqn_to_index_mapping)
 
 
-class FileSystemReader(_Place):
+class FileSystemReader(_Endpoint):
     """Loads from a folder, or a URL that fsspec knows: a save of ours, or one of torch.distributed.checkpoint."""
 
     def __init__(self, path: PathLike, _extension_registry: object | None = None) -> None:
@@ -153,28 +153,28 @@ class BroadcastingTorchSaveReader(FileSystemReader):
         super().__init__("" if checkpoint_id is None else checkpoint_id)
 
 
-def as_writer(operation: str, given: object) -> FileSystemWriter:
-    """What was given as `storage_writer=`, one of torch's as ours. Raises CheckpointError for what is neither."""
-    if isinstance(given, FileSystemWriter):
-        return given
-    path = _path_of_torchs(given, ("FileSystemWriter", "FsspecWriter"))
+def as_writer(operation: str, writer: object) -> FileSystemWriter:
+    """The argument `storage_writer=`, one of torch's as ours. Raises CheckpointError for what is neither."""
+    if isinstance(writer, FileSystemWriter):
+        return writer
+    path = _path_of_torchs(writer, ("FileSystemWriter", "FsspecWriter"))
     if path is None:
-        raise CheckpointError(operation, f"storage_writer= is a {type(given).__name__}.", _WRITERS)
-    return FileSystemWriter(path, overwrite=getattr(given, "overwrite", True))
+        raise CheckpointError(operation, f"storage_writer= is a {type(writer).__name__}.", _WRITERS)
+    return FileSystemWriter(path, overwrite=getattr(writer, "overwrite", True))
 
 
-def as_reader(operation: str, given: object) -> FileSystemReader:
-    """What was given as `storage_reader=`; see `as_writer`."""
-    if isinstance(given, FileSystemReader):
-        return given
+def as_reader(operation: str, reader: object) -> FileSystemReader:
+    """The argument `storage_reader=`, one of torch's as ours; see `as_writer`."""
+    if isinstance(reader, FileSystemReader):
+        return reader
     for kind, names in (
         (HuggingFaceStorageReader, ("HuggingFaceStorageReader",)),
         (FileSystemReader, ("FileSystemReader", "FsspecReader")),
     ):
-        path = _path_of_torchs(given, names)
+        path = _path_of_torchs(reader, names)
         if path is not None:
             return kind(path)
-    raise CheckpointError(operation, f"storage_reader= is a {type(given).__name__}.", _READERS)
+    raise CheckpointError(operation, f"storage_reader= is a {type(reader).__name__}.", _READERS)
 
 
 _OWN = "A class of your own is a Storage, for storage=: open_file, write_file, and so on."
@@ -182,10 +182,10 @@ _WRITERS = f"Give a FileSystemWriter, FsspecWriter or HuggingFaceStorageWriter o
 _READERS = f"Give a FileSystemReader, FsspecReader or HuggingFaceStorageReader of disttrain.checkpoint. {_OWN}"
 
 
-def _path_of_torchs(given: object, names: tuple[str, ...]) -> PathLike | None:
+def _path_of_torchs(endpoint: object, names: tuple[str, ...]) -> PathLike | None:
     """Of one of torch's own classes by these names (no subclass): where it points."""
-    kind = type(given)
+    kind = type(endpoint)
     if kind.__module__.startswith("torch.distributed.checkpoint.") and kind.__name__ in names:
-        path: PathLike = vars(given)["path"]
+        path: PathLike = vars(endpoint)["path"]
         return path
     return None

@@ -27,7 +27,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What both hold; None when that is no element."""
+        """The part that both boxes contain; None when that has no element."""
         starts = tuple(map(max, self.origin, other.origin))
         ends = (
             min(a + m, b + n) for a, m, b, n in zip(self.origin, self.shape, other.origin, other.shape, strict=True)
@@ -60,7 +60,8 @@ class Box:
 
 
 def spans(shape: tuple[int, ...], box: Box, max_gap: int) -> Iterator[tuple[int, int]]:
-    """Where `box` lies in a row-major tensor of `shape`: (start, end) in elements, ascending, covering all of it.
+    """The ranges of a row-major tensor of `shape` that `box` covers: (start, end) in elements, ascending, covering all
+    of it.
 
     Runs that repeat at a distance of at most `max_gap` elements come as one span, gaps and all.
     """
@@ -71,7 +72,7 @@ def spans(shape: tuple[int, ...], box: Box, max_gap: int) -> Iterator[tuple[int,
     last = first + sum((size - 1) * stride for size, stride in zip(box.shape[apart:], strides[apart:], strict=True))
     rows = [range(start, start + size) for start, size in zip(box.origin[:apart], box.shape[:apart], strict=True)]
     for row in itertools.product(*rows):
-        base = sum(place * stride for place, stride in zip(row, strides, strict=False))
+        base = sum(index * stride for index, stride in zip(row, strides, strict=False))
         yield base + first, base + last + 1
 
 

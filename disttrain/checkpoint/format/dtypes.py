@@ -54,5 +54,5 @@ def dtype_of_safetensors(name: str) -> str:
 
 
 def is_safetensors_dtype(dtype: str) -> bool:
-    """Whether safetensors has a name for it."""
+    """True if safetensors has a name for this dtype."""
     return dtype in _SAFETENSORS

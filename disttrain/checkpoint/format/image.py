@@ -17,11 +17,11 @@ _DATA_ALIGNMENT = 4096
 """The data begin at a multiple of it, so that they can be mapped and read with direct I/O."""
 
 SLICE_BYTES = 16 * BLOCK_BYTES
-"""How much of a chunk goes its way at once: whole blocks."""
+"""The bytes of a chunk that are passed on at once: whole blocks."""
 
 
 class Entry(NamedTuple):
-    """What becomes one chunk; `dtype` and `shape` are what the file's own header says of it."""
+    """A tensor's part or a value that becomes one chunk; `dtype` and `shape` stand in the file's own header."""
 
     name: str
     box: Box
@@ -31,8 +31,8 @@ class Entry(NamedTuple):
     is_value: bool
 
 
-class Place(NamedTuple):
-    """Where a chunk lies in the file."""
+class Extent(NamedTuple):
+    """The bytes of the file that hold a chunk."""
 
     name: str
     box: Box
@@ -50,11 +50,11 @@ class Image:
     """One rank's file: `header`, and after it the chunks one by one."""
 
     header: bytes
-    places: Sequence[Place]
+    extents: Sequence[Extent]
 
     @property
     def num_bytes(self) -> int:
-        return self.places[-1].offset + self.places[-1].num_bytes if self.places else len(self.header)
+        return self.extents[-1].offset + self.extents[-1].num_bytes if self.extents else len(self.header)
 
     def parts(
         self, file: str, data_of: Callable[[int], Iterable[memoryview]], written: Written
@@ -64,24 +64,24 @@ class Image:
         A slice has its checksums when it is handed on, so that one is written while the next one is looked through.
         """
         yield memoryview(self.header)
-        for number, place in enumerate(self.places):
+        for number, extent in enumerate(self.extents):
             checksums = []
             for data in data_of(number):
                 checksums.append(block_checksums(data, BLOCK_BYTES))
                 yield data
-            chunk = Chunk(file, place.offset, place.num_bytes, place.box, b"".join(checksums))
-            (written.values if place.is_value else written.parts).append((place.name, chunk))
+            chunk = Chunk(file, extent.offset, extent.num_bytes, extent.box, b"".join(checksums))
+            (written.values if extent.is_value else written.parts).append((extent.name, chunk))
 
     def saved_file(self) -> SavedFile:
         return SavedFile(self.num_bytes, len(self.header), block_checksums(memoryview(self.header), BLOCK_BYTES))
 
     def to_plain(self) -> list[Any]:
-        return [self.header, [[name, *box_row(box), *rest] for name, box, *rest in self.places]]
+        return [self.header, [[name, *box_row(box), *rest] for name, box, *rest in self.extents]]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Image:
         header, rows = plain
-        return cls(header, [Place(name, box_of(origin, shape), *rest) for name, origin, shape, *rest in rows])
+        return cls(header, [Extent(name, box_of(origin, shape), *rest) for name, origin, shape, *rest in rows])
 
 
 def slices(data: memoryview) -> Iterator[memoryview]:
@@ -100,7 +100,7 @@ def make_image(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Image:
     return Image(
         header,
         [
-            Place(entry.name, entry.box, entry.is_value, len(header) + offset, entry.num_bytes)
+            Extent(entry.name, entry.box, entry.is_value, len(header) + offset, entry.num_bytes)
             for entry, offset in zip(entries, offsets, strict=False)
         ],
     )
@@ -110,8 +110,8 @@ def _header(entries: Sequence[Entry], offsets: Sequence[int], metadata: Mapping[
     """Length and JSON, padded with spaces."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     for entry, offset in zip(entries, offsets, strict=False):
-        place = [offset, offset + entry.num_bytes]
-        content[_key(entry)] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": place}
+        span = [offset, offset + entry.num_bytes]
+        content[_key(entry)] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": span}
     text = json.dumps(content, separators=(",", ":")).encode()
     size = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
@@ -124,7 +124,7 @@ def _key(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: its file, and the chunks of each tensor and value in it."""
+    """The results of one rank's writing: its file, and the chunks of each tensor and value in it."""
 
     file: SavedFile | None = None
     parts: list[tuple[str, Chunk]] = field(default_factory=list)

@@ -19,7 +19,7 @@ FORMAT = "disttrain-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 TORCH_METADATA = ".metadata"
-"""What torch.distributed.checkpoint's folders have in its place; of ours, see `saving/commit.py`."""
+"""The file that makes a folder a save of torch.distributed.checkpoint; for ours, see `saving/commit.py`."""
 BLOCK_BYTES = 1 << 20
 """Each block of so many bytes of a chunk has a checksum of its own, so that a part can be read and verified."""
 
@@ -45,7 +45,7 @@ class SavedTensor:
 
     @property
     def boxes(self) -> list[Box]:
-        """Where the chunks lie in the tensor."""
+        """The parts of the tensor that its chunks hold."""
         return [chunk.box for chunk in self.chunks]
 
 

@@ -64,8 +64,8 @@ def read_manifest(storage: Readable, folder: Path) -> Manifest:
     except (OSError, MemoryError) as error:
         remedy = "Load another save, or look after the file system."
         raise CheckpointCorruptError("load", f"{folder / MANIFEST} cannot be read: {error}.", remedy) from error
-    what = f"has no {MANIFEST}" if names else "is not there, or is empty"
-    raise CheckpointError("load", f"{folder} {what}: no save was finished there.", "Give the folder of a save.")
+    problem = f"has no {MANIFEST}" if names else "is not there, or is empty"
+    raise CheckpointError("load", f"{folder} {problem}: no save was finished there.", "Give the folder of a save.")
 
 
 def _verified(data: bytes, path: str) -> dict[str, Any]:

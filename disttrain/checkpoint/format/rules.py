@@ -1,4 +1,4 @@
-"""What a manifest must hold to, so that whoever reads by it gets each element once, and nothing else. Torch-free.
+"""Checks manifests, so that whoever reads by one gets each element once, and nothing else. Torch-free.
 
 A checksum says that a manifest is as it was written, not that it makes sense.
 """
@@ -67,7 +67,7 @@ def _of_names(manifest: Manifest) -> Iterator[str]:
 
 
 def is_text(name: str) -> bool:
-    """Whether it can be written: half of a surrogate pair cannot."""
+    """True if the name can be encoded in UTF-8: half of a surrogate pair cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -131,12 +131,12 @@ def _of_tensor(name: str, tensor: SavedTensor, block_bytes: int) -> Iterator[str
 
 
 def can_be_a_shape(shape: Sequence[int], item_bytes: int) -> bool:
-    """Whether a tensor of torch can have these sizes, which are not negative."""
+    """True if a tensor of torch can have these sizes, which are not negative."""
     return len(shape) <= _MOST_DIMS and math.prod(max(size, 1) for size in shape) * item_bytes < _MOST_BYTES
 
 
 def _are_cut_along_a_dim(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes, in this order, are the whole, one after the other along one dim: most tensors' are."""
+    """True if the boxes, in this order, are the whole, one after the other along one dim: most tensors' are."""
     if not boxes or len(boxes[0].shape) != len(shape):
         return False
     dim = next((dim for dim, size in enumerate(shape) if boxes[0].shape[dim] != size), 0)
@@ -158,7 +158,7 @@ def _is_within(shape: tuple[int, ...], box: Box) -> bool:
 
 
 def have_overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes have an element in common. None of them is empty.
+    """True if any two boxes have an element in common. None of them is empty.
 
     Goes along the dim with the most cuts, and compares a box with those that have not ended there.
     """

@@ -14,7 +14,7 @@ from disttrain.checkpoint.format.manifest import Chunk, Manifest, block_checksum
 from disttrain.checkpoint.storage.base import Storage
 
 _PIECE_BYTES = 8 << 20
-"""How much a thread reads at once; whole blocks."""
+"""The most bytes that a thread reads at once; whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ def find_damage(
             damage.append(f"{name} has {found_bytes} bytes, {saved.num_bytes} were saved.")
     pieces = [piece for piece in _pieces(manifest) if piece.chunk.file in whole]
 
-    own = threading.local()  # a thread's buffer is used again: fresh memory costs as much as reading
+    local = threading.local()  # a thread's buffer is used again: fresh memory costs as much as reading
 
     def check(piece: _Piece) -> list[str]:
-        if len(getattr(own, "buffer", b"")) < piece.chunk.num_bytes:
-            own.buffer = bytearray(piece.chunk.num_bytes)
-        buffer = memoryview(own.buffer)[: piece.chunk.num_bytes]
-        found = _wrong_blocks(storage, folder, piece, manifest.block_bytes, buffer)
+        if len(getattr(local, "buffer", b"")) < piece.chunk.num_bytes:
+            local.buffer = bytearray(piece.chunk.num_bytes)
+        buffer = memoryview(local.buffer)[: piece.chunk.num_bytes]
+        damage = _wrong_blocks(storage, folder, piece, manifest.block_bytes, buffer)
         advance(piece.chunk.num_bytes)
-        return found
+        return damage
 
     with ThreadPoolExecutor(num_threads or min(16, 2 * (os.cpu_count() or 1))) as threads:
         for sentences in threads.map(check, pieces):
@@ -71,7 +71,7 @@ def find_damage(
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """How many bytes have checksums."""
+    """The number of bytes that have checksums."""
     return sum(piece.chunk.num_bytes for piece in _pieces(manifest))
 
 
@@ -106,8 +106,8 @@ def _wrong_blocks(storage: Storage, folder: Path, piece: _Piece, block_bytes: in
             num_read = file.read_at(chunk.offset, buffer)
     except OSError as error:
         return [f"{chunk.file} cannot be read at offset {chunk.offset}: {error}."]
-    found = block_checksums(buffer, block_bytes)
-    wrong = [at // 8 for at in range(0, len(found), 8) if found[at : at + 8] != chunk.checksums[at : at + 8]]
+    checksums = block_checksums(buffer, block_bytes)
+    wrong = [at // 8 for at in range(0, len(checksums), 8) if checksums[at : at + 8] != chunk.checksums[at : at + 8]]
     if num_read < chunk.num_bytes and not wrong:
         wrong = [num_read // block_bytes]
     return [

@@ -1,4 +1,4 @@
-"""What interop offers: to load and save in other formats as `load` and `save` do, and to convert."""
+"""Loads and saves in other formats as `load` and `save` do, and converts between them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from uuid import uuid4
 
 from disttrain.checkpoint.format.manifest import MANIFEST
 from disttrain.checkpoint.format.source import Source
-from disttrain.checkpoint.interop.choosing import choose
 from disttrain.checkpoint.interop.dcp import METADATA, open_dcp
 from disttrain.checkpoint.interop.dcp_writing import DcpFormat
 from disttrain.checkpoint.interop.exporting import Advance, Format, export, save_as
 from disttrain.checkpoint.interop.native_writing import NativeFormat
 from disttrain.checkpoint.interop.safetensors_files import SUFFIX, open_safetensors
 from disttrain.checkpoint.interop.safetensors_writing import SafetensorsFormat
+from disttrain.checkpoint.interop.selection import select
 from disttrain.checkpoint.interop.torch_files import open_torch
 from disttrain.checkpoint.loading.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.loading.load import load_source, open_save
@@ -144,7 +144,7 @@ def convert(
     def open_chosen() -> Source:
         nonlocal left_out
         opened = open_any(source)
-        chosen, left_out = choose(opened.manifest, to, *parts)
+        chosen, left_out = select(opened.manifest, to, *parts)
         return replace(opened, manifest=chosen)
 
     export(consensus, open_chosen, folder, storage, forms[to](), advance)
@@ -180,8 +180,8 @@ def _load(
     storage: Storage | None,
     rules: Rules,
 ) -> LoadReport:
-    found, folder = locate(path, storage)
-    return load_source(Consensus(operation), state, lambda: opened(found, folder), rules)
+    located, folder = locate(path, storage)
+    return load_source(Consensus(operation), state, lambda: opened(located, folder), rules)
 
 
 def without_empty(state: dict[str, Any]) -> dict[str, Any]:

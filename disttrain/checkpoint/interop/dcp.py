@@ -44,7 +44,7 @@ def open_dcp(storage: Storage, folder: Path) -> Source:
 
 
 class _Metadata:
-    """What `.metadata` says."""
+    """The contents of a `.metadata` file."""
 
     def __init__(self, where: str, data: bytes) -> None:
         self._where = where
@@ -64,9 +64,9 @@ class _Metadata:
         paths = {key: path for key, path in root.get("planner_data") or Map() if isinstance(path, tuple)}
         items: dict[tuple[str, tuple[int, ...] | None], Chunk] = {}
         for index, info in root["storage_data"]:
-            place = self._fields(index, "MetadataIndex")
-            offset = None if place.get("offset") is None else self._sizes(place["offset"])
-            items[place["fqn"], offset] = self._item(info)
+            index_fields = self._fields(index, "MetadataIndex")
+            offset = None if index_fields.get("offset") is None else self._sizes(index_fields["offset"])
+            items[index_fields["fqn"], offset] = self._item(info)
         tensors: dict[str, SavedTensor] = {}
         values: dict[str, Chunk] = {}
         for key, described in root["state_dict_metadata"]:
@@ -86,8 +86,8 @@ class _Metadata:
             raise self._refused(f"has {dtype} for a dtype")
         chunks = []
         for chunk in fields["chunks"]:
-            place = self._fields(chunk, "ChunkStorageMetadata")
-            box = Box(self._sizes(place["offsets"]), self._sizes(place["sizes"]))
+            chunk_fields = self._fields(chunk, "ChunkStorageMetadata")
+            box = Box(self._sizes(chunk_fields["offsets"]), self._sizes(chunk_fields["sizes"]))
             if box.num_elements:
                 chunks.append(replace(items[key, box.origin], box=box))
         return SavedTensor(self._sizes(fields["size"]), dtype.name, tuple(chunks))
@@ -167,6 +167,6 @@ class _Bytes:
         self.num_bytes = len(data)
 
     def read_at(self, offset: int, buffer: memoryview) -> int:
-        found = self._data[offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
+        data = self._data[offset : offset + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)

@@ -33,7 +33,7 @@ Advance = Callable[[int], None]
 
 
 class Format(Protocol):
-    """How a save is written in one format."""
+    """Writes a save in one format."""
 
     def jobs(self, manifest: Manifest) -> list[Job]:
         """The data files, the same on every rank. Raises CheckpointError for what has no place in the format."""
@@ -62,15 +62,15 @@ def export(
 
     `advance` hears how many more bytes have been written.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def begin(_: list[None]) -> str:
             remove_leftovers(storage, target.parent, lambda name: name == target.name)
             check_room(storage, target, overwrites=overwrites)
             export_id = uuid4().hex
             folder = temporary(target, export_id)
-            held.enter_context(storage.hold(folder))
-            held.callback(_remove_if_there, storage, folder)
+            stack.enter_context(storage.hold(folder))
+            stack.callback(_remove_if_there, storage, folder)
             storage.make_folder(folder)
             return export_id
 
@@ -102,20 +102,20 @@ def save_as(
     overwrites: bool = False,
 ) -> None:
     """Save a state in another format. Collective."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def begin(_: list[None]) -> str:
             remove_leftovers(storage, target.parent, lambda name: name == target.name)
             check_room(storage, target, overwrites=overwrites)
             own_id = uuid4().hex
-            held.enter_context(storage.hold(temporary(target, own_id)))
+            stack.enter_context(storage.hold(temporary(target, own_id)))
             return own_id
 
-        own = temporary(target, consensus.agree(lambda: None, begin))
+        native = temporary(target, consensus.agree(lambda: None, begin))
         if consensus.rank == 0:
-            held.callback(_remove_if_there, storage, own)
-        save_folder(consensus, state, own, storage)
-        export(consensus, lambda: open_save(storage, own), target, storage, form, overwrites=overwrites)
+            stack.callback(_remove_if_there, storage, native)
+        save_folder(consensus, state, native, storage)
+        export(consensus, lambda: open_save(storage, native), target, storage, form, overwrites=overwrites)
 
 
 def _remove_if_there(storage: Storage, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What reading other formats has in common: a manifest and a reader without checksums, and chunks with strides."""
+"""Parts that readers of other formats share: a manifest and a reader without checksums, and chunks with strides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 16
-"""What is read lies between multiples of it: as fine as is worth a request."""
+"""Reads begin and end at multiples of it: as fine as is worth a request."""
 
 
 @dataclass(frozen=True)

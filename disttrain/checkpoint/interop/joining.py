@@ -41,13 +41,13 @@ def joined(tree: Tree, manifest: Manifest) -> Manifest:
 
 
 def assembled(pieces: Mapping[tuple[str, ...], Any]) -> Any:
-    """What the pieces make up. Where the keys count from 0 on, it is a list."""
+    """Joins the pieces of a nested value. Where the keys count from 0 on, it is a list."""
     if () in pieces:
         return pieces[()]
     inner: dict[str, dict[tuple[str, ...], Any]] = {}
     for (key, *rest), value in pieces.items():
         inner.setdefault(key, {})[tuple(rest)] = value
     made = {key: assembled(values) for key, values in inner.items()}
-    if set(made) == {str(place) for place in range(len(made))}:
-        return [made[str(place)] for place in range(len(made))]
+    if set(made) == {str(index) for index in range(len(made))}:
+        return [made[str(index)] for index in range(len(made))]
     return made

@@ -12,7 +12,7 @@ _OF_TORCH = re.compile(r"^optim(?:izer)?/state/([^/]+)/([^/]+)$")
 
 
 def dotted(name: str) -> str:
-    """What other formats call the leaf `name`: `model/layers.0.weight` is `model.layers.0.weight`."""
+    """The name that other formats give the leaf `name`: `model/layers.0.weight` is `model.layers.0.weight`."""
     return ".".join(parts_of(name))
 
 

@@ -33,24 +33,24 @@ def open_torch(storage: Storage, path: Path) -> Source:
     try:
         with storage.open_file(path) as file:
             archive = Archive(file, 0, file.num_bytes, str(path))
-            found = _Found({}, {})
+            leaves = _Found({}, {})
             root = _pairs(archive.root)
             if root is None:
                 raise CheckpointError("load_torch", f"{path} holds no dict.", "Save a state dict.")
-            _descend(archive, (), root, found)
+            _descend(archive, (), root, leaves)
     except FileNotFoundError:
         raise CheckpointError("load_torch", f"{path} is not there.", "Give a file of torch.save.") from None
     firsts: dict[StoredTensor, str] = {}
-    same_as = {name: first for name, at in found.tensors.items() if (first := firsts.setdefault(at, name)) != name}
+    same_as = {name: first for name, at in leaves.tensors.items() if (first := firsts.setdefault(at, name)) != name}
     tensors = {
         name: SavedTensor(
             stored.shape, dtype_name(stored.dtype), (chunk_of(path.name, stored),) * (0 not in stored.shape)
         )
         for stored, name in firsts.items()
     }
-    values = {name: Chunk(path.name, number, 0, Box((), ()), b"") for number, name in enumerate(found.values)}
+    values = {name: Chunk(path.name, number, 0, Box((), ()), b"") for number, name in enumerate(leaves.values)}
     manifest = manifest_of("torch.save", "", tensors, values, same_as)
-    reader = _TorchReader(storage, path.parent, manifest, list(found.values.values()))
+    reader = _TorchReader(storage, path.parent, manifest, list(leaves.values.values()))
     return Source(str(path), manifest, reader, OwnNames())
 
 
@@ -65,16 +65,16 @@ class _TorchReader(ForeignReader):
         return {name: self._values[chunk.offset] for name, chunk in chunks.items()}
 
 
-def _descend(archive: Archive, path: tuple[str, ...], pairs: Map, found: _Found) -> None:
+def _descend(archive: Archive, path: tuple[str, ...], pairs: Map, leaves: _Found) -> None:
     for key, node in pairs:
-        here = (*path, str(key))
+        inner_path = (*path, str(key))
         inner, stored = _pairs(node), archive.tensor(node)
         if stored is not None:
-            found.tensors[name_of(here)] = stored
+            leaves.tensors[name_of(inner_path)] = stored
         elif inner is not None and all(isinstance(key, str) for key, _ in inner):
-            _descend(archive, here, inner, found)
+            _descend(archive, inner_path, inner, leaves)
         else:
-            found.values[name_of(here)] = archive.plain(node, archive.tensor_in_memory)
+            leaves.values[name_of(inner_path)] = archive.plain(node, archive.tensor_in_memory)
 
 
 def _pairs(node: Any) -> Map | None:

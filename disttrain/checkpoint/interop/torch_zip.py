@@ -50,7 +50,7 @@ _REMEDY = "Save it again with torch.save, of plain values and tensors."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: its first element at byte `offset` of the file, the others as `strides` (elements) say."""
+    """A tensor's bytes in the file: its first element at byte `offset`, the others as `strides` (elements) say."""
 
     offset: int
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Archive:
     """One torch.save file: `length` bytes of `file` from `offset` on. Pickles in `known` are not parsed again."""
 
     def __init__(
-        self, file: ReadableFile, offset: int, length: int, where: str, known: dict[bytes, Any] | None = None
+        self, file: ReadableFile, offset: int, length: int, where: str, parsed: dict[bytes, Any] | None = None
     ) -> None:
         self._where, self._offset = where, offset
         window = io.BufferedReader(_Window(file, offset, length), 1 << 12)
@@ -84,7 +84,7 @@ class Archive:
             with zipfile.ZipFile(window) as archive:
                 self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 pickled = archive.read(self._members["data.pkl"])
-                self.root = known[pickled] if known and pickled in known else parse(pickled)
+                self.root = parsed[pickled] if parsed and pickled in parsed else parse(pickled)
                 order = archive.read(self._members["byteorder"]) if "byteorder" in self._members else b"little"
         except (
             zipfile.BadZipFile,
@@ -99,8 +99,8 @@ class Archive:
         if order != b"little":
             raise self._refused("was saved on a big-endian machine")
         self._window, self._length = window, length
-        if known is not None and len(known) < _MAX_KNOWN:
-            known[pickled] = self.root
+        if parsed is not None and len(parsed) < _MAX_KNOWN:
+            parsed[pickled] = self.root
 
     def tensor(self, node: Any) -> StoredTensor | None:
         """The tensor that a part of the pickle is; None where it is none."""
@@ -153,17 +153,17 @@ class Archive:
         stored = self.tensor(node)
         if stored is not None:
             return tensor_of(stored)
-        what = node.what if isinstance(node, Made) else node
+        target = node.what if isinstance(node, Made) else node
         if isinstance(node, Made):
-            if what == _ORDERED_DICT:
+            if target == _ORDERED_DICT:
                 return self._plain(Map(node.items or []), tensor_of)
-            if what == _SIZE:
+            if target == _SIZE:
                 return tuple(node.args[0])
-            if what == _ENCODE and isinstance(node.args[0], str):
+            if target == _ENCODE and isinstance(node.args[0], str):
                 return node.args[0].encode("latin1")
-            if what in _SETS:
+            if target in _SETS:
                 return self._plain(sorted(node.items or (node.args or [()])[0]), tensor_of)
-        raise self._refused(f"would run {what}, which is neither a plain value nor a tensor")
+        raise self._refused(f"would run {target}, which is neither a plain value nor a tensor")
 
     def tensor_in_memory(self, stored: StoredTensor) -> torch.Tensor:
         """A tensor with its values."""
@@ -172,7 +172,7 @@ class Archive:
         return strided(np.frombuffer(bytearray(data), np.uint8), stored)
 
     def _data_offset(self, info: zipfile.ZipInfo) -> int:
-        """Where a member's bytes begin: after a local header, whose lengths may differ from the directory's."""
+        """The offset of a member's bytes: after a local header, whose lengths may differ from the directory's."""
         self._window.seek(info.header_offset)
         header = self._window.read(30)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -227,7 +227,8 @@ def _dtype(name: Name) -> torch.dtype:
 
 
 def archive_of(value: Any) -> bytes:
-    """What torch.save would write of a value, which torch.load reads. Raises CheckpointError for what is not plain."""
+    """The file that torch.save would write of a value, and that torch.load reads. Raises CheckpointError for what is
+    not plain."""
     storages: list[torch.Tensor] = []
     root = dumps(_pickled(value, storages))
     buffer = io.BytesIO()

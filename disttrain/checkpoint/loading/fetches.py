@@ -15,10 +15,10 @@ from disttrain.checkpoint.format.manifest import Chunk
 from disttrain.checkpoint.plan import Read
 
 FETCH_BYTES = 8 << 20
-"""How much a request brings at most, unless a single block is larger."""
+"""The most bytes that a request brings, unless a single block is larger."""
 
 _GAP_BYTES = 4096
-"""What lies closer than this is fetched together: disks give whole pages anyway."""
+"""Ranges with smaller gaps are fetched together: disks give whole pages anyway."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def offset(self) -> int:
-        """Where it begins in the file."""
+        """Its first byte in the file."""
         return self.chunk.offset + self.start
 
 
@@ -76,12 +76,12 @@ def _fetch(pieces: Sequence[Piece]) -> Fetch:
 
 def _pieces(reads: Sequence[Read], block_bytes: int, max_blocks: int) -> Iterator[Piece]:
     for _, of_chunk in itertools.groupby(reads, key=_chunk_of):
-        mine = tuple(of_chunk)
-        chunk = mine[0].chunk
-        for first, last in _block_ranges(mine, block_bytes):
+        chunk_reads = tuple(of_chunk)
+        chunk = chunk_reads[0].chunk
+        for first, last in _block_ranges(chunk_reads, block_bytes):
             for begin in range(first, last, max_blocks):
                 end = min(begin + max_blocks, last)
-                yield Piece(chunk, begin * block_bytes, min(end * block_bytes, chunk.num_bytes), mine)
+                yield Piece(chunk, begin * block_bytes, min(end * block_bytes, chunk.num_bytes), chunk_reads)
 
 
 def _chunk_of(read: Read) -> tuple[object, ...]:
@@ -91,7 +91,7 @@ def _chunk_of(read: Read) -> tuple[object, ...]:
 
 
 def _block_ranges(reads: Sequence[Read], block_bytes: int) -> list[tuple[int, int]]:
-    """Which blocks of a chunk hold what its `reads` want: (first, last + 1), ascending, none twice."""
+    """The blocks of a chunk that hold what its `reads` want: (first, last + 1), ascending, none twice."""
     chunk = reads[0].chunk
     if any(read.box == chunk.box for read in reads):
         return [(0, -(-chunk.num_bytes // block_bytes))]

@@ -1,4 +1,4 @@
-"""What a load brings to a rank: tensors are filled as they lie, values are returned.
+"""Fills a rank's tensors from a save, as they are sharded, and returns its values.
 
 What several ranks want alike, one of them reads for all, where they have a process group for it.
 """
@@ -22,7 +22,7 @@ from disttrain.checkpoint.loading.spreading import Spreading
 from disttrain.checkpoint.plan import Outline, plan_load
 from disttrain.checkpoint.saving.consensus import Consensus
 from disttrain.checkpoint.saving.save import all_outlines, digest_of
-from disttrain.checkpoint.state.tree import Tree, local_parts, sharding_of
+from disttrain.checkpoint.state.tree import Tree, local_parts, spec_of
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError
@@ -30,7 +30,7 @@ from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainE
 
 @dataclass
 class Loaded:
-    """What a load brings besides tensors that are filled in place: by name, for `Tree.put`."""
+    """Results of a load besides tensors that are filled in place: by name, for `Tree.put`."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def fill(
         targets = {name: local_parts(tensor) for name, tensor in tensors.items()}
         if not (shares_reads and reader.can_share and _has_group(consensus)):
             return [False, b""]
-        outline = Outline({name: sharding_of(consensus.operation, name, tensor) for name, tensor in tensors.items()})
+        outline = Outline({name: spec_of(consensus.operation, name, tensor) for name, tensor in tensors.items()})
         return [True, digest_of(outline)]
 
     can_share, are_alike = consensus.agree(prepare, _compared)
@@ -64,13 +64,13 @@ def fill(
     if can_share:
         outlines = [outline] * consensus.size if are_alike else all_outlines(consensus, outline, {}, {})[0]
 
-    own = targets
+    direct = targets
     spreading: Spreading | None = None
     if consensus.world is not None and outlines:
         world = consensus.world
 
         def get_ready() -> None:
-            nonlocal own, spreading
+            nonlocal direct, spreading
             boxes = shared_boxes([outline.tensors for outline in outlines])
             spreading = Spreading(reader, plan_shared(manifest, boxes), targets, world)
             shared = {
@@ -80,7 +80,7 @@ def fill(
                 for name, of_name in by_name.items()
                 for box in of_name
             }
-            own = {
+            direct = {
                 name: {box: part for box, part in parts.items() if (name, box) not in shared}
                 for name, parts in targets.items()
             }
@@ -91,7 +91,7 @@ def fill(
         if spreading is not None:
             spreading.run()
         with torch.no_grad():
-            reader.read_tensors(plan_load(manifest, own), own)
+            reader.read_tensors(plan_load(manifest, direct), direct)
         # Bytes come in by other ways than operators, which count what they write.
         count_writes(tensor for tensor in tensors.values() if not tensor.is_inference())
         loaded.values.update(_read_values(reader, manifest, tree, left_alone, consensus.rank))
@@ -101,7 +101,7 @@ def fill(
 
 
 def _has_group(consensus: Consensus) -> bool:
-    """Whether there are other ranks, and a transport for what lies on the host."""
+    """True if there are other ranks, and a transport for host memory."""
     return (
         consensus.world is not None
         and consensus.is_whole
@@ -155,15 +155,15 @@ def _read_values(reader: Reader, manifest: Manifest, tree: Tree, left_alone: set
 
     values = reader.read_values({name: chunk for name, chunk in manifest.values.items() if is_wanted(name)})
     owners = {name: owner_of(chunks, rank) for name, chunks in manifest.per_rank.items() if is_wanted(name)}
-    own = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
+    per_rank = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
     wrapped = {
         name: Value(value) if isinstance(tree.leaves.get(name), Value) else value for name, value in values.items()
     }
-    return {**wrapped, **{name: PerRank(value, owners[name]) for name, value in own.items()}}
+    return {**wrapped, **{name: PerRank(value, owners[name]) for name, value in per_rank.items()}}
 
 
 def owner_of(chunks: Mapping[int, Chunk], rank: int) -> int:
-    """Whose value this rank gets: its own, or that of another where it did not save."""
+    """The rank whose value this rank loads: itself, or another where it did not save."""
     saved = sorted(chunks)
     if not saved:
         raise CheckpointCorruptError("load", "a value per rank has no rank.", "Load another save.")

@@ -1,4 +1,4 @@
-"""How a state and a save fit: what either lacks, what differs, and what of that the caller allows."""
+"""Compares a state with a save: what either lacks, what differs, and what of that the caller allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from disttrain.arguments import arguments_of
 from disttrain.checkpoint.format.dtypes import dtype_named
 from disttrain.checkpoint.format.manifest import Manifest
-from disttrain.checkpoint.state.tree import Tree, listed, sharding_of
+from disttrain.checkpoint.state.tree import Tree, listed, spec_of
 from disttrain.checkpoint.stateful import PerRank
 from disttrain.errors import CheckpointError
 
@@ -24,7 +24,7 @@ Saved = TypeVar("Saved")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load left alone because it was allowed to, on any rank; all empty when everything fitted.
+    """Names that a load left alone because it was allowed to, on any rank; all empty when everything fitted.
 
     missing     names in the state that the save lacks: they are as they were before
     unexpected  names in the save that no state has: they were not read
@@ -38,13 +38,13 @@ class LoadReport:
     converted: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything was left alone."""
+        """True if anything was left alone."""
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a load tolerates: kinds of misfits, names (patterns) whose dtype may change, and other names."""
+    """Differences that a load tolerates: kinds of misfits, names (patterns) whose dtype may change, and other names."""
 
     allow: frozenset[Misfit] = frozenset()
     convert: tuple[str, ...] = ()
@@ -74,7 +74,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Misfits:
-    """What one rank finds. `mismatched` has a sentence per name; `converted` are dtypes that may differ, and do."""
+    """Differences that one rank finds. `mismatched` has a sentence per name; `converted` are dtypes that may differ,
+    and do."""
 
     missing: list[str]
     unexpected: list[str]
@@ -108,7 +109,7 @@ def with_names(manifest: Manifest, rename: Callable[[str], str]) -> Manifest:
 
 
 def compare(tree: Tree, manifest: Manifest, rules: Rules) -> Misfits:
-    """What this rank's state and the save don't have in common."""
+    """Finds where this rank's state and the save differ."""
     saved = {
         **dict.fromkeys((*manifest.tensors, *manifest.same_as), "a tensor"),
         **dict.fromkeys(manifest.values, "a value"),
@@ -116,7 +117,7 @@ def compare(tree: Tree, manifest: Manifest, rules: Rules) -> Misfits:
     }
     # A tied tensor is filled under whichever of its names the save has.
     filled = {id(tensor) for name, tensor in tree.tensors.items() if name in saved}
-    found = Misfits(
+    misfits = Misfits(
         [
             name
             for name, leaf in tree.leaves.items()
@@ -131,25 +132,25 @@ def compare(tree: Tree, manifest: Manifest, rules: Rules) -> Misfits:
         if name not in saved:
             continue
         if saved[name] != _kind(leaf):
-            found.mismatched[name] = f"{name} is {saved[name]} there, {_kind(leaf)} here"
+            misfits.mismatched[name] = f"{name} is {saved[name]} there, {_kind(leaf)} here"
         elif isinstance(leaf, torch.Tensor):
-            _compare_tensor(tree.operation, name, leaf, manifest, rules, found)
-    return found
+            _compare_tensor(tree.operation, name, leaf, manifest, rules, misfits)
+    return misfits
 
 
 def _compare_tensor(
-    operation: str, name: str, leaf: torch.Tensor, manifest: Manifest, rules: Rules, found: Misfits
+    operation: str, name: str, leaf: torch.Tensor, manifest: Manifest, rules: Rules, misfits: Misfits
 ) -> None:
-    tensor, here = manifest.tensor_named(name), sharding_of(operation, name, leaf)
+    tensor, spec = manifest.tensor_named(name), spec_of(operation, name, leaf)
     if tensor is None:
-        found.mismatched[name] = f"{name} has no chunks there"
-    elif (tensor.shape, tensor.dtype) == (here.shape, here.dtype):
+        misfits.mismatched[name] = f"{name} has no chunks there"
+    elif (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype):
         return
-    elif tensor.shape == here.shape and rules.may_convert(name) and _is_convertible(tensor.dtype, leaf.dtype):
-        found.converted.append(name)
+    elif tensor.shape == spec.shape and rules.may_convert(name) and _is_convertible(tensor.dtype, leaf.dtype):
+        misfits.converted.append(name)
     else:
-        found.mismatched[name] = (
-            f"{name} is {tensor.dtype}{list(tensor.shape)} there, {here.dtype}{list(here.shape)} here"
+        misfits.mismatched[name] = (
+            f"{name} is {tensor.dtype}{list(tensor.shape)} there, {spec.dtype}{list(spec.shape)} here"
         )
 
 
@@ -163,17 +164,17 @@ def _kind(leaf: Any) -> str:
     return "a value per rank" if isinstance(leaf, PerRank) else "a value"
 
 
-def judge(where: str, rules: Rules, found: list[list[Any]]) -> list[Any]:
+def judge(where: str, rules: Rules, rows: list[list[Any]]) -> list[Any]:
     """On rank 0: the report, as plain values; or one error for what any rank found and may not be.
 
     What one rank does not expect, another may.
     """
-    missing = sorted({name for names, _, _, _ in found for name in names})
-    unexpected = sorted(set.intersection(*({*names} for _, names, _, _ in found)))
+    missing = sorted({name for names, _, _, _ in rows for name in names})
+    unexpected = sorted(set.intersection(*({*names} for _, names, _, _ in rows)))
     mismatched: dict[str, str] = {}
-    for _, _, sentences, _ in found:
+    for _, _, sentences, _ in rows:
         mismatched |= sentences
-    converted = sorted({name for *_, names in found for name in names})
+    converted = sorted({name for *_, names in rows for name in names})
     problems = []
     if missing and "missing" not in rules.allow:
         problems.append(f"the save lacks {listed(missing)}")

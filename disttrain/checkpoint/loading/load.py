@@ -63,13 +63,13 @@ def load_source(
         misfits = compare(tree, manifest, rules)
         return [source.where, manifest.save_id, *misfits.to_plain()]
 
-    def decide(found: list[list[Any]]) -> list[Any]:
-        where = found[0][0]
-        if len({save_id for _, save_id, *_ in found}) > 1:
+    def decide(rows: list[list[Any]]) -> list[Any]:
+        where = rows[0][0]
+        if len({save_id for _, save_id, *_ in rows}) > 1:
             raise CheckpointError(
                 "load", f"{where} holds different saves on different ranks.", "Use a folder that all nodes share."
             )
-        return judge(where, rules, [rest for _, _, *rest in found])
+        return judge(where, rules, [rest for _, _, *rest in rows])
 
     def hand_over() -> None:
         for name, value in {**loaded.tensors, **loaded.values}.items():

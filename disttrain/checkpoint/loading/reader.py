@@ -35,7 +35,7 @@ class Reader:
     """Reads from one save; CheckpointCorruptError, naming file, tensor and offset, for bytes that were not saved."""
 
     can_share = True
-    """Whether the manifest alone says where bytes are, so that ranks can read for each other."""
+    """True if the manifest alone says where bytes are, so that ranks can read for each other."""
 
     def __init__(self, storage: Readable, folder: Path, manifest: Manifest) -> None:
         self.storage = storage
@@ -46,12 +46,12 @@ class Reader:
         """Fill the targets, local tensors by where in the whole they lie, from `reads` in the order of files."""
         fetches = plan_fetches(reads, self._manifest.block_bytes)
         largest = max((fetch.num_bytes for fetch in fetches), default=0)
-        own = threading.local()
+        local = threading.local()
 
         def fill(fetch: Fetch) -> None:
-            if not hasattr(own, "memory"):
-                own.memory = FetchMemory(largest)
-            data = own.memory.for_fetch(fetch)
+            if not hasattr(local, "memory"):
+                local.memory = FetchMemory(largest)
+            data = local.memory.for_fetch(fetch)
             self.bring(files, fetch, data)
             scatter(fetch, data, targets)
 
@@ -131,12 +131,12 @@ class Reader:
         if not chunk.checksums and is_whole:  # of a format that has none
             return
         block_bytes = self._manifest.block_bytes
-        found = block_checksums(data, block_bytes)
+        checksums = block_checksums(data, block_bytes)
         first = start // block_bytes * 8
-        saved = chunk.checksums[first : first + len(found)]
-        if found == saved and is_whole:
+        saved = chunk.checksums[first : first + len(checksums)]
+        if checksums == saved and is_whole:
             return
-        wrong = next((at for at in range(0, len(found), 8) if found[at : at + 8] != saved[at : at + 8]), 0)
+        wrong = next((at for at in range(0, len(checksums), 8) if checksums[at : at + 8] != saved[at : at + 8]), 0)
         offset = chunk.offset + start + wrong // 8 * block_bytes
         raise CheckpointCorruptError(
             "load",

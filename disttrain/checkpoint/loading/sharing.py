@@ -1,4 +1,4 @@
-"""Who reads what for whom: bytes that several ranks want alike are read by one of them. Pure.
+"""Plans which rank reads for which: bytes that several ranks want alike are read by one of them. Pure.
 
 The plan is a function of what all ranks want, so that each can make it for itself, as for a save.
 """
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.manifest import Manifest
-from disttrain.checkpoint.layout import Sharding
+from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.loading.fetches import Fetch, plan_fetches
 from disttrain.checkpoint.plan import plan_load
 
 SHARED_BYTES = 4 << 20
-"""How much goes from one rank to others at once."""
+"""The most bytes that go from one rank to others at once."""
 
-Wants = Mapping[str, Sharding]
-"""What a rank wants of a save: how each tensor lies, by name."""
+Wants = Mapping[str, TensorSpec]
+"""A rank's wishes of a save: the spec of each tensor, by name."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class SharedFetch:
 def shared_boxes(wants: Sequence[Wants]) -> dict[tuple[int, ...], dict[str, list[Box]]]:
     """Parts that several ranks want alike: by those ranks, then by name."""
     shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
-    layouts: dict[Sharding, dict[Box, tuple[int, ...]]] = {}
-    for name, sharding, ranks in _wanted(wants):
-        if sharding.is_plain:
-            whole = Box.whole(sharding.shape)
+    layouts: dict[TensorSpec, dict[Box, tuple[int, ...]]] = {}
+    for name, spec, ranks in _wanted(wants):
+        if spec.is_plain:
+            whole = Box.whole(spec.shape)
             holders_of = {whole: ranks} if whole.num_elements else {}
-        elif None in sharding.cuts:
-            holders_of = layouts.get(sharding) or layouts.setdefault(sharding, sharding.boxes())
+        elif None in spec.cuts:
+            holders_of = layouts.get(spec) or layouts.setdefault(spec, spec.boxes())
         else:  # no two ranks have the same part
             continue
         for box, holders in holders_of.items():
@@ -52,7 +52,8 @@ def shared_boxes(wants: Sequence[Wants]) -> dict[tuple[int, ...], dict[str, list
 def plan_shared(
     manifest: Manifest, boxes: Mapping[tuple[int, ...], Mapping[str, Sequence[Box]]], max_bytes: int = SHARED_BYTES
 ) -> list[SharedFetch]:
-    """What is read once for several ranks, in the order in which all of them exchange it; readers by bytes in turn.
+    """Plans the fetches that are read once for several ranks, in the order in which all of them exchange these; readers
+    by bytes in turn.
 
     Raises CheckpointCorruptError when the chunks don't cover what is wanted.
     """
@@ -66,16 +67,16 @@ def plan_shared(
     return plan
 
 
-def _wanted(wants: Sequence[Wants]) -> Iterator[tuple[str, Sharding, tuple[int, ...]]]:
+def _wanted(wants: Sequence[Wants]) -> Iterator[tuple[str, TensorSpec, tuple[int, ...]]]:
     """Each tensor as some ranks want it, and those ranks."""
     if all(wanted is wants[0] for wanted in wants):
         every = tuple(range(len(wants)))
-        for name, sharding in wants[0].items():
-            yield name, sharding, every
+        for name, spec in wants[0].items():
+            yield name, spec, every
         return
-    ranks: dict[tuple[str, Sharding], list[int]] = {}
+    ranks: dict[tuple[str, TensorSpec], list[int]] = {}
     for rank, wanted in enumerate(wants):
         for key in wanted.items():
             ranks.setdefault(key, []).append(rank)
-    for (name, sharding), holders in ranks.items():
-        yield name, sharding, tuple(holders)
+    for (name, spec), holders in ranks.items():
+        yield name, spec, tuple(holders)

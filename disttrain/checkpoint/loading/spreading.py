@@ -23,10 +23,10 @@ from disttrain.process_group.calls.collectives import broadcast
 from disttrain.process_group.work import Work
 
 _NUM_AHEAD = 4
-"""How many fetches a rank reads before their turn comes."""
+"""The number of fetches that a rank reads before their turn comes."""
 
 _NUM_IN_FLIGHT = 4
-"""How many broadcasts are under way."""
+"""The number of broadcasts that are in flight."""
 
 _GOOD, _FAILED = 0, 1
 
@@ -86,13 +86,13 @@ class _Exchange:
         pool: ThreadPoolExecutor,
         targets: Targets,
         rank: int,
-        mine: Sequence[SharedFetch],
+        fetches: Sequence[SharedFetch],
         messages: Sequence[_Message],
     ) -> None:
         self.errors: list[Exception] = []
         self._reader, self._files, self._pool = reader, files, pool
         self._targets, self._rank = targets, rank
-        self._to_read = deque(shared for shared in mine if shared.reader == rank)
+        self._to_read = deque(shared for shared in fetches if shared.reader == rank)
         self._ahead: deque[Future[_Message]] = deque()
         self._in_flight: deque[tuple[_Message, Work]] = deque()
         self._free = list(messages)

@@ -38,12 +38,12 @@ def read_full(source: Source) -> dict[str, Any]:
     targets = {name: {wholes[name]: tensor} for name, tensor in tensors.items() if tensor.numel()}
     reader.read_tensors(reads, targets)
     owners = {name: owner_of(chunks, 0) for name, chunks in manifest.per_rank.items()}
-    own = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
+    per_rank = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})
     leaves = {
         **tensors,
         **{name: tensors[first] for name, first in manifest.same_as.items()},
         **reader.read_values(manifest.values),
-        **{name: PerRank(value, owners[name]) for name, value in own.items()},
+        **{name: PerRank(value, owners[name]) for name, value in per_rank.items()},
     }
     above = {name[:at] for name in leaves for at, sign in enumerate(name) if sign == "/"}
     state: dict[str, Any] = {}

@@ -31,14 +31,14 @@ from disttrain.store.protocol.auth import NONCE_BYTES, client_proof, new_nonce, 
 PUT, READ = "put", "read"
 
 _STALL_S = 30.0
-"""How long a peer may take for the next bytes."""
+"""The longest wait for the next bytes of a peer."""
 
 _PROOF_S = 10.0
-"""How long a stranger may take to prove itself."""
+"""The time that a new connection has to prove that it belongs to the job."""
 
 _AGAIN_S = 0.1
 _MAX_UNPROVED = 1024
-"""How many strangers may be about to."""
+"""The most connections that have not proved so yet."""
 
 _PROOF_BYTES = 32
 _LENGTH_BYTES = 4
@@ -47,7 +47,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Address(NamedTuple):
-    """Where a node's server is, and what to prove it with."""
+    """Address of a node's server, and the secret to prove to it that one belongs to the job."""
 
     host: str
     port: int
@@ -122,10 +122,10 @@ class FileServer:
             answer = _receive(connection, NONCE_BYTES + _PROOF_BYTES)
         finally:
             self._unproved.release()
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-        if not same(proof, client_proof(self.address.secret, nonce, theirs)):
+        client_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not same(proof, client_proof(self.address.secret, nonce, client_nonce)):
             return False
-        connection.sendall(server_proof(self.address.secret, nonce, theirs))
+        connection.sendall(server_proof(self.address.secret, nonce, client_nonce))
         return True
 
     def _take(self, connection: socket.socket, save: str, file: str, num_bytes: int) -> None:
@@ -209,16 +209,17 @@ def remote_file(address: Address, save: str, file: str) -> Iterator[RemoteFile]:
 def _connected(address: Address) -> Iterator[socket.socket]:
     """A connection whose both ends have proved themselves."""
     with socket.create_connection((address.host, address.port), _PROOF_S) as connection:
-        nonce, theirs = new_nonce(), _receive(connection, NONCE_BYTES)
-        connection.sendall(nonce + client_proof(address.secret, theirs, nonce))
-        if not same(_receive(connection, _PROOF_BYTES), server_proof(address.secret, theirs, nonce)):
+        nonce, server_nonce = new_nonce(), _receive(connection, NONCE_BYTES)
+        connection.sendall(nonce + client_proof(address.secret, server_nonce, nonce))
+        if not same(_receive(connection, _PROOF_BYTES), server_proof(address.secret, server_nonce, nonce)):
             raise ConnectionError(f"who listens at {address.host}:{address.port} is not of this job")
         connection.settimeout(_STALL_S)
         yield connection
 
 
 def _host(store: Store | None) -> str:
-    """Where the others reach this node: on the way to the store's server, or on the way out where it has none."""
+    """The address at which the others reach this node: on the way to the store's server, or on the way out where it has
+    none."""
     while (under := getattr(store, "underlying_store", None)) is not None:
         store = under
     if store is None:

@@ -21,8 +21,8 @@ from disttrain.errors import CheckpointCorruptError
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where this rank finds what the nodes have; `speaker` speaks for its own node."""
+class _Replicas:
+    """The copies of all nodes, as this rank reaches them; `speaker` speaks for its own node."""
 
     memory: NodeMemory
     addresses: Mapping[int, Address]
@@ -33,9 +33,9 @@ class _Places:
 class KeptSave:
     """A save that is whole in memory; satisfies `Readable`. What cannot be read counts as damaged: there are copies."""
 
-    def __init__(self, save: WholeSave, places: _Places) -> None:
+    def __init__(self, save: WholeSave, replicas: _Replicas) -> None:
         self._save = save
-        self._places = places
+        self._replicas = replicas
         self._damaged: list[tuple[str, int]] = []
 
     @property
@@ -43,7 +43,7 @@ class KeptSave:
         return self._save.name.step
 
     def open(self) -> Source:
-        return open_save(self, self._places.memory.root / self._save.name.folder)
+        return open_save(self, self._replicas.memory.root / self._save.name.folder)
 
     def leaves_out_damaged(self, consensus: Consensus) -> bool:
         """Do without the copies that any rank has found to be damaged. Returns whether others can take their place.
@@ -51,29 +51,29 @@ class KeptSave:
         Collective, after a load that failed.
         """
 
-        def union(found: list[list[list[Any]]]) -> list[list[Any]]:
-            return [copy for row in found for copy in row]
+        def union(rows: list[list[list[Any]]]) -> list[list[Any]]:
+            return [copy for row in rows for copy in row]
 
         damaged = consensus.agree(lambda: [list(copy) for copy in self._damaged], union)
-        left = self._save.without(damaged)
-        self._save = left or self._save
+        remaining = self._save.without(damaged)
+        self._save = remaining or self._save
         self._damaged.clear()
-        return bool(damaged) and left is not None
+        return bool(damaged) and remaining is not None
 
     def go_on_from(self) -> None:
         """It was loaded."""
-        if self._places.rank == self._places.speaker:
+        if self._replicas.rank == self._replicas.speaker:
             with suppress(OSError):  # other nodes may keep it
-                self._places.memory.go_on_from(self._save.name)
+                self._replicas.memory.go_on_from(self._save.name)
 
     def names(self, path: Path) -> list[str]:
         return sorted(self._save.holders)
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[ReadableFile]:
-        name, places, holders = path.name, self._places, self._save.holders[path.name]
+        name, replicas, holders = path.name, self._replicas, self._save.holders[path.name]
         # Ranks that want the same file ask different nodes for it.
-        holder = places.speaker if places.speaker in holders else holders[places.rank % len(holders)]
+        holder = replicas.speaker if replicas.speaker in holders else holders[replicas.rank % len(holders)]
         try:
             with self._opened(name, holder) as file:
                 yield file
@@ -86,10 +86,10 @@ class KeptSave:
             raise CheckpointCorruptError("load", problem, "Load it from the disk.") from error
 
     def _opened(self, name: str, holder: int) -> AbstractContextManager[ReadableFile]:
-        folder, places = self._save.name.folder, self._places
-        if holder == places.speaker:
-            return LocalStorage().open_file(places.memory.path_of(folder, name))
-        return remote_file(places.addresses[holder], folder, name)
+        folder, replicas = self._save.name.folder, self._replicas
+        if holder == replicas.speaker:
+            return LocalStorage().open_file(replicas.memory.path_of(folder, name))
+        return remote_file(replicas.addresses[holder], folder, name)
 
 
 def load_kept(consensus: Consensus, state: dict[str, Any], save: KeptSave, rules: Rules) -> LoadReport | None:
@@ -137,10 +137,12 @@ def _found(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> list[K
         return [list(server.address), [holding.to_plain() for holding in holdings]]
 
     def decide(rows: list[list[Any]]) -> list[Any]:
-        found = {rank: [Holding.from_plain(row) for row in held] for rank, (_, held) in enumerate(rows)}
-        return [[address for address, _ in rows], [save.to_plain() for save in whole_saves(found)]]
+        holdings = {
+            rank: [Holding.from_plain(row) for row in node_holdings] for rank, (_, node_holdings) in enumerate(rows)
+        }
+        return [[address for address, _ in rows], [save.to_plain() for save in whole_saves(holdings)]]
 
     addresses, saves = consensus.agree(look, decide)
-    known = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
-    places = _Places(memory, known, consensus.rank, speaker)
-    return [KeptSave(WholeSave.from_plain(row), places) for row in saves]
+    address_of = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
+    replicas = _Replicas(memory, address_of, consensus.rank, speaker)
+    return [KeptSave(WholeSave.from_plain(row), replicas) for row in saves]

@@ -29,7 +29,7 @@ _KEPT = "kept"
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Where copies are kept.
+    """Folders in the nodes' memory that keep copies of saves.
 
     folder          of each node for itself, in memory; default: the launcher's (DISTTRAIN_MEMORY_DIR)
     ranks_per_node  default: the launcher's (LOCAL_WORLD_SIZE), else all ranks
@@ -70,7 +70,7 @@ class NodeMemory:
         return cls(Path(plain[0]), plain[1])
 
     def node_size(self, world_size: int) -> int:
-        """How many ranks share this folder."""
+        """The number of ranks that share this folder."""
         return self.ranks_per_node or world_size
 
     def make_room(self) -> int:
@@ -117,19 +117,19 @@ class NodeMemory:
         self.keep(save.folder)
 
     def holdings(self) -> list[Holding]:
-        """What there is of each save; a manifest that is damaged is none."""
-        found = []
+        """The copies in this folder, by save; a manifest that is damaged is none."""
+        result = []
         for save in self._saves():
             files = [file for file in os.scandir(self.root / save.folder) if not file.name.endswith(_UNDER_WAY)]
             has = {file.name: file.stat().st_size for file in files if file.name != _KEPT}
             needed = self._needed(save.folder) if MANIFEST in has else None
-            found.append(
+            result.append(
                 Holding(save, {file: size for file, size in has.items() if needed or file != MANIFEST}, needed)
             )
-        return found
+        return result
 
     def path_of(self, save: str, file: str) -> Path:
-        """Where a file of a save is. Raises OSError for names that lead elsewhere."""
+        """The path of a file of a save. Raises OSError for names that lead elsewhere."""
         try:
             return self.root / plain_name(save) / plain_name(file)
         except ValueError as error:

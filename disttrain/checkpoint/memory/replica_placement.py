@@ -1,4 +1,4 @@
-"""Whose copies lie on which node, and which saves are whole among them: pure functions. Torch-free.
+"""Assigns each rank's copies to nodes, and finds the saves that are whole among them: pure functions. Torch-free.
 
 Each rank's file is kept by its own node and by the next one, as in Gemini (Wang et al., SOSP 2023), so that any one
 node may be lost.
@@ -45,8 +45,8 @@ def keeper_of(rank: int, nodes: Sequence[range]) -> int | None:
     if len(nodes) == 1:
         return None
     number = next(number for number, ranks in enumerate(nodes) if rank in ranks)
-    there = nodes[(number + 1) % len(nodes)]
-    return there[(rank - nodes[number].start) % len(there)]
+    next_node = nodes[(number + 1) % len(nodes)]
+    return next_node[(rank - nodes[number].start) % len(next_node)]
 
 
 class KeptName(NamedTuple):
@@ -69,7 +69,7 @@ class KeptName(NamedTuple):
 
 @dataclass(frozen=True)
 class Holding:
-    """What one node has of one save; `needed`: all of the save's files, where the node has its manifest."""
+    """The files that one node has of one save; `needed`: all of the save's files, where the node has its manifest."""
 
     name: KeptName
     has: Holdings
@@ -106,15 +106,15 @@ class WholeSave:
         return WholeSave(self.name, holders) if all(holders.values()) else None
 
 
-def whole_saves(found: Mapping[int, Sequence[Holding]]) -> list[WholeSave]:
+def whole_saves(holdings: Mapping[int, Sequence[Holding]]) -> list[WholeSave]:
     """The saves that are whole among the nodes, newest first; `found`: by the rank that speaks for a node.
 
     A save of the same step or a later one that was made earlier is not among them: training has gone back since.
     """
-    needed = {save.name: save.needed for saves in found.values() for save in saves if save.needed is not None}
+    needed = {save.name: save.needed for saves in holdings.values() for save in saves if save.needed is not None}
     whole: list[WholeSave] = []
     for name, files in sorted(needed.items(), key=lambda item: item[0].order, reverse=True):
-        on = {rank: save.has for rank, saves in found.items() for save in saves if save.name == name}
+        on = {rank: save.has for rank, saves in holdings.items() for save in saves if save.name == name}
         holders = {
             file: [rank for rank, has in on.items() if has.get(file) == num_bytes] for file, num_bytes in files.items()
         }

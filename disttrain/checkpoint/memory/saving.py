@@ -116,12 +116,12 @@ def _address_key(rank: int) -> str:
 
 def _look_through(image: Image, file: str, data: memoryview, written: Written) -> None:
     """Enter all chunks in `written`."""
-    for _ in image.parts(file, lambda number: image.places[number].of(data), written):
+    for _ in image.parts(file, lambda number: image.extents[number].of(data), written):
         pass
 
 
 def _attempt(act: Callable[[], None]) -> str:
-    """What went wrong, in words; nothing when all went well."""
+    """Runs `act`. Returns its error in words, or ""."""
     try:
         act()
     except OSError as error:

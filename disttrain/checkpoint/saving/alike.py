@@ -59,11 +59,11 @@ def shared_names(values_of_ranks: Sequence[Sequence[str]]) -> list[list[tuple[in
 
 def differing_groups(digests_of_ranks: Sequence[Sequence[Sequence[Any]]]) -> list[int]:
     """The groups whose (number, digest) differ among ranks."""
-    found: dict[int, set[bytes]] = {}
+    digests_of: dict[int, set[bytes]] = {}
     for digests in digests_of_ranks:
         for number, digest in digests:
-            found.setdefault(number, set()).add(digest)
-    return sorted(number for number, different in found.items() if len(different) > 1)
+            digests_of.setdefault(number, set()).add(digest)
+    return sorted(number for number, different in digests_of.items() if len(different) > 1)
 
 
 def described_values(packed: Mapping[str, bytes]) -> dict[str, list[Any]]:
@@ -80,11 +80,11 @@ def described(value: Any) -> list[Any]:
 
 def refuse_differing(operation: str, descriptions: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     """Raise CheckpointError where ranks that have a value by one name have different ones."""
-    found: dict[str, dict[bytes, tuple[str, list[int]]]] = {}
+    by_digest: dict[str, dict[bytes, tuple[str, list[int]]]] = {}
     for rank, by_name in enumerate(descriptions):
         for name, (digest, text) in by_name.items():
-            found.setdefault(name, {}).setdefault(digest, (text, []))[1].append(rank)
-    differing = {name: list(ways.values()) for name, ways in sorted(found.items()) if len(ways) > 1}
+            by_digest.setdefault(name, {}).setdefault(digest, (text, []))[1].append(rank)
+    differing = {name: list(ways.values()) for name, ways in sorted(by_digest.items()) if len(ways) > 1}
     if not differing:
         return
     named = "; ".join(

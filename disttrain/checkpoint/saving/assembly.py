@@ -1,4 +1,4 @@
-"""How ranks come to one outcome: each does its part, rank 0 decides, all return the same or raise the same.
+"""Agrees on one outcome among ranks: each does its part, rank 0 decides, all return the same or raise the same.
 
 Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
 gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests. Torch-free: the
@@ -24,7 +24,7 @@ Part = TypeVar("Part")
 
 
 class Codec(NamedTuple):
-    """How ballots and answers travel."""
+    """Encoding of ballots and answers."""
 
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes], Any]
@@ -127,8 +127,8 @@ class Assembly:
                 answer = self._codec.unpack(store.get(answer_key(meeting)))
             except CheckpointError as gone:
                 # Not all ask whether rank 0 is alive; all are told.
-                told = store.compare_set(answer_key(meeting), b"", self._codec.pack(describe(gone)))
-                answer, error = self._codec.unpack(told), gone
+                agreed = store.compare_set(answer_key(meeting), b"", self._codec.pack(describe(gone)))
+                answer, error = self._codec.unpack(agreed), gone
             except StoreTimeoutError as timeout:
                 problem = f"rank {self._ranks[0]} did not answer within {self._patience(2 * self._timeout_s)}."
                 answer, error = {"problem": problem, "remedy": _LATE, "kind": ""}, timeout
@@ -212,7 +212,7 @@ def _answer(
     error: BaseException | None,
     decide: Callable[[list[Any]], Any] | None,
 ) -> tuple[dict[str, Any], BaseException | None]:
-    """What all ranks are told: the first failure and who else failed, or the decision."""
+    """The answer for all ranks: the first failure and who else failed, or the decision."""
     failed = [rank for rank, ballot in enumerate(ballots) if "problem" in ballot]
     if not failed:
         if decide is None:

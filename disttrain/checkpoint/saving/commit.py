@@ -1,4 +1,4 @@
-"""How a save becomes valid: a temporary folder, a manifest of what all ranks have written, one rename. Torch-free.
+"""Commits a save: a temporary folder, a manifest of what all ranks have written, one rename. Torch-free.
 
 Until the rename there is only a folder `NAME.tmp-<save id>`; whatever dies before leaves that, and the saves before.
 """
@@ -23,12 +23,12 @@ MARK = (
     b"This folder is a save of disttrain.checkpoint, whose load() reads it; manifest.json says what it has.\n"
     b"For torch.distributed.checkpoint: python -m disttrain.checkpoint convert FROM TO --to dcp\n"
 )
-"""What lies under the name of torch's metadata, since programs look for that to know a finished save."""
+"""The content of the file with torch's metadata's name, which other programs look for to know a finished save."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a save has, but for where it lies: global shape and dtype of each tensor, and so on."""
+    """The contents of a save, but for where they lie: global shape and dtype of each tensor, and so on."""
 
     made_by: str
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
@@ -47,9 +47,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes. `claim`: what rank 0 saves a Checkpointer's step by (`storage/claims.py`);
-    None for other saves, and empty on other ranks. `overwrites`: a save that is at `path` gives way. `is_marked`:
-    there is a file of torch's name, too, for programs that look for one."""
+    """Destination of a save. `claim`: what rank 0 saves a Checkpointer's step by (`storage/claims.py`); None for other
+    saves, and empty on other ranks. `overwrites`: a save that is at `path` gives way. `is_marked`: there is a file of
+    torch's name, too, for programs that look for one."""
 
     path: Path
     save_id: str
@@ -59,7 +59,7 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        """Where it is while it is under way."""
+        """The folder as long as the save is not committed."""
         return temporary(self.path, self.save_id)
 
 
@@ -114,7 +114,7 @@ def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[
 
 
 def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) -> Manifest:
-    """What rank 0 writes down, from what each rank had and has written. Pure."""
+    """The manifest that rank 0 writes, from what each rank had and has written. Pure."""
     chunks: dict[str, list[Chunk]] = {}
     values: dict[str, Chunk] = {}
     per_rank: dict[str, dict[int, Chunk]] = {}

@@ -13,17 +13,19 @@ from disttrain.store import PrefixStore, Store
 
 Part = TypeVar("Part")
 _SILENT_AFTER, _ANSWER_S = 3, 1.5
-"""How many questions in a row a rank may leave without an answer, and how long each waits for it."""
+"""A rank is gone after so many questions in a row without an answer, each of which waits so long."""
 
 _FIRST_ASKED_AFTER_S, _ASKED_EVERY_S = 0.5, 2.0
-"""Who dies just after it has answered is known to be gone 7 s later, on a machine that is not busy."""
+"""Begin and period of the questions. A rank that dies just after an answer is known to be gone 7 s later, on a machine
+that is not busy."""
 
 _NUM_ASKING = 3
-"""How many members ask whether their first one is alive: all ranks read each question."""
+"""The number of members that ask whether their first one is alive: all ranks read each question."""
 
 
 class Party(NamedTuple):
-    """Who saves or loads together: this one's number among them, how many they are, their store, their global ranks."""
+    """Members that save or load together: this one's number among them, how many they are, their store, their global
+    ranks."""
 
     rank: int
     size: int

@@ -37,12 +37,12 @@ def digest_of_all(digests: Mapping[str, bytes]) -> bytes:
 
 def differing_copies(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
     """Names, in order, under which ranks have different digests of one kind (the first byte); others say nothing."""
-    found: dict[tuple[str, bytes], set[bytes]] = {}
+    seen: dict[tuple[str, bytes], set[bytes]] = {}
     for digests in digests_of_ranks:
         for name, digest in digests.items():
             if digest:
-                found.setdefault((name, digest[:1]), set()).add(digest)
-    return sorted({name for (name, _), different in found.items() if len(different) > 1})
+                seen.setdefault((name, digest[:1]), set()).add(digest)
+    return sorted({name for (name, _), different in seen.items() if len(different) > 1})
 
 
 def warn_of_copies(differing: Sequence[str], *, are_mixed: bool = False) -> None:
@@ -51,11 +51,11 @@ def warn_of_copies(differing: Sequence[str], *, are_mixed: bool = False) -> None
         return
     named = ", ".join(map(repr, differing[:_MOST_NAMED]))
     more = f" and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
-    kept = "some rank's of each part" if are_mixed else "those of the first rank that has them"
+    source = "some rank's of each part" if are_mixed else "those of the first rank that has them"
     warnings.warn(
-        f"Plain tensors in the state differ among ranks, and the save keeps {kept}: {named}{more}. Averages that norms"
-        " keep do so; what else differs has gone apart. Make them alike before the save (by all_reduce, or broadcast),"
-        " or wrap what each rank has its own of in PerRank.",
+        f"Plain tensors in the state differ among ranks, and the save keeps {source}: {named}{more}. Averages that"
+        " norms keep do so; what else differs has gone apart. Make them alike before the save (by all_reduce, or"
+        " broadcast), or wrap what each rank has its own of in PerRank.",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -51,7 +51,7 @@ def save_folder(
     tree = Tree(consensus.operation)
     outline = Outline()
     copies: dict[str, bytes] = {}
-    with ExitStack() as held, uncollected():
+    with ExitStack() as stack, uncollected():
 
         def describe() -> list[Any]:
             nonlocal tree, outline, copies
@@ -63,14 +63,14 @@ def save_folder(
             return [path.name, digest_of(outline), of_values, findings(tree), digest_of_all(copies)]
 
         def begin(described: list[list[Any]]) -> list[Any]:
-            names, digests, of_values, found, of_copies = zip(*described, strict=True)
+            names, digests, of_values, findings_of_all, of_copies = zip(*described, strict=True)
             check_names(names)
-            warn_of_no_tensor(found)
+            warn_of_no_tensor(findings_of_all)
             if claim is not None:
                 claim.ensure()
             target = target_of(uuid4().hex)
-            held.enter_context(temporary_folder(storage, target))
-            return [target.save_id, *(len(set(one)) == 1 for one in (digests, of_values, of_copies))]
+            stack.enter_context(temporary_folder(storage, target))
+            return [target.save_id, *(len(set(column)) == 1 for column in (digests, of_values, of_copies))]
 
         save_id, are_alike, values_are_alike, copies_are_alike = consensus.agree(describe, begin)
         values = {} if values_are_alike else packed_values(tree, outline.compared)
@@ -98,7 +98,7 @@ def digest_of(outline: Outline) -> bytes:
 
 
 def metadata_of(save_id: str) -> dict[str, str]:
-    """What each data file says of itself."""
+    """Metadata in the header of each data file."""
     return {"format": FORMAT, "version": str(VERSION), "save_id": save_id}
 
 
@@ -142,14 +142,14 @@ def findings(tree: Tree) -> list[Any]:
     return [bool(tree.leaves) and not tree.bare, tree.bare[:8]]
 
 
-def warn_of_no_tensor(found: Sequence[Sequence[Any]]) -> None:
+def warn_of_no_tensor(findings_of_all: Sequence[Sequence[Any]]) -> None:
     """On rank 0: a save without weights that should have some is missed when it is too late."""
-    if any(is_meant for is_meant, _ in found):
+    if any(is_meant for is_meant, _ in findings_of_all):
         return
-    names = ", ".join(map(repr, dict.fromkeys(name for _, names in found for name in names)))
-    what = f"only plain values ({names})" if names else "nothing"
+    names = ", ".join(map(repr, dict.fromkeys(name for _, names in findings_of_all for name in names)))
+    contents = f"only plain values ({names})" if names else "nothing"
     warnings.warn(
-        f"There is no tensor in the state that is saved, {what}. Look whether the model's state is in it: "
+        f"There is no tensor in the state that is saved, {contents}. Look whether the model's state is in it: "
         "get_state_dict returns two dicts. Values that are to be saved alone may stand in Value.",
         RuntimeWarning,
         stacklevel=2,
@@ -175,53 +175,53 @@ def all_outlines(
         differing = look_at(consensus, [row for _, *row in ballots])
         return *_shared([plain for plain, *_ in ballots]), differing
 
-    unique, places, differing = consensus.agree(lambda: [outline.to_plain(), described_values(values), copies], decide)
+    unique, indices, differing = consensus.agree(lambda: [outline.to_plain(), described_values(values), copies], decide)
     outlines = with_one_way([Outline.from_plain(plain) for plain in unique])
-    return [outlines[place] for place in places], differing
+    return [outlines[index] for index in indices], differing
 
 
 def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:
     """Each different outline once, and which of them each rank has."""
     unique: list[Any] = []
-    places: dict[bytes, int] = {}
+    index_of: dict[bytes, int] = {}
     of_rank = []
     for plain in plains:
-        place = places.setdefault(pack(plain), len(unique))
-        if place == len(unique):
+        index = index_of.setdefault(pack(plain), len(unique))
+        if index == len(unique):
             unique.append(plain)
-        of_rank.append(place)
+        of_rank.append(index)
     return unique, of_rank
 
 
 def items_of(tree: Tree, plan: RankPlan) -> list[Item]:
-    """What this rank writes, sharing memory with the state's tensors."""
+    """The items that this rank writes, sharing memory with the state's tensors."""
     values = {name: tree.leaves[name] for name in plan.values}
     items = [
         value_item(name, leaf.value if isinstance(leaf, PerRank | Value) else leaf) for name, leaf in values.items()
     ]
     parts_of: dict[str, Any] = {}
     for name, box in plan.parts:
-        held = parts_of.get(name) or parts_of.setdefault(name, local_parts(tree.leaves[name]))
-        if box in held:
-            items.append(Item(name, box, held[box]))
+        parts = parts_of.get(name) or parts_of.setdefault(name, local_parts(tree.leaves[name]))
+        if box in parts:
+            items.append(Item(name, box, parts[box]))
         else:
-            around = next(part for part in held if part.intersection(box) == box)
-            items.append(Item(name, box, held[around][box.seen_from(around.origin).slices()]))
+            around = next(part for part in parts if part.intersection(box) == box)
+            items.append(Item(name, box, parts[around][box.seen_from(around.origin).slices()]))
     return items
 
 
 def made_by() -> str:
-    """Which versions, for people."""
+    """Versions of disttrain and torch, for people."""
     return f"disttrain {__version__}, torch {torch.__version__}"
 
 
 def contents_of(outlines: Sequence[Outline]) -> Contents:
-    """What rank 0 needs to know for the manifest."""
+    """Contents of the save, for the manifest that rank 0 writes."""
     unique = {id(outline): outline for outline in outlines}.values()
-    shardings = {name: sharding for outline in unique for name, sharding in outline.tensors.items()}
+    specs = {name: spec for outline in unique for name, spec in outline.tensors.items()}
     return Contents(
         made_by(),
-        {name: (sharding.shape, sharding.dtype) for name, sharding in shardings.items()},
+        {name: (spec.shape, spec.dtype) for name, spec in specs.items()},
         sorted({name for outline in unique for name in outline.per_rank}),
         {name: first for outline in unique for name, first in outline.same_as.items()},
     )

@@ -21,7 +21,7 @@ from disttrain.process_group.calls.packing import pack
 
 @dataclass(frozen=True)
 class Item:
-    """What becomes one chunk: `tensor` is this rank's memory of it."""
+    """A tensor in this rank's memory that becomes one chunk."""
 
     name: str
     box: Box

@@ -1,1 +1,1 @@
-"""What a state is made of, taken apart into named leaves and put together."""
+"""Takes a state apart into named leaves, and puts it together again."""

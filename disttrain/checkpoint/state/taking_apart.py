@@ -1,4 +1,4 @@
-"""How a state becomes a flat list of leaves: dicts are taken apart, and whatever has a state of its own gives it."""
+"""Flattens a state into a list of leaves: dicts are taken apart, and whatever has a state of its own gives it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _descend(tree: Tree, prefix: str, node: dict[Any, Any], *, is_bare: bool) ->
 
 
 def _is_own_of_each_rank(child: Any) -> bool:
-    """Whether it has a state that no two ranks have alike: a data loader's position, or what is said to be so."""
+    """True if its state differs by rank: a data loader's position, or what is said to be so."""
     if isinstance(child, PerRank):
         return not isinstance(child.value, dict | torch.Tensor) and isinstance(child.value, Stateful)
     # Not imported: whoever has one has loaded its library.
@@ -75,7 +75,7 @@ def _is_own_of_each_rank(child: Any) -> bool:
 
 
 def _gives_its_state(child: Any) -> bool:
-    """Whether its own `state_dict` is what is saved: Statefuls come before whatever else they are.
+    """True if its own `state_dict` is what is saved: Statefuls come before whatever else they are.
 
     Modules and optimizers have the methods anyway; they are Statefuls when they say so, or an optimizer names its
     parameters itself.
@@ -98,11 +98,11 @@ def _take_stateful(tree: Tree, name: str, child: Stateful) -> None:
 
 def _take_own(tree: Tree, name: str, child: Any) -> None:
     stateful, rank = (child.value, child.rank) if isinstance(child, PerRank) else (child, 0)
-    given = PerRank(_state_of(tree, name, stateful), rank)
-    holder: dict[str, Any] = {name: given}
+    wrapped = PerRank(_state_of(tree, name, stateful), rank)
+    holder: dict[str, Any] = {name: wrapped}
 
     def hand_over() -> None:
-        if holder[name] is not given:
+        if holder[name] is not wrapped:
             stateful.load_state_dict(holder[name].value)
 
     tree.listeners.append(hand_over)
@@ -151,7 +151,7 @@ def _check_leaf(operation: str, name: str, leaf: Any) -> None:
 
 
 def holds(kind: type | tuple[type, ...], value: Any) -> bool:
-    """Whether something of that kind is in a value."""
+    """True if something of that kind is in a value."""
     if isinstance(value, Value | PerRank):
         return holds(kind, value.value)
     if isinstance(value, dict | list | tuple):

@@ -17,7 +17,7 @@ from disttrain.errors import CheckpointError
 from disttrain.process_group.calls.packing import pack
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
+"""Parts that torch.compile and activation checkpointing put into names."""
 
 _OWN_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Options of a group that say how to compute, not what: each optimizer keeps its own."""

@@ -14,7 +14,7 @@ import torch
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name
-from disttrain.checkpoint.layout import Sharding, parts_at
+from disttrain.checkpoint.layout import TensorSpec, parts_at
 from disttrain.checkpoint.plan import Outline, is_like_a_value
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor import DTensor, Partial
@@ -50,13 +50,14 @@ class Tree:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
 
     def outline(self) -> Outline:
-        """What there is, for the plan. Tensors that are the same object under several names are there once."""
+        """The outline of the state, for the plan. Tensors that are the same object under several names are there
+        once."""
         first: dict[int, str] = {}
-        tensors: dict[str, Sharding] = {}
+        tensors: dict[str, TensorSpec] = {}
         same_as: dict[str, str] = {}
         for name, tensor in self.tensors.items():
             if first.setdefault(id(tensor), name) == name:
-                tensors[name] = sharding_of(self.operation, name, tensor)
+                tensors[name] = spec_of(self.operation, name, tensor)
             else:
                 same_as[name] = first[id(tensor)]
         rest = {name: leaf for name, leaf in self.leaves.items() if not isinstance(leaf, torch.Tensor)}
@@ -68,7 +69,7 @@ class Tree:
         )
 
     def compared(self, names: Iterable[str]) -> dict[str, Any]:
-        """What is to be alike on all ranks, see `Outline.compared`, in the order of names. Of tensors those on CPUs: a
+        """The values to compare among ranks, see `Outline.compared`, in the order of names. Of tensors those on CPUs: a
         save does not wait here for a GPU."""
         values: dict[str, Any] = {}
         for name in sorted(names):
@@ -90,7 +91,8 @@ class Tree:
         }
 
     def make_for(self, name: str) -> Make | None:
-        """How to make a tensor for a leaf that the state does not have; None where no place is open for it."""
+        """The function that makes a tensor for a leaf that the state does not have; None where no place is open for
+        it."""
         opening = self._opening_of(name)
         return None if opening is None else self.openings[opening].make
 
@@ -125,12 +127,13 @@ def name_of(keys: Iterable[str]) -> str:
     return "/".join(key.replace("~", "~0").replace("/", "~1") for key in keys)
 
 
-def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:
-    """How a tensor lies. Raises CheckpointError for partial values, LayoutError for torch's DTensors."""
+def spec_of(operation: str, name: str, tensor: torch.Tensor) -> TensorSpec:
+    """The tensor's shape, dtype and placements. Raises CheckpointError for partial values, LayoutError for torch's
+    DTensors."""
     check_ours(operation, f"tensor {name!r}", tensor)
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     if not isinstance(tensor, DTensor):
-        return Sharding(shape, dtype)
+        return TensorSpec(shape, dtype)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(
             operation,
@@ -140,11 +143,11 @@ def sharding_of(operation: str, name: str, tensor: torch.Tensor) -> Sharding:
     mesh = tensor.device_mesh
     cuts = tuple(placement.cut_dim for placement in tensor.placements)
     blocks = tuple(map(num_blocks, tensor.placements))
-    return Sharding(shape, dtype, mesh.layout.ranks, mesh.shape, cuts, blocks if max(blocks) > 1 else ())
+    return TensorSpec(shape, dtype, mesh.layout.ranks, mesh.shape, cuts, blocks if max(blocks) > 1 else ())
 
 
 def local_parts(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:
-    """What this rank holds, sharing memory with `tensor`, by where in the whole it lies; none of it is empty."""
+    """This rank's parts, sharing memory with `tensor`, by where in the whole they lie; none of them is empty."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return {Box.whole(shape): tensor.detach()} if tensor.numel() else {}

@@ -98,8 +98,8 @@ def set_state_dict(
     with uncollected():
         if listed:
             load_optimizers(model, listed, optim_state_dict, chosen)
-        given = by_name(model, model_state_dict) if has_model else {}
-        return load_model(model, given, chosen) if has_model else nn.Module().load_state_dict({})
+        named = by_name(model, model_state_dict) if has_model else {}
+        return load_model(model, named, chosen) if has_model else nn.Module().load_state_dict({})
 
 
 def set_model_state_dict(

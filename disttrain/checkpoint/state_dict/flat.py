@@ -44,20 +44,20 @@ def unflattened(flat: Mapping[str, Any], names: Collection[str]) -> dict[str, An
     groups: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         kind = _STATE if key.startswith(_STATE) else _GROUPS
-        found = _split(key.removeprefix(kind), names)
-        if found is None:
+        parts = _split(key.removeprefix(kind), names)
+        if parts is None:
             continue
-        name, keys = found
+        name, keys = parts
         if kind == _GROUPS:
             groups.setdefault(name, {"params": [name]})[".".join(keys)] = value
             continue
         *inner, last = keys
-        place = states.setdefault(name, {})
+        node = states.setdefault(name, {})
         for part in inner:
-            place = place.setdefault(part, {})
-        if not isinstance(place, dict):
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict):
             raise StateDictError("set_state_dict", f"{key!r} lies within a value.", "Give the state as it was made.")
-        place[last] = value
+        node[last] = value
     return {"state": states, "param_groups": list(groups.values())}
 
 

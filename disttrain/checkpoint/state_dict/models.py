@@ -51,28 +51,29 @@ def _within(state: Mapping[str, Any], prefixes: Iterable[str], keeps_prefixes: b
 
 @torch.no_grad()
 def load_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOptions) -> Any:
-    """What torch's `load_state_dict` returns: the missing and the unexpected keys. `state` stays as it is.
+    """Loads a model's state dict. Returns what torch's `load_state_dict` does: the missing and the unexpected keys.
+    `state` stays as it is.
 
     Collective with broadcast_from_rank0: every rank.
     """
-    own = model.state_dict(keep_vars=True)
-    key_of: dict[Any, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in own}
+    current = model.state_dict(keep_vars=True)
+    key_of: dict[Any, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in current}
     values = dict(state)
     if options.full_state_dict:
-        device = _device_of(own.values())
+        device = _device_of(current.values())
 
         def place(path: Path, tensor: torch.Tensor) -> torch.Tensor:
             key = key_of.get(path[0]) if len(path) == 1 else None
-            like = None if key is None else own[key]
+            like = None if key is None else current[key]
             return laid_as(like, tensor, device)
 
         if options.broadcast_from_rank0:
             values = broadcast_whole(values, place, transport_device(device))
         else:
             values = mapped(values, place)
-    if not values and options.strict and own:
+    if not values and options.strict and current:
         raise StateDictError("set_state_dict", "the model's state dict is empty.", REMEDY)
-    is_on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in own.values())
+    is_on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in current.values())
     try:
         return model.load_state_dict(
             {key_of.get(name, name): value for name, value in values.items()},
@@ -84,7 +85,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any], options: StateDictOpt
 
 
 def _device_of(values: Iterable[Any]) -> torch.device:
-    """Where a model lies, or will lie when it gets memory."""
+    """The device of a model, or the one that it will be on when it gets memory."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     for tensor in tensors:
         if tensor.ndim and not tensor.is_meta:

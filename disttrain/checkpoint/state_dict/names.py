@@ -53,6 +53,6 @@ def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def prefixes_of(model: nn.Module, submodules: Iterable[nn.Module]) -> list[str]:
-    """What the names within these submodules begin with."""
+    """Prefixes of the names within these submodules."""
     wanted = set(submodules)
     return [f"{canonical_name(model, name)}." for name, module in model.named_modules() if module in wanted]

@@ -30,15 +30,17 @@ def optimizers_state_dict(model: nn.Module, optimizers: Sequence[Optimizer], opt
     for optimizer in optimizers:
         fill_state(optimizer)
         name_of = dict(enumerate(_name(names, parameter) for parameter in _parameters(optimizer)))
-        own = optimizer.state_dict()
-        for key, value in own["state"].items():
+        optimizer_state = optimizer.state_dict()
+        for key, value in optimizer_state["state"].items():
             name = name_of.get(key, key)
             if name in merged["state"]:
                 raise StateDictError(
                     "get_state_dict", f"parameter {name!r} is in two optimizers.", "Let one of them have it."
                 )
             merged["state"][name] = value
-        groups = [{**group, "params": [name_of[key] for key in group["params"]]} for group in own["param_groups"]]
+        groups = [
+            {**group, "params": [name_of[key] for key in group["params"]]} for group in optimizer_state["param_groups"]
+        ]
         merged["param_groups"] += groups
     if options.flatten_optimizer_state_dict:
         merged = flattened(merged)
@@ -67,8 +69,8 @@ def load_optimizers(
             "set_state_dict", f"the optimizers' state dict has {sorted(map(str, state))[:8]}.", _WHAT_IT_HAS
         )
     for optimizer in optimizers:
-        own = state if _is_by_number(state) else _part(names, optimizer, state, options.strict)
-        optimizer.load_state_dict(dict(own))
+        part = state if _is_by_number(state) else _part(names, optimizer, state, options.strict)
+        optimizer.load_state_dict(dict(part))
 
 
 _WHAT_IT_HAS = 'Give what get_optimizer_state_dict returned: "state" and "param_groups", or both flattened.'
@@ -111,23 +113,23 @@ def _laid(
     options: StateDictOptions,
 ) -> Mapping[str, Any]:
     """Whole tensors as the optimizers' own lie."""
-    own: dict[str, torch.Tensor] = {}
+    current: dict[str, torch.Tensor] = {}
     for optimizer in optimizers:
         for parameter, values in optimizer.state.items():
             for name in names.get(parameter, ()):
 
                 def note(path: Path, tensor: torch.Tensor, name: str = name) -> None:
-                    own[".".join(map(str, ("state", name, *path)))] = tensor
+                    current[".".join(map(str, ("state", name, *path)))] = tensor
 
                 mapped(values, note)
-    devices = [tensor.device for tensor in own.values() if tensor.ndim] or [tensor.device for tensor in names]
+    devices = [tensor.device for tensor in current.values() if tensor.ndim] or [tensor.device for tensor in names]
     device = devices[0] if devices else torch.device("cpu")
 
     parameters = {name: parameter for parameter, of_one in names.items() for name in of_one}
 
     def place(path: Path, tensor: torch.Tensor) -> torch.Tensor:
         key = ".".join(map(str, path))
-        return laid_as(own.get(key, _like_its_parameter(key, tensor, parameters)), tensor, device)
+        return laid_as(current.get(key, _like_its_parameter(key, tensor, parameters)), tensor, device)
 
     if options.broadcast_from_rank0:
         return broadcast_whole(dict(state), place, transport_device(device))
@@ -136,8 +138,8 @@ def _laid(
 
 
 def _like_its_parameter(key: str, whole: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """What an optimizer without a state will have at `key` ("state", a parameter's name, what there is of it, joined by
-    dots): of the parameter's shape, it lies as the parameter does."""
+    """The tensor that an optimizer without a state will have at `key` ("state", a parameter's name, what there is of
+    it, joined by dots): of the parameter's shape, it lies as the parameter does."""
     name = key.removeprefix("state.")
     while "." in name:
         name = name.rpartition(".")[0]
@@ -186,17 +188,17 @@ def _options(members: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> dic
     return every[0] if every else {}
 
 
-def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if one.keys() != other.keys():
+def _are_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    if first.keys() != second.keys():
         return False
     try:
-        return all(pack(one[key]) == pack(other[key]) for key in one)
+        return all(pack(first[key]) == pack(second[key]) for key in first)
     except ShapeError:  # an option that is no plain value
-        return bool(one == other)
+        return bool(first == second)
 
 
 def _is_by_number(state: Mapping[str, Any]) -> bool:
-    """Whether it is what an optimizer itself returned, of which torch's functions make no more."""
+    """True for a state dict that an optimizer itself returned, of which torch's functions make no more."""
     members = [name for group in state["param_groups"] for name in group["params"]]
     return bool(members) and all(isinstance(member, int) for member in members)
 
@@ -206,7 +208,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _name(
-    names: Mapping[torch.Tensor, Sequence[str]], parameter: torch.Tensor, known: Mapping[str, Any] | None = None
+    names: Mapping[torch.Tensor, Sequence[str]], parameter: torch.Tensor, preferred: Mapping[str, Any] | None = None
 ) -> str:
     """A parameter's name: where it is tied the one that is known, else the first."""
     if parameter not in names:
@@ -215,5 +217,5 @@ def _name(
             f"an optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not.",
             "Make the optimizer after the model has been sharded, from its parameters.",
         )
-    own = names[parameter]
-    return next((name for name in own if name in (known or ())), own[0])
+    aliases = names[parameter]
+    return next((name for name in aliases if name in (preferred or ())), aliases[0])

@@ -1,4 +1,4 @@
-"""What a state dict is to be like."""
+"""Options of state dicts."""
 
 from __future__ import annotations
 

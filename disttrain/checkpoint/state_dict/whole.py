@@ -30,7 +30,7 @@ def mapped(value: Any, change: Callable[[Path, torch.Tensor], Any], path: Path =
     if isinstance(value, dict):
         return {key: mapped(inner, change, (*path, key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        inner = [mapped(item, change, (*path, place)) for place, item in enumerate(value)]
+        inner = [mapped(item, change, (*path, index)) for index, item in enumerate(value)]
         return inner if isinstance(value, list) else tuple(inner)
     return value
 
@@ -77,7 +77,7 @@ def laid_as(like: torch.Tensor | None, whole: torch.Tensor, device: torch.device
 
 
 def broadcast_whole(
-    state: dict[str, Any], place: Callable[[Path, torch.Tensor], Any], device: torch.device
+    state: dict[str, Any], lay: Callable[[Path, torch.Tensor], Any], device: torch.device
 ) -> dict[str, Any]:
     """Rank 0's state on all ranks; of each tensor a rank keeps what `place(path, whole tensor)` returns.
 
@@ -85,7 +85,7 @@ def broadcast_whole(
     Collective: every rank of the default group.
     """
     if not is_initialized() or current_world("broadcast_from_rank0").world_size == 1:
-        return dict(mapped(state, place))
+        return dict(mapped(state, lay))
     tensors: list[torch.Tensor] = []
     plan: list[Any] = [_plan(state, tensors) if own_rank() == 0 else None]
     broadcast_object_list(plan, src=0)
@@ -97,14 +97,14 @@ def broadcast_whole(
             "Give whole tensors and plain values, as full_state_dict=True returns them.",
             rank=own_rank(),
         )
-    kept = [
-        place(tuple(path), _sent(tensors, at, shape, dtype, device)) for at, (path, shape, dtype) in enumerate(rows)
+    tensors_kept = [
+        lay(tuple(path), _sent(tensors, at, shape, dtype, device)) for at, (path, shape, dtype) in enumerate(rows)
     ]
-    return dict(_filled(skeleton, kept))
+    return dict(_filled(skeleton, tensors_kept))
 
 
 def _plan(state: dict[str, Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """What is wrong, if anything; the state with a mark for each tensor; and path, shape and dtype of each.
+    """The error, if any; the state with a mark for each tensor; and path, shape and dtype of each.
 
     Numbers in tensors travel with it.
     """
@@ -139,19 +139,19 @@ def _sent(
     return whole
 
 
-def _filled(skeleton: Any, kept: Sequence[Any]) -> Any:
+def _filled(skeleton: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(skeleton, dict):
         if _TENSOR in skeleton:
-            return kept[skeleton[_TENSOR]]
-        return {key: _filled(inner, kept) for key, inner in skeleton.items()}
+            return tensors[skeleton[_TENSOR]]
+        return {key: _filled(inner, tensors) for key, inner in skeleton.items()}
     if isinstance(skeleton, list | tuple):
-        inner = [_filled(item, kept) for item in skeleton]
+        inner = [_filled(item, tensors) for item in skeleton]
         return inner if isinstance(skeleton, list) else tuple(inner)
     return skeleton
 
 
 def transport_device(device: torch.device) -> torch.device:
-    """Where tensors for `device` can travel."""
+    """The device on which tensors for `device` are sent."""
     if not is_initialized() or current_world("broadcast_from_rank0").default_group.serves(device.type):
         return device
     return torch.device("cpu")

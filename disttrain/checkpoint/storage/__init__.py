@@ -1,1 +1,1 @@
-"""Where saves lie, and how files are read, written, locked and replaced."""
+"""Storage of saves: reads, writes, locks and replaces files."""

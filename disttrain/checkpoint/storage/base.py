@@ -1,4 +1,4 @@
-"""Where saves lie: the few file operations that they are made of. Tests put in one that fails or kills.
+"""The few file operations that saves are made of. Tests put in one that fails or kills.
 
 Nothing here knows of formats. What a method has written or moved is durable when the caller has also synced the folder.
 """
@@ -32,14 +32,14 @@ class ReadableFile(Protocol):
 
 
 class Readable(Protocol):
-    """What a load needs. Errors are OSError."""
+    """The operations that a load needs. Errors are OSError."""
 
     def open_file(self, path: Path) -> AbstractContextManager[ReadableFile]:
         """Open a file for reading."""
         ...
 
     def names(self, path: Path) -> list[str]:
-        """What is in a folder, sorted; nothing where there is no folder."""
+        """The names in a folder, sorted; nothing where there is no folder."""
         ...
 
 
@@ -71,7 +71,7 @@ class Storage(Readable, Protocol):
         ...
 
     def is_held(self, path: Path) -> bool | None:
-        """Whether a living process holds `path`; None where nobody can know."""
+        """True if a living process holds `path`; None where nobody can know."""
         ...
 
     def remove_unless_held(self, path: Path) -> bool:
@@ -83,7 +83,7 @@ class Storage(Readable, Protocol):
 class Exchanging(Protocol):
     """A storage where two folders can change places in one step."""
 
-    def exchange(self, one: Path, other: Path) -> bool:
+    def exchange(self, first: Path, second: Path) -> bool:
         """Have two folders change places. Returns False, with nothing done, where that cannot be."""
         ...
 
@@ -93,7 +93,8 @@ class Portable(Protocol):
     """A storage that another process can have too, which asynchronous saves need."""
 
     def recipe(self) -> tuple[str, dict[str, Any]]:
-        """How the process that writes saves makes one like this: "module:class" and keyword arguments for msgpack."""
+        """A recipe for the process that writes saves to make an equal storage: "module:class" and keyword arguments for
+        msgpack."""
         ...
 
 
@@ -129,8 +130,8 @@ class LocalStorage:
             raise FileExistsError(f"{target} is there already")
         source.rename(target)
 
-    def exchange(self, one: Path, other: Path) -> bool:
-        return exchange(one, other)
+    def exchange(self, first: Path, second: Path) -> bool:
+        return exchange(first, second)
 
     def remove_folder(self, path: Path) -> None:
         shutil.rmtree(path)
@@ -167,7 +168,8 @@ def read_small(storage: Readable, path: Path) -> bytes:
 
 
 def locate(path: str | Path, storage: Storage | None = None) -> tuple[Storage, Path]:
-    """Where `path` is: in `storage` if there is one, where a URL such as `s3://bucket/runs` says, else among files.
+    """The storage and the path in it: `storage` if there is one, the one that a URL such as `s3://bucket/runs` names,
+    else the local files.
 
     Raises CheckpointError for a URL that fsspec does not know, or when fsspec is not installed.
     """

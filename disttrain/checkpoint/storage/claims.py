@@ -36,7 +36,7 @@ from disttrain.errors import CheckpointError
 _OWNER = "owner.json"
 _PROCESS_DIGITS = 16
 _LOOK_S = 10.0
-"""How long another job may look around; it reads a folder."""
+"""The time that another job may look around; it reads a folder."""
 
 _AGAIN_S = 0.01
 _ANOTHER = "another job"
@@ -129,8 +129,8 @@ def check_claim(storage: Storage, directory: Path, name: str) -> None:
 def _claims(storage: Storage, directory: Path) -> list[tuple[str, str, str]]:
     """Name, number and process of each, in order. One that is being made, or died then, has a lock only, if that."""
     names = (name.removesuffix(HOLD_SUFFIX).removesuffix(UNNAMED) for name in storage.names(directory))
-    found = map(CLAIM.fullmatch, names)
-    return sorted({(match[0], match[1], _process_of(match[0])) for match in found if match is not None})
+    matches = map(CLAIM.fullmatch, names)
+    return sorted({(match[0], match[1], _process_of(match[0])) for match in matches if match is not None})
 
 
 def _process_of(name: str) -> str:
@@ -138,7 +138,7 @@ def _process_of(name: str) -> str:
 
 
 def _owner(storage: Storage, claim: Path) -> str:
-    """Whose claim it is, in words; nothing as long as it does not stand."""
+    """The owner of a claim, in words; nothing as long as it does not stand."""
     try:
         owner = json.loads(read_small(storage, claim / _OWNER))
         return f"{_ANOTHER} (process {owner['pid']} on {owner['host']})"
@@ -154,10 +154,10 @@ def _this_process() -> str:
     return xxhash.xxh3_64_hexdigest(b"%s %d %s %s" % (boot, os.getpid(), started, socket.gethostname().encode()))
 
 
-def _withdraw(storage: Storage, path: Path, held: ExitStack, pid: int) -> None:
+def _withdraw(storage: Storage, path: Path, stack: ExitStack, pid: int) -> None:
     if os.getpid() != pid:
         return
     # What cannot be removed now is not held any more, and the next job removes it.
     with suppress(OSError):
         storage.remove_folder(path)
-    held.close()
+    stack.close()

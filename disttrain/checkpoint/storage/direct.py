@@ -24,7 +24,7 @@ from disttrain.checkpoint.storage.local_file import DIRECT_BYTES, PAGE_BYTES, al
 _PIECE_BYTES = 8 << 20
 _NUM_THREADS = 8
 _RESERVED_BYTES = 1 << 30
-"""How much room is taken at once; what is left of it is given back at the end."""
+"""The room that is reserved at once; the rest of it is given back at the end."""
 
 _FREE_SHARE = 64
 """Of the free space this part is taken at once at most: others that write beside must not lack what is given back."""
@@ -120,12 +120,12 @@ class _Writer:
             data = memoryview(b"".join(piece)) if is_small else self._together(piece)
         done = 0
         while done < len(data) and not self._is_given_up.is_set():  # a write may be short
-            left, place = data[done:], offset + done
-            aligned = len(left) // PAGE_BYTES * PAGE_BYTES if done % PAGE_BYTES == 0 else 0
+            rest, position = data[done:], offset + done
+            aligned = len(rest) // PAGE_BYTES * PAGE_BYTES if done % PAGE_BYTES == 0 else 0
             if direct is not None and aligned and not self._refuses:
-                done += self._write_past_cache(direct, left[:aligned], place)
+                done += self._write_past_cache(direct, rest[:aligned], position)
             else:
-                done += os.pwrite(self._cached, left, place)
+                done += os.pwrite(self._cached, rest, position)
 
     def _write_past_cache(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Returns: how much was written; nothing where that is refused."""
@@ -153,7 +153,7 @@ class _Writer:
 
 
 def _is_apart(data: memoryview) -> bool:
-    """Whether it begins within a page."""
+    """True if it begins within a page."""
     import numpy as np  # here, as above
 
     return bool(np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES)

@@ -14,15 +14,15 @@ _IS_NOT_THERE: Final = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 """No such call, or not on this file system."""
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Have two folders change places. Returns False, with nothing done, where that cannot be. Raises OSError."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _IS_NOT_THERE:
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))

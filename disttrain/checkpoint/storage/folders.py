@@ -17,22 +17,22 @@ REPLACED = re.compile(r"(.+)\.was-[0-9a-f]{32}")
 """A whole save while another takes its place, see `storage/replacing.py`."""
 
 CLAIM = re.compile(r"\.claim-(\d{6,})\.tmp-[0-9a-f]{32}")
-"""What a job that saves to a directory leaves there as long as it lives, see `storage/claims.py`."""
+"""The folder that a job that saves to a directory keeps there as long as it lives, see `storage/claims.py`."""
 
 
 def steps(storage: Storage, directory: Path) -> dict[int, Path]:
     """The folders of the steps that were saved whole, ascending."""
-    found = [(match, directory / name) for name in storage.names(directory) if (match := STEP.fullmatch(name))]
-    whole = {int(match[1]): folder for match, folder in found if MANIFEST in storage.names(folder)}
+    matches = [(match, directory / name) for name in storage.names(directory) if (match := STEP.fullmatch(name))]
+    whole = {int(match[1]): folder for match, folder in matches if MANIFEST in storage.names(folder)}
     return dict(sorted(whole.items()))
 
 
 def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bool]) -> None:
     """Remove the folders of saves that died; those of other living jobs stay."""
     settle_replaced(storage, parent, is_ours)
-    found = [TEMPORARY.fullmatch(name) for name in storage.names(parent)]
-    ours = [match[0] for match in found if match is not None and is_ours(match[1])]
-    for name in sorted({name.removesuffix(HOLD_SUFFIX).removesuffix(UNNAMED) for name in ours}):
+    matches = [TEMPORARY.fullmatch(name) for name in storage.names(parent)]
+    leftovers = [match[0] for match in matches if match is not None and is_ours(match[1])]
+    for name in sorted({name.removesuffix(HOLD_SUFFIX).removesuffix(UNNAMED) for name in leftovers}):
         storage.remove_unless_held(parent / name)
 
 
@@ -48,12 +48,12 @@ def settle_replaced(storage: Storage, parent: Path, is_ours: Callable[[str], boo
 
 
 def standing(storage: Readable, folder: Path) -> Path:
-    """Where the save that belongs at `folder` is: there, or beside it where a save died that took its place."""
+    """The folder of the save that belongs at `folder`: there, or beside it where a save died that took its place."""
     if _is_save(storage, folder):
         return folder
     matches = [REPLACED.fullmatch(name) for name in storage.names(folder.parent)]
     beside = [folder.with_name(match[0]) for match in matches if match is not None and match[1] == folder.name]
-    return next((place for place in beside if _is_save(storage, place)), folder)
+    return next((candidate for candidate in beside if _is_save(storage, candidate)), folder)
 
 
 def _is_save(storage: Readable, folder: Path) -> bool:

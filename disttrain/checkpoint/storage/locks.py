@@ -69,7 +69,7 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a living process holds the lock; None where nobody can know, since there are no locks."""
+    """True if a living process holds the lock; None where nobody can know, since there are no locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -52,7 +52,7 @@ class OpenFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The file that could not be used hears why, as in a `with` of its own; no other thread is at work any more.
-        name = next((name for name, own in self._errors.items() if own is error), "")
+        name = next((name for name, file_error in self._errors.items() if file_error is error), "")
         failed = self._entries.pop(name, None)
         with ExitStack() as others:
             for entry in self._entries.values():

@@ -1,4 +1,4 @@
-"""How a save takes the place of the one before: in one step, or so that one of the two is always found. Torch-free.
+"""Puts a save in the place of the one before: in one step, or so that one of the two is always found. Torch-free.
 
 Where two folders can change places, they do. Elsewhere the old save leaves under the name `NAME.was-ID`, whole, and
 what dies before the new one has its name leaves it there: a load of NAME then finds the old one (`folders.standing`),

@@ -1,4 +1,4 @@
-"""Which part of a save is converted: what is asked for, or, where a format cannot hold all of it, the model. Pure."""
+"""Selects the part of a save that is converted: as asked, or, where a format cannot hold all of it, the model. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from disttrain.errors import CheckpointError
 _MODEL = "model"
 
 
-class Choice(NamedTuple):
-    """What is converted, by the names that it gets, and which parts are not."""
+class Selection(NamedTuple):
+    """The part of a save that is converted, by its new names, and the parts that are not."""
 
     manifest: Manifest
     left_out: tuple[str, ...] = ()
 
 
-def choose(manifest: Manifest, to: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> Choice:
+def select(manifest: Manifest, to: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> Selection:
     """The part of a save that becomes one of the format `to`.
 
     `only` and `without` have names, what names begin with up to a `/`, or patterns. For safetensors, which hold tensors
@@ -36,16 +36,16 @@ def choose(manifest: Manifest, to: str, only: Sequence[str] = (), without: Seque
             raise CheckpointError("convert", f"the save has no {part!r}.", f"It has {listed(_tops(names))}.")
     if to == "safetensors" and not only and not without:
         only = _of_model(manifest)
-    kept = {
+    selected = {
         name
         for name in names
         if (not only or any(_lies_in(name, part) for part in only))
         and not any(_lies_in(name, part) for part in without)
     }
-    chosen = _restricted(manifest, kept)
+    chosen = _restricted(manifest, selected)
     if to == "safetensors":
         chosen = _from_below(chosen, only[0] if len(only) == 1 else _MODEL)
-    return Choice(chosen, _left_out(names, kept))
+    return Selection(chosen, _left_out(names, selected))
 
 
 def _names(manifest: Manifest) -> list[str]:
@@ -61,7 +61,7 @@ def _tops(names: Collection[str]) -> set[str]:
 
 
 def _of_model(manifest: Manifest) -> list[str]:
-    """What to take of a save that nobody said more about: nothing but the model, unless it is all tensors anyway."""
+    """The selection where nobody asked for one: nothing but the model, unless the save is all tensors anyway."""
     others = [*manifest.values, *manifest.per_rank]
     others += [name for name, tensor in manifest.tensors.items() if not is_safetensors_dtype(tensor.dtype)]
     if not others:
@@ -76,13 +76,13 @@ def _of_model(manifest: Manifest) -> list[str]:
     )
 
 
-def _restricted(manifest: Manifest, kept: Collection[str]) -> Manifest:
+def _restricted(manifest: Manifest, selected: Collection[str]) -> Manifest:
     """The save without what is not kept. A tied tensor whose first name goes is kept under the next one."""
-    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in kept}
+    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name in selected}
     now_first: dict[str, str] = {name: name for name in tensors}
     same_as = {}
     for name, first in manifest.same_as.items():
-        if name not in kept:
+        if name not in selected:
             continue
         if first in now_first:
             same_as[name] = now_first[first]
@@ -92,8 +92,8 @@ def _restricted(manifest: Manifest, kept: Collection[str]) -> Manifest:
     return replace(
         manifest,
         tensors=tensors,
-        values={name: chunk for name, chunk in manifest.values.items() if name in kept},
-        per_rank={name: chunks for name, chunks in manifest.per_rank.items() if name in kept},
+        values={name: chunk for name, chunk in manifest.values.items() if name in selected},
+        per_rank={name: chunks for name, chunks in manifest.per_rank.items() if name in selected},
         same_as=same_as,
     )
 
@@ -105,9 +105,9 @@ def _from_below(manifest: Manifest, part: str) -> Manifest:
     return with_names(manifest, lambda name: name.removeprefix(f"{part}/"))
 
 
-def _left_out(names: Collection[str], kept: Collection[str]) -> tuple[str, ...]:
+def _left_out(names: Collection[str], selected: Collection[str]) -> tuple[str, ...]:
     """Parts of which nothing is kept, and single names of the others."""
-    gone = [name for name in names if name not in kept]
-    tops_kept = _tops(kept)
+    gone = [name for name in names if name not in selected]
+    tops_kept = _tops(selected)
     whole = {top for top in _tops(gone) if top not in tops_kept}
     return tuple(sorted(whole | {name for name in gone if name.partition("/")[0] in tops_kept}))
