@@ -11,14 +11,14 @@ from disttrain.flight_recorder.analysis.wording import call_text, capitalized, p
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, ranks_text
 
 
-def find_circle(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """At most one verdict."""
     circle = circle_of(waits)
     if not circle:
         return []
     evidence = tuple(
         f"rank {wait.rank} waits for {ranks_text(wait.for_ranks)} in {call_text(wait.record)} at "
-        f"{place(found.dumps[wait.rank], wait.record.site.stack)}"
+        f"{place(matched.dumps[wait.rank], wait.record.site.stack)}"
         for wait in circle
     )
     messages = [wait for wait in circle if wait.is_message]
@@ -32,15 +32,15 @@ def find_circle(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
     if operations == {SEND, RECEIVE}:
         summary = f"{capitalized(ranks_text(everybody))} wait for each other's messages in a circle."
         return [Verdict(Kind.WAIT_CYCLE, tuple(sorted(everybody)), summary, evidence)]
-    return [_of_one_end(found, circle, messages, evidence)]
+    return [_of_one_end(matched, circle, messages, evidence)]
 
 
 def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
-    places: dict[tuple[str, int], list[int]] = {}
+    ranks_by_call: dict[tuple[str, int], list[int]] = {}
     members: dict[str, set[int]] = {}
     for wait in circle:
         site = wait.record.site
-        places.setdefault((site.group_name, wait.record.sequence), []).append(wait.rank)
+        ranks_by_call.setdefault((site.group_name, wait.record.sequence), []).append(wait.rank)
         members[site.group_name] = set(site.ranks)
     everybody = sorted({wait.rank for wait in circle})
     who = capitalized(ranks_text(everybody))
@@ -49,7 +49,7 @@ def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdic
         names = ", ".join(sorted(members))
         summary = f"{who} wait for each other in a circle over {len(members)} groups ({names})."
         return Verdict(Kind.WAIT_CYCLE, tuple(everybody), summary, evidence)
-    by_size = sorted(places.values(), key=len)
+    by_size = sorted(ranks_by_call.values(), key=len)
     is_tie = len(by_size) < 2 or len(by_size[-1]) == len(by_size[-2])
     to_blame = sorted(rank for ranks in (by_size if is_tie else by_size[:-1]) for rank in ranks)
     summary = f"{who} wait for each other in a circle: they call collectives of {len(members)} groups in different "
@@ -57,7 +57,7 @@ def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdic
     return Verdict(Kind.WRONG_ORDER, tuple(to_blame), summary, evidence)
 
 
-def _of_one_end(found: Match, circle: Sequence[Wait], messages: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
+def _of_one_end(matched: Match, circle: Sequence[Wait], messages: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
     in_message = {wait.rank for wait in messages}
     # Who is itself held up in a message may get to its own part yet; who is past that in a collective has left it out.
     guilty = [wait for wait in messages if set(wait.for_ranks) - in_message] or list(messages)
@@ -67,5 +67,5 @@ def _of_one_end(found: Match, circle: Sequence[Wait], messages: Sequence[Wait], 
     kind = Kind.MISSING_RECEIVE if record.site.operation == SEND else Kind.MISSING_SEND
     everybody = ranks_text(wait.rank for wait in circle)
     summary = f"{capitalized(ranks_text(to_blame))} did not {verb} what {ranks_text(w.rank for w in guilty)} waited to "
-    summary += f"{end} at {place(found.dumps[guilty[0].rank], record.site.stack)}; {everybody} wait for each other."
+    summary += f"{end} at {place(matched.dumps[guilty[0].rank], record.site.stack)}; {everybody} wait for each other."
     return Verdict(kind, tuple(to_blame), summary, evidence)

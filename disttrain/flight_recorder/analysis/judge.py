@@ -15,7 +15,7 @@ from disttrain.flight_recorder.analysis.membership import find_different_groups
 from disttrain.flight_recorder.analysis.mismatch import divergence, find_mismatches, other_shapes
 from disttrain.flight_recorder.analysis.missing_ranks import broke, is_victim, lifeless, raised, what_became_of
 from disttrain.flight_recorder.analysis.straggler import find_straggler
-from disttrain.flight_recorder.analysis.together import find_gone_together, met_in, never_started
+from disttrain.flight_recorder.analysis.together import find_gone_together, never_started, records_in
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
 from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S, Wait, ends_of, find_waits
 from disttrain.flight_recorder.analysis.wording import call_text, came_lines, capitalized, place, stack_line, waited_s
@@ -26,54 +26,55 @@ _CONNECTING_S: Final = 5.0
 """A rank that connects to the others of a group for longer waits for one that does not come."""
 
 
-def judge(found: Match) -> list[Verdict]:
+def judge(matched: Match) -> list[Verdict]:
     """At least one verdict; `nothing_wrong` and `not_enough_data` stand alone."""
-    if not found.dumps:
+    if not matched.dumps:
         return [Verdict(Kind.NOT_ENOUGH_DATA, (), "There is no dump that can be used.")]
-    waits = find_waits(found, {*lifeless(found), *raised(found)})
+    waits = find_waits(matched, {*lifeless(matched), *raised(matched)})
     for find in (_contradictions, _unconnected, find_gone_together, _raised, _incomplete):
-        if verdicts := find(found, waits):
+        if verdicts := find(matched, waits):
             return verdicts
-    summary = f"All {found.world_size} ranks agree, and none waits for another."
-    return find_straggler(found) or [Verdict(Kind.NOTHING_WRONG, (), summary, tuple(other_shapes(found)))]
+    summary = f"All {matched.world_size} ranks agree, and none waits for another."
+    return find_straggler(matched) or [Verdict(Kind.NOTHING_WRONG, (), summary, tuple(other_shapes(matched)))]
 
 
-def _contradictions(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
-    certain = find_mismatches(found) + find_different_groups(found, waits) + find_circle(found, waits)
+def _contradictions(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
+    certain = find_mismatches(matched) + find_different_groups(matched, waits) + find_circle(matched, waits)
     blamed = {rank for verdict in certain if verdict.kind is Kind.DIFFERENT_GROUPS for rank in verdict.ranks}
-    return certain + [verdict for verdict in _ends(found, waits) if not set(verdict.ranks) <= blamed]
+    return certain + [verdict for verdict in _ends(matched, waits) if not set(verdict.ranks) <= blamed]
 
 
-def _ends(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """The ranks that others wait for and that wait for nobody themselves, those that are alike in one verdict."""
     alike: dict[tuple[Kind, Cause, str], list[int]] = {}
     queued: dict[tuple[str, str, int], dict[int, Record]] = {}
     was_broken = broke(waits)
     for rank in sorted(ends_of(waits)):
         direct = [wait for wait in waits if rank in wait.for_ranks]
-        own = [met[rank] for wait in direct if rank in (met := met_in(found, wait)) and met[rank].is_queued]
-        if own:
-            first = min(own, key=lambda record: record.enqueued_s)
+        of_waits = [records_in(matched, wait).get(rank) for wait in direct]
+        not_begun = [record for record in of_waits if record is not None and record.is_queued]
+        if not_begun:
+            first = min(not_begun, key=lambda record: record.enqueued_s)
             queued.setdefault((first.site.group_name, first.site.operation, first.sequence), {})[rank] = first
             continue
-        cause, why = what_became_of(found, rank, was_broken=was_broken)
+        cause, why = what_became_of(matched, rank, was_broken=was_broken)
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in direct)
         kind = _missing_end(direct[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, why), []).append(rank)
-    verdicts = [_absent(found, waits, *told, ranks) for told, ranks in alike.items()]
+    verdicts = [_absent(matched, waits, *finding, ranks) for finding, ranks in alike.items()]
     for records in queued.values():
         others = {wait.rank: wait.record for wait in waits if records.keys() & set(wait.for_ranks)}
-        verdicts.append(never_started(found, records, came_lines(found.dumps, others | records)))
-    return sorted(verdicts, key=lambda verdict: _doubt(found, verdict, was_broken=was_broken))
+        verdicts.append(never_started(matched, records, came_lines(matched.dumps, others | records)))
+    return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
 
-def _doubt(found: Match, verdict: Verdict, *, was_broken: bool) -> int:
+def _doubt(matched: Match, verdict: Verdict, *, was_broken: bool) -> int:
     """Lower is more probable.
 
     A rank that was seen elsewhere is certain; a dump may also be missing because nobody collected it. But where
     connections broke, the process at their other end has gone. Who gave up waiting itself is no cause.
     """
-    dump = found.dumps.get(verdict.ranks[0])
+    dump = matched.dumps.get(verdict.ranks[0])
     if dump is None:
         return 0 if was_broken else 3
     if dump.failure is not None and is_victim(dump.failure):
@@ -81,32 +82,32 @@ def _doubt(found: Match, verdict: Verdict, *, was_broken: bool) -> int:
     return 1 if verdict.cause in (Cause.RAISED, Cause.DEAD) else 2
 
 
-def _absent(found: Match, waits: Sequence[Wait], kind: Kind, cause: Cause, why: str, ranks: list[int]) -> Verdict:
+def _absent(matched: Match, waits: Sequence[Wait], kind: Kind, cause: Cause, why: str, ranks: list[int]) -> Verdict:
     direct = [wait for wait in waits if set(ranks) & set(wait.for_ranks)]
-    longest = max(direct, key=lambda wait: waited_s(found.dumps[wait.rank], wait.record))
+    longest = max(direct, key=lambda wait: waited_s(matched.dumps[wait.rank], wait.record))
     record = longest.record
     who, others = ranks_text(ranks), ranks_text(wait.rank for wait in direct)
-    evidence = came_lines(found.dumps, {wait.rank: wait.record for wait in direct})
+    evidence = came_lines(matched.dumps, {wait.rank: wait.record for wait in direct})
     for rank in ranks[:4]:
-        if (dump := found.dumps.get(rank)) is not None:
+        if (dump := matched.dumps.get(rank)) is not None:
             evidence += _traces(dump, record)
-    came = {}
+    arrived = {}
     if not longest.is_message:
-        meeting = found.meetings[record.site.group_name][record.sequence]
-        evidence += divergence(found, meeting)
-        came = {rank: meeting.records[rank] for rank in ranks if rank in meeting.records}
+        collective = matched.collectives[record.site.group_name][record.sequence]
+        evidence += divergence(matched, collective)
+        arrived = {rank: collective.records[rank] for rank in ranks if rank in collective.records}
     indirect = {wait.rank for wait in waits} - {wait.rank for wait in direct}
     if indirect:
         evidence.append(f"{ranks_text(indirect)} wait for ranks that wait")
-    did = "came to" if came else "did not come to"
-    what = f"{call_text(record)} but did not leave it" if came else call_text(record)
-    summary = f"{capitalized(who)} {did} {what}, where {others} waited at "
-    summary += f"{place(found.dumps[longest.rank], record.site.stack)}: {why}."
+    did = "came to" if arrived else "did not come to"
+    call = f"{call_text(record)} but did not leave it" if arrived else call_text(record)
+    summary = f"{capitalized(who)} {did} {call}, where {others} waited at "
+    summary += f"{place(matched.dumps[longest.rank], record.site.stack)}: {why}."
     return Verdict(kind, tuple(ranks), summary, tuple(evidence), cause)
 
 
 def _traces(dump: Dump, record: Record) -> list[str]:
-    """What an absent rank has left: where it is, its last call, and how old that news is."""
+    """Evidence that an absent rank has left: where it is, its last call, and how old that news is."""
     lines = [stack_line(dump)] if dump.threads or dump.failure else []
     if dump.records:
         last = dump.records[-1]
@@ -117,42 +118,44 @@ def _traces(dump: Dump, record: Record) -> list[str]:
     return lines
 
 
-def _unconnected(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def _unconnected(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """Ranks inside the first collective of a group, which is on record only once all members are connected."""
     waiting = {wait.rank for wait in waits}
-    inside = [rank for rank, dump in found.dumps.items() if rank not in waiting and dump.is_in_transport]
-    connecting = [rank for rank in inside if _idle_s(found, rank) >= _CONNECTING_S]
-    others = [rank for rank in range(found.world_size) if rank not in inside and rank not in waiting]
+    inside = [rank for rank, dump in matched.dumps.items() if rank not in waiting and dump.is_in_transport]
+    connecting = [rank for rank in inside if _idle_s(matched, rank) >= _CONNECTING_S]
+    others = [rank for rank in range(matched.world_size) if rank not in inside and rank not in waiting]
     if not connecting or not others:
         return []
     evidence = [
         f"rank {rank} is inside a collective that is not on record yet, at {place(dump, dump.main_stack)}"
         for rank in connecting
-        for dump in [found.dumps[rank]]
+        for dump in [matched.dumps[rank]]
     ]
-    became = [what_became_of(found, rank, was_broken=False) for rank in others]
-    whys = {why if rank in found.dumps else "it has no dump" for rank, (_, why) in zip(others, became, strict=True)}
-    evidence += [stack_line(found.dumps[rank]) for rank in others[:4] if rank in found.dumps]
+    became = [what_became_of(matched, rank, was_broken=False) for rank in others]
+    whys = {why if rank in matched.dumps else "it has no dump" for rank, (_, why) in zip(others, became, strict=True)}
+    evidence += [stack_line(matched.dumps[rank]) for rank in others[:4] if rank in matched.dumps]
     summary = f"{capitalized(ranks_text(others))} did not come to the first collective of a group, for which "
     summary += f"{ranks_text(connecting)} waited: {'; '.join(sorted(whys))}."
     return [Verdict(Kind.RANK_ABSENT, tuple(others), summary, tuple(evidence), became[0][0])]
 
 
-def _raised(found: Match, _waits: Sequence[Wait]) -> list[Verdict]:
+def _raised(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
     """Ranks that ended with an exception that nobody waits for, or only in ways that are not on record."""
-    ranks = tuple(raised(found) or [rank for rank, dump in found.dumps.items() if dump.failure is not None])
+    ranks = tuple(raised(matched) or [rank for rank, dump in matched.dumps.items() if dump.failure is not None])
     if not ranks:
         return []
-    cause, why = what_became_of(found, ranks[0], was_broken=False)
+    cause, why = what_became_of(matched, ranks[0], was_broken=False)
     summary = f"{capitalized(ranks_text(ranks))} ended early: {why}."
-    return [Verdict(Kind.RANK_ABSENT, ranks, summary, tuple(stack_line(found.dumps[one]) for one in ranks[:4]), cause)]
+    return [
+        Verdict(Kind.RANK_ABSENT, ranks, summary, tuple(stack_line(matched.dumps[rank]) for rank in ranks[:4]), cause)
+    ]
 
 
-def _incomplete(found: Match, _waits: Sequence[Wait]) -> list[Verdict]:
-    absent = found.without_dump
+def _incomplete(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
+    absent = matched.without_dump
     if not absent:
         return []
-    summary = f"{capitalized(ranks_text(absent))} of {found.world_size} have no dump; the others wait for nobody."
+    summary = f"{capitalized(ranks_text(absent))} of {matched.world_size} have no dump; the others wait for nobody."
     return [Verdict(Kind.NOT_ENOUGH_DATA, (), summary)]
 
 
@@ -160,6 +163,6 @@ def _missing_end(record: Record) -> Kind:
     return Kind.MISSING_RECEIVE if record.site.operation == SEND else Kind.MISSING_SEND
 
 
-def _idle_s(found: Match, rank: int) -> float:
-    dump = found.dumps[rank]
+def _idle_s(matched: Match, rank: int) -> float:
+    dump = matched.dumps[rank]
     return dump.dumped_s - max([dump.started_s, *(record.enqueued_s for record in dump.records[-1:])])

@@ -1,4 +1,4 @@
-"""Puts the dumps of all ranks side by side: which collective met whom, which message has its other end.
+"""Puts the dumps of all ranks side by side: which ranks came to a collective, which message has its other end.
 
 Ranks are aligned per (group, sequence number), and messages per (group, sender, receiver, number): never by time, since
 clocks differ. Pure and torch-free.
@@ -15,7 +15,7 @@ from disttrain.flight_recorder.record.record import RECEIVE, SEND, CallSite, Gro
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Collective:
     """One collective of one group: the records of those who came, as far as their rings still have them.
 
     `absent` ranks have a dump and have not come; `unknown` ones have no dump.
@@ -57,12 +57,12 @@ MessageKey = tuple[str, int, int, int]
 class Match:
     """All dumps of one job, by rank, and what their records say together.
 
-    `meetings` are by group name and then, in order, by sequence number; `messages` by `message_key`.
+    `collectives` are by group name and then, in order, by sequence number; `messages` by `message_key`.
     """
 
     world_size: int
     dumps: Mapping[int, Dump]
-    meetings: Mapping[str, Mapping[int, Meeting]]
+    collectives: Mapping[str, Mapping[int, Collective]]
     messages: Mapping[MessageKey, Message]
 
     @property
@@ -72,15 +72,15 @@ class Match:
 
 @dataclass
 class _Group:
-    """What has been found of one group while dumps are read."""
+    """The records of one group, as far as dumps have been read."""
 
     ranks: tuple[int, ...] = ()
     last: dict[int, int] = field(default_factory=dict)
-    meetings: dict[int, dict[int, Record]] = field(default_factory=dict)
+    collectives: dict[int, dict[int, Record]] = field(default_factory=dict)
 
 
 def message_key(rank: int, record: Record) -> MessageKey:
-    """Which message `record`, a send or receive of `rank`, is an end of."""
+    """The message that `record`, a send or receive of `rank`, is an end of."""
     site = record.site
     peer_rank = -1 if site.peer_rank is None else site.peer_rank
     ends = (rank, peer_rank) if site.operation == SEND else (peer_rank, rank)
@@ -88,7 +88,7 @@ def message_key(rank: int, record: Record) -> MessageKey:
 
 
 def connecting_record(dump: Dump, group: GroupProgress) -> Record:
-    """What stands for a call that is not on record yet, since the group's members have not all connected for it."""
+    """A record for a call that the ring does not have yet, since the group's members have not all connected for it."""
     called = (group.group_name, group.ranks, group.connecting, (), (), (), None, outside(dump, dump.main_stack))
     last_s = max((record.completed_s or record.enqueued_s for record in dump.records[-1:]), default=dump.started_s)
     return Record(CallSite(*called, group.axis_name), group.last_sequence + 1, State.CONNECTING, last_s)
@@ -104,13 +104,13 @@ def match(dumps: Sequence[Dump]) -> Match:
             _note_progress(groups, rank, progress)
             if progress.connecting:
                 record = connecting_record(dump, progress)
-                groups[progress.group_name].meetings.setdefault(record.sequence, {})[rank] = record
+                groups[progress.group_name].collectives.setdefault(record.sequence, {})[rank] = record
         _note_records(groups, messages, rank, dump)
     return Match(
         world_size=max((dump.world_size for dump in by_rank.values()), default=0),
         dumps=by_rank,
-        meetings={
-            name: {sequence: _meeting(name, sequence, group, by_rank) for sequence in sorted(group.meetings)}
+        collectives={
+            name: {sequence: _collective_of(name, sequence, group, by_rank) for sequence in sorted(group.collectives)}
             for name, group in groups.items()
         },
         messages={key: _message(key, ends, by_rank) for key, ends in messages.items()},
@@ -121,21 +121,21 @@ def _note_records(
     groups: dict[str, _Group], messages: dict[MessageKey, dict[str, Record]], rank: int, dump: Dump
 ) -> None:
     """The loop over all records of all ranks: by address, a call site is looked at once, and not its fields."""
-    meetings_of: dict[int, dict[int, dict[int, Record]] | None] = {}
+    collectives_of: dict[int, dict[int, dict[int, Record]] | None] = {}
     for record in dump.records:
-        place = id(record[0])
-        if place not in meetings_of:
+        site_id = id(record[0])
+        if site_id not in collectives_of:
             site = record.site
             if not site.is_message and site.group_name not in groups:
                 groups[site.group_name] = _Group(site.ranks)
-            meetings_of[place] = None if site.is_message else groups[site.group_name].meetings
-        meetings = meetings_of[place]
-        if meetings is None:
+            collectives_of[site_id] = None if site.is_message else groups[site.group_name].collectives
+        collectives = collectives_of[site_id]
+        if collectives is None:
             messages.setdefault(message_key(rank, record), {})[record.site.operation] = record
-        elif record[1] in meetings:
-            meetings[record[1]][rank] = record
+        elif record[1] in collectives:
+            collectives[record[1]][rank] = record
         else:
-            meetings[record[1]] = {rank: record}
+            collectives[record[1]] = {rank: record}
 
 
 def _note_progress(groups: dict[str, _Group], rank: int, progress: GroupProgress) -> None:
@@ -145,11 +145,11 @@ def _note_progress(groups: dict[str, _Group], rank: int, progress: GroupProgress
     group.last[rank] = max(group.last.get(rank, 0), progress.last_sequence)
 
 
-def _meeting(name: str, sequence: int, group: _Group, dumps: Mapping[int, Dump]) -> Meeting:
-    records = group.meetings[sequence]
+def _collective_of(name: str, sequence: int, group: _Group, dumps: Mapping[int, Dump]) -> Collective:
+    records = group.collectives[sequence]
     if len(records) == len(group.ranks):
-        return Meeting(name, sequence, group.ranks, records, (), ())
-    return Meeting(
+        return Collective(name, sequence, group.ranks, records, (), ())
+    return Collective(
         group_name=name,
         sequence=sequence,
         ranks=group.ranks,

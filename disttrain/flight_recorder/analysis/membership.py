@@ -13,18 +13,18 @@ from disttrain.flight_recorder.dumps.words import EXIT
 from disttrain.flight_recorder.record.record import State, ranks_text
 
 
-def find_different_groups(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def find_different_groups(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """A verdict for each group that ranks know differently and that somebody waits in."""
-    return _other_members(found) or _never_made(found, waits)
+    return _other_members(matched) or _never_made(matched, waits)
 
 
-def _other_members(found: Match) -> list[Verdict]:
-    known: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    for rank, dump in found.dumps.items():
+def _other_members(matched: Match) -> list[Verdict]:
+    members_by_name: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    for rank, dump in matched.dumps.items():
         for group in dump.groups:
-            known.setdefault(group.group_name, {}).setdefault(group.ranks, []).append(rank)
+            members_by_name.setdefault(group.group_name, {}).setdefault(group.ranks, []).append(rank)
     verdicts = []
-    for name, ways in known.items():
+    for name, ways in members_by_name.items():
         if len(ways) > 1:
             by_size = sorted(ways.values(), key=len)
             is_tie = len(by_size[-1]) == len(by_size[-2])
@@ -35,7 +35,7 @@ def _other_members(found: Match) -> list[Verdict]:
     return verdicts
 
 
-def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def _never_made(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """Only a rank that waits, or has ended, will not make the group any more; a ring does not list unused groups."""
     waiting = {wait.rank: wait for wait in waits}
     accusers: dict[int, set[int]] = {}
@@ -45,7 +45,7 @@ def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
             continue
         name = wait.record.site.group_name
         for rank in wait.for_ranks:
-            dump = found.dumps.get(rank)
+            dump = matched.dumps.get(rank)
             if dump is None or dump.reason == RING or any(group.group_name == name for group in dump.groups):
                 continue
             if rank not in waiting and dump.reason != EXIT:
@@ -55,7 +55,8 @@ def _never_made(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
             others = f"; of the same ranks it has made {', '.join(alike)}" if alike else ""
             evidence.append(
                 f"rank {wait.rank} waits for rank {rank} in group {wait.record.site.group_title} at "
-                f"{place(found.dumps[wait.rank], wait.record.site.stack)}; rank {rank} has not made that group{others}"
+                f"{place(matched.dumps[wait.rank], wait.record.site.stack)}; rank {rank} has not made that group"
+                f"{others}"
             )
             made = waiting[rank].record.site if rank in waiting else None
             if made is not None:

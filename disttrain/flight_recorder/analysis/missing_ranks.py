@@ -1,4 +1,4 @@
-"""What became of a rank that others wait for: what its dump, its ring and its threads' stacks tell. Torch-free.
+"""Finds the cause of a rank's absence from its dump, its ring and its threads' stacks. Torch-free.
 
 What is certain is asked first: an exception, an end, connections that broke. A process that is stopped and one that is
 out of reach leave the same.
@@ -24,7 +24,7 @@ _IO_FILES: Final = (
     *("/socket.py", "/ssl.py", "/selectors.py", "/subprocess.py", "/http/client.py", "/urllib/request.py"),
     *("/multiprocessing/connection.py", "/multiprocessing/popen_fork.py", "/asyncio/base_events.py"),
 )
-"""Where a thread is innermost, it waits for somebody outside the process."""
+"""Files of calls that wait for somebody outside the process, where a thread is innermost in one."""
 _DEVICE_FILES: Final = ("/torch/cuda/__init__.py", "/torch/cuda/streams.py", "/torch/accelerator/__init__.py")
 _OF_TRANSPORTS: Final = {"BackendError", "CollectiveTimeoutError", "StoreConnectionError", "StoreTimeoutError"}
 _OF_OTHERS: Final = ("another rank has failed", " has ended: ", "not every rank came, nor can: ")
@@ -36,9 +36,9 @@ def is_victim(failure: Failure) -> bool:
     return failure.kind in _OF_TRANSPORTS or any(words in failure.message for words in _OF_OTHERS)
 
 
-def raised(found: Match) -> list[int]:
+def raised(matched: Match) -> list[int]:
     """Ranks that ended with an exception of their own."""
-    failures = {rank: dump.failure for rank, dump in found.dumps.items()}
+    failures = {rank: dump.failure for rank, dump in matched.dumps.items()}
     return [rank for rank, failure in failures.items() if failure is not None and not is_victim(failure)]
 
 
@@ -53,22 +53,22 @@ def broke(waits: Iterable[Wait]) -> bool:
     return any(is_broken(wait.record) for wait in waits)
 
 
-def lifeless(found: Match) -> list[int]:
+def lifeless(matched: Match) -> list[int]:
     """Ranks that left their ring only, and gave no sign of life for a while before others made their dumps."""
-    offsets_s = {rank: dump.clock_offset_s or 0.0 for rank, dump in found.dumps.items()}
-    dumped_s = [dump.dumped_s + offsets_s[rank] for rank, dump in found.dumps.items() if dump.reason != RING]
+    offsets_s = {rank: dump.clock_offset_s or 0.0 for rank, dump in matched.dumps.items()}
+    dumped_s = [dump.dumped_s + offsets_s[rank] for rank, dump in matched.dumps.items() if dump.reason != RING]
     if not dumped_s:
         return []
     return [
         rank
-        for rank, dump in found.dumps.items()
+        for rank, dump in matched.dumps.items()
         if dump.reason == RING and (dump.process or dump.dumped_s + offsets_s[rank] < max(dumped_s) - _LIFELESS_S)
     ]
 
 
-def what_became_of(found: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
+def what_became_of(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
     """Of `rank`, with half a sentence: `it is in Python at train.py:33 in load`; `was_broken` when connections were."""
-    dump = found.dumps.get(rank)
+    dump = matched.dumps.get(rank)
     if dump is None:
         if was_broken:
             return Cause.DEAD, "there is no dump, and connections broke, so that the process has gone"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from disttrain.flight_recorder.analysis.match import Match, Meeting, message_key
+from disttrain.flight_recorder.analysis.match import Collective, Match, message_key
 from disttrain.flight_recorder.dumps.dump import RING
 from disttrain.flight_recorder.dumps.words import END_REASONS
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, Record, State
@@ -24,37 +24,37 @@ DeviceWait = tuple[int, Record, tuple[int, ...]]
 """Rank, the operation that its device hangs in, and for whom: for nobody where all have come and it does not end."""
 
 
-def find_device_waits(found: Match) -> list[DeviceWait]:
+def find_device_waits(matched: Match) -> list[DeviceWait]:
     """Of ranks whose device is busy while the host stands still, and of those whose host went on without one that has
     ended."""
-    busy = {rank for rank, dump in found.dumps.items() if dump.device_is_busy}
-    ended = {rank for rank, dump in found.dumps.items() if dump.reason in END_REASONS}
-    if not busy and not any(ended.intersection(meeting.absent) for meeting in _last_meetings(found)):
+    busy = {rank for rank, dump in matched.dumps.items() if dump.device_is_busy}
+    ended = {rank for rank, dump in matched.dumps.items() if dump.reason in END_REASONS}
+    if not busy and not any(ended.intersection(collective.absent) for collective in _last_collectives(matched)):
         return []
-    play = _Play(found)
+    play = _Play(matched)
     waits: list[DeviceWait] = []
     for rank in play.queues:
         if (front := play.front(rank)) is not None:
             others = play.missing(front)
-            if rank in busy or (ended.intersection(others) and found.dumps[rank].reason != RING):
+            if rank in busy or (ended.intersection(others) and matched.dumps[rank].reason != RING):
                 waits.append((rank, _held(front), others))
     if waits:
         return waits  # Whoever is busy beside these has something else on its device.
     return [
         (rank, _held(queue[-1]), ())
         for rank, queue in play.queues.items()
-        if rank in busy and queue and members_of(found, rank, queue[-1]) <= busy
+        if rank in busy and queue and members_of(matched, rank, queue[-1]) <= busy
     ]
 
 
-def _last_meetings(found: Match) -> Iterable[Meeting]:
-    return (meetings[max(meetings)] for meetings in found.meetings.values() if meetings)
+def _last_collectives(matched: Match) -> Iterable[Collective]:
+    return (collectives[max(collectives)] for collectives in matched.collectives.values() if collectives)
 
 
-def members_of(found: Match, rank: int, record: Record) -> set[int]:
+def members_of(matched: Match, rank: int, record: Record) -> set[int]:
     """Those with a dump among the ranks that `record` is of."""
     peers = (rank, record.site.peer_rank) if record.site.is_message else record.site.ranks
-    return found.dumps.keys() & set(peers)
+    return matched.dumps.keys() & set(peers)
 
 
 def _held(record: Record) -> Record:
@@ -64,11 +64,11 @@ def _held(record: Record) -> Record:
 class _Play:
     """Devices that go through their ranks' `queues` until none gets any further."""
 
-    def __init__(self, found: Match) -> None:
-        self._found = found
+    def __init__(self, matched: Match) -> None:
+        self._matched = matched
         self.queues = {
             rank: [record for record in dump.records[-_NUM_LAST:] if record.state in (State.COMPLETED, State.ENQUEUED)]
-            for rank, dump in found.dumps.items()
+            for rank, dump in matched.dumps.items()
         }
         self._places = dict.fromkeys(self.queues, 0)
         self._queued = {
@@ -83,18 +83,18 @@ class _Play:
             moving += self._advance(moving.pop())
 
     def front(self, rank: int) -> Record | None:
-        """Where its device hangs, if it does, and its host does not."""
-        queue, place = self.queues[rank], self._places[rank]
-        return queue[place] if place < len(queue) and queue[place].state is State.COMPLETED else None
+        """The record at which its device hangs, if it does, and its host does not."""
+        queue, index = self.queues[rank], self._places[rank]
+        return queue[index] if index < len(queue) and queue[index].state is State.COMPLETED else None
 
     def missing(self, record: Record) -> tuple[int, ...]:
         """The ranks whose devices have not come to it."""
         if record.site.is_message:
             return () if record.site.peer_rank is None else (record.site.peer_rank,)
-        came = self._came[record.site.group_name, record.sequence]
-        meeting = self._meeting(record)
-        behind = (rank for rank in self._needed(meeting) if rank not in came)
-        return tuple(sorted({*meeting.absent, *meeting.unknown, *behind}))
+        arrived = self._came[record.site.group_name, record.sequence]
+        collective = self._collective_of(record)
+        behind = (rank for rank in self._needed(collective) if rank not in arrived)
+        return tuple(sorted({*collective.absent, *collective.unknown, *behind}))
 
     def _advance(self, rank: int) -> Sequence[int]:
         """Let this device go as far as it can. Returns: those that can go on because it has come."""
@@ -102,13 +102,17 @@ class _Play:
         while self._places[rank] < len(queue):
             record = queue[self._places[rank]]
             if record.site.operation == RECEIVE:
-                if self._found.messages[message_key(rank, record)].is_absent:
+                if self._matched.messages[message_key(rank, record)].is_absent:
                     return ()
             elif record.site.operation not in LOOSE:
-                meeting = self._meeting(record)
-                came = self._came.setdefault((meeting.group_name, meeting.sequence), set())
-                came.add(rank)
-                if meeting.absent or meeting.unknown or not came.issuperset(needed := self._needed(meeting)):
+                collective = self._collective_of(record)
+                arrived = self._came.setdefault((collective.group_name, collective.sequence), set())
+                arrived.add(rank)
+                if (
+                    collective.absent
+                    or collective.unknown
+                    or not arrived.issuperset(needed := self._needed(collective))
+                ):
                     return ()
                 for other in needed:
                     self._places[other] += 1
@@ -116,9 +120,11 @@ class _Play:
             self._places[rank] += 1
         return ()
 
-    def _meeting(self, record: Record) -> Meeting:
-        return self._found.meetings[record.site.group_name][record.sequence]
+    def _collective_of(self, record: Record) -> Collective:
+        return self._matched.collectives[record.site.group_name][record.sequence]
 
-    def _needed(self, meeting: Meeting) -> list[int]:
+    def _needed(self, collective: Collective) -> list[int]:
         """Members whose records of it are in their queues; those of others are long past."""
-        return [rank for rank in meeting.records if (rank, meeting.group_name, meeting.sequence) in self._queued]
+        return [
+            rank for rank in collective.records if (rank, collective.group_name, collective.sequence) in self._queued
+        ]

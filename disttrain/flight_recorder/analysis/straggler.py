@@ -25,16 +25,16 @@ _NUM_PAUSES: Final = 2
 _DEVICE_OF: Final = attrgetter("device")
 
 
-def find_straggler(found: Match) -> list[Verdict]:
+def find_straggler(matched: Match) -> list[Verdict]:
     """At most one verdict: the rank that works a fifth of the time longer than any other, and a second at least."""
-    records = {rank: dump.records for rank, dump in found.dumps.items()}
-    if not 1 < found.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
+    records = {rank: dump.records for rank, dump in matched.dumps.items()}
+    if not 1 < matched.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
         return []
     # Of a rank whose device is not known only the host's time is there, which is no measure beside devices'.
-    if len({any(map(_DEVICE_OF, own)) for own in records.values()}) > 1:
+    if len({any(map(_DEVICE_OF, rank_records)) for rank_records in records.values()}) > 1:
         return []
-    spans_s = {rank: own[-1].times_s[0] - own[0].times_s[0] for rank, own in records.items()}
-    work_s = {rank: _work_s(own) for rank, own in records.items()}
+    spans_s = {rank: rank_records[-1].times_s[0] - rank_records[0].times_s[0] for rank, rank_records in records.items()}
+    work_s = {rank: _work_s(rank_records) for rank, rank_records in records.items()}
     # A ring that is full reaches back to a time of its own.
     shares = {rank: work_s[rank] / max(spans_s[rank], _MIN_MORE_S) for rank in records}
     *_, second, rank = sorted(shares, key=shares.__getitem__)
@@ -50,7 +50,9 @@ def find_straggler(found: Match) -> list[Verdict]:
 
 def _work_s(records: Sequence[Record]) -> float:
     """Seconds between a rank's waits, without its longest pauses."""
-    waits = sorted((began_s, ended_s) for began_s, ended_s in (one.wait_s for one in records) if ended_s is not None)
+    waits = sorted(
+        (began_s, ended_s) for began_s, ended_s in (record.wait_s for record in records) if ended_s is not None
+    )
     work_s = []
     free_s = waits[0][1] if waits else 0.0
     for began_s, ended_s in waits:

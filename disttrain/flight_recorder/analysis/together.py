@@ -12,67 +12,67 @@ from disttrain.flight_recorder.analysis.wording import call_text, came_lines, ca
 from disttrain.flight_recorder.record.record import Record, State, ranks_text
 
 
-def find_gone_together(found: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def find_gone_together(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """At most one verdict."""
     # What others have not come to yet is no operation that all have entered.
     together = [wait for wait in waits if not wait.for_ranks]
     if not together:
         return []
-    first = min(together, key=lambda wait: wait.record.enqueued_s + (found.dumps[wait.rank].clock_offset_s or 0.0))
+    first = min(together, key=lambda wait: wait.record.enqueued_s + (matched.dumps[wait.rank].clock_offset_s or 0.0))
     record = first.record
-    met = met_in(found, first)
-    evidence = tuple(came_lines(found.dumps, met))
-    late = _late(found, met)
+    records = records_in(matched, first)
+    evidence = tuple(came_lines(matched.dumps, records))
+    late = _late(matched, records)
     if late:
-        times_s = {rank: waited_s(found.dumps[rank], own) for rank, own in met.items()}
+        times_s = {rank: waited_s(matched.dumps[rank], record) for rank, record in records.items()}
         summary = f"{capitalized(ranks_text(late))} came to {call_text(record)} when others had waited for "
         summary += f"{max(times_s.values()) - max(times_s[rank] for rank in late):.1f} s and gave up."
         return [Verdict(Kind.STRAGGLER, tuple(sorted(late)), summary, evidence)]
     members = {first.rank, *((record.site.peer_rank,) if record.site.is_message else record.site.ranks)}
-    if not members <= set(met):
-        lost = ranks_text(rank for rank in members - set(met) if rank is not None)
+    if not members <= set(records):
+        lost = ranks_text(rank for rank in members - set(records) if rank is not None)
         summary = f"All ranks that {call_text(record)} needs have entered it, as far as the counts tell; the records "
         summary += f"of {lost} do not reach back so far."
         return [Verdict(Kind.NOT_ENOUGH_DATA, (), summary, evidence)]
-    queued = {rank: own for rank, own in met.items() if own.is_queued}
+    queued = {rank: record for rank, record in records.items() if record.is_queued}
     if queued:
-        return [never_started(found, queued, evidence)]
+        return [never_started(matched, queued, evidence)]
     summary = f"All ranks that {call_text(record)} needs have entered it alike, and it does not end: the network, "
     summary += "the transport or a device holds it up."
-    return [Verdict(Kind.NETWORK, tuple(sorted(met)), summary, evidence)]
+    return [Verdict(Kind.NETWORK, tuple(sorted(records)), summary, evidence)]
 
 
-def never_started(found: Match, queued: Mapping[int, Record], evidence: Sequence[str]) -> Verdict:
+def never_started(matched: Match, queued: Mapping[int, Record], evidence: Sequence[str]) -> Verdict:
     """Of one operation's records, by rank, to which the devices of these ranks have not come."""
     record = next(iter(queued.values()))
     summary = f"{call_text(record)} has not begun on the device of {ranks_text(queued)}: what was queued before does "
-    summary += f"not end. It was called at {place(found.dumps[min(queued)], record.site.stack)}"
+    summary += f"not end. It was called at {place(matched.dumps[min(queued)], record.site.stack)}"
     lines = list(evidence)
-    for rank, own in list(queued.items())[:4]:
-        records = found.dumps[rank].records
-        before = records[: records.index(own)]
-        come = [one for one in before if one.device is not None and one.device.came_s is not None]
+    for rank, queued_record in list(queued.items())[:4]:
+        records = matched.dumps[rank].records
+        before = records[: records.index(queued_record)]
+        come = [earlier for earlier in before if earlier.device is not None and earlier.device.came_s is not None]
         if come:
             last = come[-1]
-            where = place(found.dumps[rank], last.site.stack)
+            where = place(matched.dumps[rank], last.site.stack)
             lines.append(f"rank {rank}: the last that its device has come to before is {call_text(last)} at {where}")
     return Verdict(Kind.NEVER_STARTED, tuple(sorted(queued)), f"{capitalized(summary)}.", tuple(lines))
 
 
-def met_in(found: Match, wait: Wait) -> dict[int, Record]:
+def records_in(matched: Match, wait: Wait) -> dict[int, Record]:
     """The records of all who have come, by rank."""
     record = wait.record
     if not wait.is_message:
-        return dict(sorted(found.meetings[record.site.group_name][record.sequence].records.items()))
-    message = found.messages[message_key(wait.rank, record)]
+        return dict(sorted(matched.collectives[record.site.group_name][record.sequence].records.items()))
+    message = matched.messages[message_key(wait.rank, record)]
     ends = {message.src_rank: message.send, message.dst_rank: message.receive}
     return {rank: end for rank, end in sorted(ends.items()) if end is not None}
 
 
-def _late(found: Match, met: Mapping[int, Record]) -> list[int]:
+def _late(matched: Match, records: Mapping[int, Record]) -> list[int]:
     """Those who came when others had waited long, where some have given up."""
-    times_s = {rank: waited_s(found.dumps[rank], own) for rank, own in met.items()}
+    times_s = {rank: waited_s(matched.dumps[rank], record) for rank, record in records.items()}
     longest_s = max(times_s.values())
-    if longest_s < MIN_WAIT_S or not any(own.state is State.FAILED for own in met.values()):
+    if longest_s < MIN_WAIT_S or not any(record.state is State.FAILED for record in records.values()):
         return []
     return [rank for rank, time_s in times_s.items() if time_s < longest_s / 2]

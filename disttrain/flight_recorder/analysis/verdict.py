@@ -1,4 +1,4 @@
-"""What the analyzer can conclude: a closed list of kinds, and a verdict with ranks, summary and evidence."""
+"""The analyzer's conclusions: a closed list of kinds, and a verdict with ranks, summary and evidence."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """What to look at next."""
+        """The next thing to look at."""
         return self.cause.advice if self.kind is Kind.RANK_ABSENT and self.cause else self.kind.advice

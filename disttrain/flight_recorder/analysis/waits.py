@@ -1,4 +1,4 @@
-"""Who waits for whom: from each operation that has not ended, to the ranks without which it cannot end.
+"""Finds which rank waits for which: from each operation that has not ended, to the ranks without which it cannot end.
 
 Following these edges from the ranks that wait leads to ranks that wait for nobody, which hold up the others, or round
 in a circle. Pure and torch-free.
@@ -19,7 +19,7 @@ from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.record.record import SEND, Record, State
 
 MIN_WAIT_S: Final = 1.0
-"""Where no rank has waited for as long as this when it was dumped, there is no hang."""
+"""The shortest wait of a hang: where no rank has waited for as long when it was dumped, there is none."""
 
 UNSURE_S: Final = 10.0
 """The same where all have come, and it may be that they are connecting, or that nobody waits: without stacks, and on
@@ -40,26 +40,26 @@ class Wait:
         return self.record.site.is_message and self.record.state is not State.CONNECTING
 
 
-def find_waits(found: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]:
+def find_waits(matched: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]:
     """All operations in which some rank waits, or waited until they failed. Ranks that are `gone` wait no more."""
     waits = [
-        Wait(rank, record, _missing(found, rank, record, gone))
-        for rank, dump in found.dumps.items()
+        Wait(rank, record, _missing(matched, rank, record, gone))
+        for rank, dump in matched.dumps.items()
         if rank not in gone
         for record in [*_pending(dump), *_connecting(dump)]
-        if not _has_arrived(found, rank, record)
+        if not _has_arrived(matched, rank, record)
     ]
-    if any(record.device for dump in found.dumps.values() for record in dump.records):
-        waits += _on_devices(found, gone)
+    if any(record.device for dump in matched.dumps.values() for record in dump.records):
+        waits += _on_devices(matched, gone)
     else:
         held_up = {wait.rank for wait in waits} | gone
-        waits += [Wait(*wait) for wait in find_device_waits(found) if wait[0] not in held_up]
+        waits += [Wait(*wait) for wait in find_device_waits(matched) if wait[0] not in held_up]
     reached = [wait for wait in waits if not wait.record.is_queued]
-    return reached or waits if any(map(partial(_is_long, found), waits)) else []
+    return reached or waits if any(map(partial(_is_long, matched), waits)) else []
 
 
-def _is_long(found: Match, wait: Wait) -> bool:
-    dump, record = found.dumps[wait.rank], wait.record
+def _is_long(matched: Match, wait: Wait) -> bool:
+    dump, record = matched.dumps[wait.rank], wait.record
     if record.state is State.FAILED or (record.state is State.ON_DEVICE and record.device is None):
         return True
     is_sure = bool(wait.for_ranks) or record.state is State.ON_DEVICE
@@ -68,7 +68,8 @@ def _is_long(found: Match, wait: Wait) -> bool:
 
 
 def _pending(dump: Dump) -> list[Record]:
-    """What this rank hangs in. A failure that it got over does not count, nor what it has not begun to wait for."""
+    """Records that this rank hangs in. A failure that it got over does not count, nor what it has not begun to wait
+    for."""
     failed: list[Record] = []
     for record in reversed(dump.records):
         if record.state is State.COMPLETED:
@@ -80,9 +81,10 @@ def _pending(dump: Dump) -> list[Record]:
     return []
 
 
-def _on_devices(found: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
-    """What hosts have left, and devices have come to and not left as far as is known: of each group the last."""
-    come = {rank: _last_come(dump) for rank, dump in found.dumps.items() if rank not in gone}
+def _on_devices(matched: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
+    """Operations that hosts have left, and devices have come to and not left as far as is known: of each group the
+    last."""
+    come = {rank: _last_come(dump) for rank, dump in matched.dumps.items() if rank not in gone}
     furthest: dict[str, int] = {}
     for last, _ in come.values():
         for record in last:
@@ -92,18 +94,18 @@ def _on_devices(found: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
     for rank, (last, newest) in come.items():
         for record in last:
             if record.state is State.COMPLETED and record.times_s[1] is None:
-                held = record._replace(state=State.ON_DEVICE)
-                missing = _missing(found, rank, held, gone)
-                if record is newest and found.dumps[rank].device_is_busy:
-                    missing = tuple(sorted({*missing, *_of_lost_devices(found, rank, held, gone)}))
-                wait = Wait(rank, held, missing)
+                on_device = record._replace(state=State.ON_DEVICE)
+                missing = _missing(matched, rank, on_device, gone)
+                if record is newest and matched.dumps[rank].device_is_busy:
+                    missing = tuple(sorted({*missing, *_of_lost_devices(matched, rank, on_device, gone)}))
+                wait = Wait(rank, on_device, missing)
                 was_left = not wait.is_message and record.sequence < furthest[record.site.group_name]
-                if _is_sure(found, wait, was_left=was_left):
+                if _is_sure(matched, wait, was_left=was_left):
                     yield wait
 
 
 def _last_come(dump: Dump) -> tuple[list[Record], Record | None]:
-    """What its device has come to last, of each group and each channel; and of all."""
+    """Records that its device has come to last, of each group and each channel; and of all."""
     last: dict[Hashable, Record] = {}
     newest = None
     for record in dump.records:
@@ -113,53 +115,53 @@ def _last_come(dump: Dump) -> tuple[list[Record], Record | None]:
     return list(last.values()), newest
 
 
-def _of_lost_devices(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> set[int]:
-    """Who takes part and is gone with all that was known of its device, which may never have come to it."""
-    return {other for other in members_of(found, rank, record) & gone if found.dumps[other].reason == RING}
+def _of_lost_devices(matched: Match, rank: int, record: Record, gone: AbstractSet[int]) -> set[int]:
+    """Ranks that take part and are gone with all that was known of their device, which may never have come to it."""
+    return {other for other in members_of(matched, rank, record) & gone if matched.dumps[other].reason == RING}
 
 
-def _is_sure(found: Match, wait: Wait, *, was_left: bool) -> bool:
-    """Whether a device cannot have left it, though that is not marked: others have not come to it.
+def _is_sure(matched: Match, wait: Wait, *, was_left: bool) -> bool:
+    """True if a device cannot have left it, though that is not marked: others have not come to it.
 
     Where these may leave it first, or nothing is known of them, or all have come, the devices must be known to be busy.
     `was_left`: another's device has come to a later one of the group, and so has left this one, which nobody does
     before all have come: the rank's own device is held up behind it.
     """
     is_loose = wait.record.site.operation in LOOSE
-    busy = {rank for rank, dump in found.dumps.items() if dump.device_is_busy}
+    busy = {rank for rank, dump in matched.dumps.items() if dump.device_is_busy}
     if not wait.for_ranks:
-        return members_of(found, wait.rank, wait.record) <= busy and (is_loose or not was_left)
-    return wait.rank in busy or (not is_loose and not set(found.without_dump).issuperset(wait.for_ranks))
+        return members_of(matched, wait.rank, wait.record) <= busy and (is_loose or not was_left)
+    return wait.rank in busy or (not is_loose and not set(matched.without_dump).issuperset(wait.for_ranks))
 
 
 def _connecting(dump: Dump) -> list[Record]:
     return [connecting_record(dump, group) for group in dump.groups if group.connecting]
 
 
-def _has_arrived(found: Match, rank: int, record: Record) -> bool:
+def _has_arrived(matched: Match, rank: int, record: Record) -> bool:
     """True for a send that the other end has received, whatever its sender knows of that."""
     if record.site.operation != SEND or record.state is State.CONNECTING:
         return False
-    receive = found.messages[message_key(rank, record)].receive
+    receive = matched.messages[message_key(rank, record)].receive
     return receive is not None and receive.state is State.COMPLETED and not receive.is_queued
 
 
-def _missing(found: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
+def _missing(matched: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
     if record.is_queued:
         return ()  # It waits for what is queued before it.
     if record.state is State.CONNECTING or not record.site.is_message:
-        meeting = found.meetings[record.site.group_name][record.sequence]
-        missing = meeting.absent + meeting.unknown
-        held_up = {other for other in gone & meeting.records.keys() if _is_under_way(meeting.records[other])}
-        held_up |= {other for other, its in meeting.records.items() if its.is_queued and other != rank}
+        collective = matched.collectives[record.site.group_name][record.sequence]
+        missing = collective.absent + collective.unknown
+        held_up = {other for other in gone & collective.records.keys() if _is_under_way(collective.records[other])}
+        held_up |= {other for other, its in collective.records.items() if its.is_queued and other != rank}
         return missing + tuple(sorted(held_up.difference(missing)))
-    message = found.messages[message_key(rank, record)]
+    message = matched.messages[message_key(rank, record)]
     peer_rank = message.dst_rank if rank == message.src_rank else message.src_rank
     is_alone = message.send is None or message.receive is None
     other = message.receive if rank == message.src_rank else message.send
     if other is not None and (other.is_queued or (peer_rank in gone and _is_under_way(other))):
         return (peer_rank,)
-    return (peer_rank,) if is_alone and (message.is_absent or peer_rank not in found.dumps) else ()
+    return (peer_rank,) if is_alone and (message.is_absent or peer_rank not in matched.dumps) else ()
 
 
 def _is_under_way(record: Record) -> bool:

@@ -1,4 +1,4 @@
-"""How calls, places and what a rank is doing are put into words. Torch-free."""
+"""Puts calls, lines of code and what a rank is doing into words. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def outside(dump: Dump, stack: Stack) -> Stack:
 def user_stack(dump: Dump, stack: Stack) -> Stack:
     """The frames of the user's own files; where there are none, those outside disttrain; else all."""
     others = outside(dump, stack)
-    own = tuple(frame for frame in others if not frame.file.startswith(dump.libraries))
-    return own or others or stack
+    user_frames = tuple(frame for frame in others if not frame.file.startswith(dump.libraries))
+    return user_frames or others or stack
 
 
 def place(dump: Dump, stack: Stack) -> str:
@@ -41,7 +41,7 @@ def call_text(record: Record) -> str:
 
 
 def waited_text(dump: Dump, record: Record) -> str:
-    """How far this rank came with the call, and for how long it waited."""
+    """The progress of this rank with the call, and how long it waited."""
     if record.is_queued:
         return f"to which its device had not come {dump.dumped_s - record.enqueued_s:.1f} s later"
     match record.state:
@@ -51,8 +51,8 @@ def waited_text(dump: Dump, record: Record) -> str:
             error = textwrap.shorten(record.error or "it did not say why", _MAX_ERROR_CHARS, placeholder=" ...")
             return f"which failed after {waited_s(dump, record):.1f} s: {error}"
         case State.ENQUEUED | State.CONNECTING:
-            what = " for others to connect" if record.state is State.CONNECTING else ""
-            return f"for {waited_s(dump, record):.1f} s{what} when it was dumped"
+            purpose = " for others to connect" if record.state is State.CONNECTING else ""
+            return f"for {waited_s(dump, record):.1f} s{purpose} when it was dumped"
         case State.ON_DEVICE if record.device is None:
             return f"queued on its device {waited_s(dump, record):.1f} s before it was dumped"
         case State.ON_DEVICE:

@@ -38,7 +38,7 @@ _HEADER_FIELDS: Final = (
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank knew at one moment. Times are seconds since the epoch, by its own clock.
+    """The state of one rank at one moment. Times are seconds since the epoch, by its own clock.
 
     `job` is the same for all ranks of one world. `package` and `libraries` are how file names of disttrain's and of
     installed code begin on that machine. `clock_offset_s` added to its times makes them those of rank 0's clock, give
@@ -140,5 +140,5 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
             labels[label] = len(labels)
             yield ["label", *label]
         times_s = (record.enqueued_s, record.completed_s)
-        what = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
-        yield ["record", *what, record.device, record.waits_s]
+        fields = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
+        yield ["record", *fields, record.device, record.waits_s]

@@ -1,4 +1,4 @@
-"""Where rings and dumps lie when DISTTRAIN_FLIGHT_DIR names no folder. Torch-free."""
+"""Folders for rings and dumps when DISTTRAIN_FLIGHT_DIR names none. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 NUM_KEPT_JOBS: Final = 5
-"""How many failed jobs' dumps a user's private folder keeps."""
+"""The number of failed jobs whose dumps a user's private folder keeps."""
 
 
 def private_folder() -> Path:
@@ -23,8 +23,8 @@ def made_private_folder() -> Path:
     """The same, which is there now. Raises OSError when it is another's."""
     folder = private_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(errno.EPERM, "is not this user's alone", str(folder))
     return folder
 
@@ -34,15 +34,15 @@ def keep_dumps(dumps: Path, job: str) -> Path:
 
     Raises OSError when the private folder is another's.
     """
-    kept = made_private_folder() / job
+    target = made_private_folder() / job
     dumps.chmod(0o700)
-    shutil.move(dumps, kept)
-    os.utime(kept)
-    jobs = sorted(_jobs(kept.parent), reverse=True)
+    shutil.move(dumps, target)
+    os.utime(target)
+    jobs = sorted(_jobs(target.parent), reverse=True)
     for _, folder in jobs[NUM_KEPT_JOBS:]:
         # Another job's launcher may be removing it as well.
         shutil.rmtree(folder, ignore_errors=True)
-    return kept
+    return target
 
 
 def _jobs(folder: Path) -> list[tuple[float, Path]]:

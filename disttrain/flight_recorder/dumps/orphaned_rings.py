@@ -33,9 +33,9 @@ def keep_silent(rings: Path, folder: Path, silent_s: float, job: str = "*") -> N
             continue
         state = state_of(owner.pid, owner.start, ring)
         if state or _is_silent(owner, silent_s):
-            kept = f"{ring.name.removesuffix(layout.SUFFIX)}{KEPT}"
-            _copy(ring, folder / f"{kept}{layout.SUFFIX}", layout.framed(("process", state)))
-            _copy(ring.with_suffix(layout.STACKS_SUFFIX), folder / f"{kept}{layout.STACKS_SUFFIX}")
+            stem = f"{ring.name.removesuffix(layout.SUFFIX)}{KEPT}"
+            _copy(ring, folder / f"{stem}{layout.SUFFIX}", layout.framed(("process", state)))
+            _copy(ring.with_suffix(layout.STACKS_SUFFIX), folder / f"{stem}{layout.STACKS_SUFFIX}")
 
 
 def remove_forgotten(rings: Path) -> None:

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass
 class Shared:
-    """What the dumps of a job have in common, so that it is kept once: by the bytes that tell of it."""
+    """Values that the dumps of a job have in common, so that each is kept once: by the bytes that encode it."""
 
     stacks: dict[bytes, Stack] = field(default_factory=dict)
     sites: dict[tuple[bytes, int, int], CallSite] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def _decode_whole(items: list[Any], shared: Shared) -> Dump:
 def _decode_damaged(data: bytes, shared: Shared) -> Dump:
     """One after the other, up to the first that cannot be."""
     reader = _Reader(shared)
-    place = len(MAGIC)
+    offset = len(MAGIC)
     unpacker = _unpacker(data)
     try:
         for item in unpacker:
@@ -133,10 +133,10 @@ def _decode_damaged(data: bytes, shared: Shared) -> Dump:
                     reader.raw_records.append(item)
                 case _:
                     reader.take(item)
-            place = len(MAGIC) + unpacker.tell()
+            offset = len(MAGIC) + unpacker.tell()
     except _WRONG as error:
-        return reader.finished(f"is damaged after {place} bytes ({type(error).__name__})")
-    return reader.finished(f"is cut off after {place} bytes")
+        return reader.finished(f"is damaged after {offset} bytes ({type(error).__name__})")
+    return reader.finished(f"is cut off after {offset} bytes")
 
 
 def _unpacker(data: bytes) -> msgpack.Unpacker:
@@ -190,19 +190,19 @@ class _Reader:
 
     def _records_one_by_one(self) -> list[Record]:
         """Those of other versions too; what cannot be is left out."""
-        found: list[Record] = []
+        records: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
                 _, site, sequence, state, began_s, ended_s, error, *more = item
-                what = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
+                fields = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
                 label = _at(self.labels, more[0]) if more else ("", "")
                 device, waits_s = (*more[1:3], None, None)[:2]
                 waited_from_s = None if waits_s is None else _finite(waits_s)
-                found.append(Record(*what, *end, *label, _device_times(device), waited_from_s))
+                records.append(Record(*fields, *end, *label, _device_times(device), waited_from_s))
             except _WRONG:
                 continue
-        return found
+        return records
 
     def take(self, item: Any) -> None:
         """Add what `item` says, if it is no record."""
@@ -225,11 +225,11 @@ class _Reader:
                 self.sites.append(site)
             case ["stack", [*frames]]:
                 frames_key = packed(frames)
-                known = self.shared.stacks.get(frames_key)
-                if known is None:
+                stack = self.shared.stacks.get(frames_key)
+                if stack is None:
                     frame_of = (Frame(as_text(file), as_int(line), as_text(name)) for file, line, name in frames)
-                    known = self.shared.stacks[frames_key] = tuple(frame_of)
-                self.stacks.append(known)
+                    stack = self.shared.stacks[frames_key] = tuple(frame_of)
+                self.stacks.append(stack)
             case ["group", str(name), [*ranks], int(last_sequence), *more]:
                 group = GroupProgress(name, self._ranks(ranks), last_sequence, *map(as_text, more[:2]))
                 self.groups[name] = group
@@ -247,8 +247,8 @@ class _Reader:
                 raise ValueError("an array that no dump has")
 
     def _ranks(self, ranks: Any) -> tuple[int, ...]:
-        found = as_ints(ranks)
-        return self.shared.ranks.setdefault(found, found)
+        group_ranks = as_ints(ranks)
+        return self.shared.ranks.setdefault(group_ranks, group_ranks)
 
     def finished(self, problem: str | None) -> Dump:
         """The dump, as far as it came. Raises FlightDumpError without a header."""
@@ -295,10 +295,10 @@ def checked_header(header: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _at(known: list[T], place: Any) -> T:
-    if not 0 <= as_int(place) < len(known):
+def _at(values: list[T], index: Any) -> T:
+    if not 0 <= as_int(index) < len(values):
         raise IndexError("a number of something that did not come before")
-    return known[as_int(place)]
+    return values[as_int(index)]
 
 
 def as_text(value: Any) -> str:

@@ -73,7 +73,7 @@ def read_ring(file: Path) -> Dump:
 
 
 def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyType({})) -> tuple[Dump, int]:
-    """What the bytes of a ring file say, and the identity of its main thread. Raises FlightDumpError.
+    """Decodes the bytes of a ring file. Returns its dump, and the identity of its main thread. Raises FlightDumpError.
 
     `marked_ns`: of records, by number, what their process knows of its device (`record/device_marks.py`).
     """
@@ -103,7 +103,8 @@ def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyTyp
 
 
 class Owner(NamedTuple):
-    """Whose ring it is: the process, when that was started (`start_of`), and its last sign of life, in monotonic ns."""
+    """The process of a ring: its number, when it was started (`start_of`), and its last sign of life, in monotonic
+    ns."""
 
     pid: int
     start: int
@@ -115,11 +116,11 @@ def ring_owner(file: Path) -> Owner | None:
     try:
         with file.open("rb") as stream:
             head = stream.read(layout.COUNTERS_AT)
-            (*_, place), (alive_ns,) = (
+            (*_, offset), (alive_ns,) = (
                 layout.LAYOUT.unpack_from(head, layout.LAYOUT_AT),
                 struct.unpack_from("@Q", head, layout.ALIVE_AT),
             )
-            stream.seek(place)
+            stream.seek(offset)
             size, _ = layout.ENTRY.unpack(stream.read(layout.ENTRY.size))
             _, header = msgpack.unpackb(stream.read(size), unicode_errors="surrogatepass")
             return Owner(as_int(header["pid"]), as_int(header.get("process_start", 0)), alive_ns)
@@ -143,25 +144,25 @@ def parse_stacks(text: str, main_thread: int = 0) -> tuple[ThreadStack, ...]:
     return tuple(sorted(named, key=lambda thread: not thread.is_main))
 
 
-def _unpacked(data: bytes, place: int, problems: list[str]) -> Iterator[Any]:
+def _unpacked(data: bytes, offset: int, problems: list[str]) -> Iterator[Any]:
     """The entries from `place` on, up to the first that is not whole."""
-    while place + layout.ENTRY.size <= len(data):
-        size, checksum = layout.ENTRY.unpack_from(data, place)
-        body = memoryview(data)[place + layout.ENTRY.size : place + layout.ENTRY.size + size]
+    while offset + layout.ENTRY.size <= len(data):
+        size, checksum = layout.ENTRY.unpack_from(data, offset)
+        body = memoryview(data)[offset + layout.ENTRY.size : offset + layout.ENTRY.size + size]
         if len(body) < size or zlib.crc32(body) != checksum:
             break
         try:
             yield msgpack.unpackb(body, strict_map_key=False, unicode_errors="surrogatepass")
         except _WRONG:
             break
-        place += layout.ENTRY.size + size
-    if place < len(data):
-        problems.append(f"is cut off or damaged after {place} bytes")
+        offset += layout.ENTRY.size + size
+    if offset < len(data):
+        problems.append(f"is cut off or damaged after {offset} bytes")
 
 
 @dataclass
 class _Entries:
-    """What the entries of a ring have said so far."""
+    """The entries of a ring that have been read so far."""
 
     header: dict[str, Any] | None = None
     main_thread: int = 0
@@ -234,7 +235,7 @@ class _Entries:
         )
 
     def _records(self, slots: Iterable[tuple[int, ...]], marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
-        found = []
+        records = []
         num_torn = num_unknown = 0
         for number, site, label, sequence, flags, began_ns, waits_ns, ended_ns, again in slots:
             if not began_ns and number == again:
@@ -251,16 +252,16 @@ class _Entries:
             device = None
             if number in marked_ns:
                 device = DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
-            what = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
+            fields = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
             waits_s = self._seconds(waits_ns) if waits_ns else None
-            record = Record(*what, device, waits_s)
-            found.append((number, record))
+            record = Record(*fields, device, waits_s)
+            records.append((number, record))
         if num_torn:
             self.problems.append(f"has {num_torn} records that were being written")
         if num_unknown:
             self.problems.append(f"has {num_unknown} records of calls that it does not describe")
-        found.sort(key=_number_of)
-        return tuple(record for _, record in found)
+        records.sort(key=_number_of)
+        return tuple(record for _, record in records)
 
     def _seconds(self, monotonic_ns: int) -> float:
         return (monotonic_ns + self.epoch_ns) / 1e9

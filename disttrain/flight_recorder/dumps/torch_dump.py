@@ -60,12 +60,12 @@ class TorchDump:
 
     def members(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Of each group by torch's name: its description and its ranks."""
-        found = {}
+        result = {}
         for name, config in self.content.get("pg_config", {}).items():
             ranks = config["ranks"]
             ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
-            found[str(name)] = (str(config.get("desc", "")), tuple(int(rank) for rank in ranks))
-        return found
+            result[str(name)] = (str(config.get("desc", "")), tuple(int(rank) for rank in ranks))
+        return result
 
 
 def may_be_torch_dump(file: Path) -> bool:
@@ -103,32 +103,32 @@ def read_torch_dump(file: Path) -> TorchDump:
     return TorchDump(file.name, int(named[1]), content, written_s)
 
 
-def as_dumps(found: Sequence[TorchDump], notes: list[str]) -> list[Dump]:
+def as_dumps(torch_dumps: Sequence[TorchDump], notes: list[str]) -> list[Dump]:
     """Dumps of ours. What cannot be used of them is said in `notes`."""
-    apart = _names_of_several_groups(found)
+    apart = _names_of_several_groups(torch_dumps)
     dumps = []
-    for one in found:
+    for torch_dump in torch_dumps:
         try:
-            dumps.append(_Converter(one, apart).dump())
+            dumps.append(_Converter(torch_dump, apart).dump())
         except _WRONG as error:
-            notes.append(f"not used: {one.file} has fields that cannot be ({type(error).__name__})")
+            notes.append(f"not used: {torch_dump.file} has fields that cannot be ({type(error).__name__})")
     # Only all of them together know how many ranks there are.
     world_size = max((dump.world_size for dump in dumps), default=0)
     return [Dump(**{**vars(dump), "world_size": world_size}) for dump in dumps]
 
 
-def _names_of_several_groups(found: Sequence[TorchDump]) -> set[str]:
+def _names_of_several_groups(torch_dumps: Sequence[TorchDump]) -> set[str]:
     """Names that different ranks have given to groups without a common member."""
-    known: dict[str, set[tuple[int, ...]]] = {}
-    for one in found:
+    members_of: dict[str, set[tuple[int, ...]]] = {}
+    for torch_dump in torch_dumps:
         try:
-            for name, (_, ranks) in one.members().items():
-                known.setdefault(name, set()).add(ranks)
+            for name, (_, ranks) in torch_dump.members().items():
+                members_of.setdefault(name, set()).add(ranks)
         except _WRONG:
             continue  # Said when it is converted.
     return {
         name
-        for name, ways in known.items()
+        for name, ways in members_of.items()
         if any(not set(ranks) & set(others) for ranks in ways for others in ways if ranks != others)
     }
 
@@ -147,25 +147,25 @@ class _Converter:
         self._problems: list[str] = []
 
     def dump(self) -> Dump:
-        one = self._from
+        torch_dump = self._from
         records = tuple(self._records())
         sizes = [max(ranks, default=-1) + 1 for _, ranks in self._members.values()]
-        world_size = max([one.rank + 1, *sizes])
+        world_size = max([torch_dump.rank + 1, *sizes])
         if world_size > MAX_WORLD_SIZE:
             raise ValueError("too many ranks")
         last_s = max((max(record.enqueued_s, record.completed_s or 0.0) for record in records), default=0.0)
         groups = [(self._title(name), ranks) for name, (_, ranks) in self._members.items()]
         named = {record.site.group_name: record.site.ranks for record in records} | dict(groups)
         return Dump(
-            rank=one.rank,
+            rank=torch_dump.rank,
             world_size=world_size,
             job=JOB,
             host="",
             pid=0,
-            started_s=min((record.enqueued_s for record in records), default=one.written_s),
-            dumped_s=max(one.written_s, last_s),
+            started_s=min((record.enqueued_s for record in records), default=torch_dump.written_s),
+            dumped_s=max(torch_dump.written_s, last_s),
             reason="torch's flight recorder",
-            versions={"format": f"torch {one.content['version']}"},
+            versions={"format": f"torch {torch_dump.content['version']}"},
             package="\0",
             libraries=tuple(sorted(self._libraries)) or ("\0",),
             groups=tuple(GroupProgress(title, ranks, self._last[title]) for title, ranks in named.items()),
@@ -182,11 +182,11 @@ class _Converter:
         lost_messages = int(entries[0]["record_id"]) > 0 and any(entry.get("is_p2p") for entry in entries)
         if lost_messages:
             self._problems.append("has lost its first records: its messages are left out")
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
             if operation == "coalesced" or (lost_messages and entry.get("is_p2p")):
                 continue
-            yield self._record(entry, operation, states.get(place, str(entry["state"])))
+            yield self._record(entry, operation, states.get(index, str(entry["state"])))
 
     def _record(self, entry: dict[str, Any], operation: str, state: str) -> Record:
         name = str(entry["process_group"][0])
@@ -241,11 +241,11 @@ class _Converter:
         return f"{title} of {ranks_text(ranks)}" if name in self._apart else title
 
     def _stack(self, frames: Sequence[dict[str, Any]]) -> Stack:
-        found = tuple(Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in frames)
-        for frame in found:
+        stack = tuple(Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in frames)
+        for frame in stack:
             if installed := _INSTALLED.match(frame.file):
                 self._libraries.add(installed[1])
-        return found
+        return stack
 
 
 def _shapes(sizes: Any) -> tuple[tuple[int, ...], ...]:
@@ -256,11 +256,11 @@ def _states_of_coalesced(entries: Sequence[dict[str, Any]]) -> dict[int, str]:
     """The states of operations that were issued together, by place: the entry `coalesced` after them has theirs."""
     states: dict[int, str] = {}
     open_since: dict[tuple[str, int, int], list[int]] = {}
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         key = (str(entry["process_group"][0]), int(entry["collective_seq_id"]), int(entry.get("p2p_seq_id") or 0))
         if str(entry["profiling_name"]).endswith(":coalesced"):
             for earlier in open_since.pop(key, []):
                 states[earlier] = str(entry["state"])
         else:
-            open_since.setdefault(key, []).append(place)
+            open_since.setdefault(key, []).append(index)
     return states

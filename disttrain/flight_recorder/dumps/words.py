@@ -1,4 +1,4 @@
-"""What a job must know of dumps from its start, apart from what they hold, which loads slowly. Torch-free."""
+"""Names and reasons of dumps, which a job needs from its start; the contents of dumps load slowly. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ END_REASONS: Final = (EXIT, EXCEPTION, UNCAUGHT_EXCEPTION)
 
 
 def rank_name(rank: int, job: str) -> str:
-    """How the files of a rank begin."""
+    """The beginning of the file names of a rank."""
     return f"rank-{rank:05d}.{job}"

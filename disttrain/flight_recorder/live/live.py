@@ -126,13 +126,13 @@ def _rows(dumps: Sequence[Dump], waits: Sequence[Wait], signs: dict[int, str]) -
         alike.setdefault(key, []).append((dump.rank, since_s))
     rows = [
         Row(
-            tuple(rank for rank, _ in found),
+            tuple(rank for rank, _ in rank_times),
             *(call, line, label, state),
-            since_s=max(since_s for _, since_s in found),
+            since_s=max(since_s for _, since_s in rank_times),
             waits_for=whom,
-            is_held_up=bool(whom) or any(signs[rank] for rank, _ in found),
+            is_held_up=bool(whom) or any(signs[rank] for rank, _ in rank_times),
         )
-        for (call, line, label, state, whom), found in alike.items()
+        for (call, line, label, state, whom), rank_times in alike.items()
     ]
     return sorted(rows, key=lambda row: (not row.is_held_up, row.ranks))
 
@@ -153,11 +153,11 @@ def _sentences(waits: Sequence[Wait], dumps: dict[int, Dump]) -> list[str]:
     for wait in waits:
         alike.setdefault((call_name(wait.record), wait.for_ranks), []).append(wait)
     sentences = []
-    for (call, others), found in list(alike.items())[:_MAX_NAMED]:
-        since_s = max(dumps[wait.rank].dumped_s - wait.record.enqueued_s for wait in found)
-        verb = "waits" if len({wait.rank for wait in found}) == 1 else "wait"
+    for (call, others), alike_waits in list(alike.items())[:_MAX_NAMED]:
+        since_s = max(dumps[wait.rank].dumped_s - wait.record.enqueued_s for wait in alike_waits)
+        verb = "waits" if len({wait.rank for wait in alike_waits}) == 1 else "wait"
         whom = f"for {ranks_text(others)}" if others else "though all have come"
-        who = ranks_text(wait.rank for wait in found)
+        who = ranks_text(wait.rank for wait in alike_waits)
         sentences.append(f"{who} {verb} {whom} in {call}, for {seconds_text(since_s)}")
     if len(alike) > _MAX_NAMED:
         sentences.append(f"and {len(alike) - _MAX_NAMED} more calls that do not end")

@@ -81,8 +81,8 @@ class StepSummaries:
         if self._num_steps % self._every_steps == 0:
             now_ns = time.monotonic_ns()
             host_waits = not torch.cuda.is_initialized()
-            told = self._tally.told(self._rank, self._num_steps, self._every_steps, now_ns, host_waits=host_waits)
-            self._told.put(told)
+            message = self._tally.told(self._rank, self._num_steps, self._every_steps, now_ns, host_waits=host_waits)
+            self._told.put(message)
             self._tally = Tally(now_ns)
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class StepSummaries:
         return thread
 
     def _tell(self) -> None:
-        while (told := self._told.get()) is not None:
+        while (message := self._told.get()) is not None:
             try:
-                self._store.queue_push(_QUEUE, told)
+                self._store.queue_push(_QUEUE, message)
             except StoreError as error:
                 _log.warning("no more summaries of steps from rank %d: %s", self._rank, str(error))
                 return
@@ -114,12 +114,12 @@ class StepSummaries:
         assert self._listening is not None
         while True:
             try:
-                told = self._listening.queue_pop(_QUEUE, timeout=_IDLE_S)
+                message = self._listening.queue_pop(_QUEUE, timeout=_IDLE_S)
             except StoreTimeoutError:
                 continue
             except StoreError:
                 return  # Closed, or the job's store is gone.
-            for summary in self._windows.hear(told):
+            for summary in self._windows.hear(message):
                 for hook in self._hooks:
                     try:
                         hook(summary)

@@ -1,4 +1,4 @@
-"""What steps of training cost in communication, as values: one rank's window of steps, and all ranks' put together.
+"""Communication times of training steps, as values: one rank's window of steps, and those of all ranks put together.
 
 Who comes last to a collective waits least in it, so in each group a rank is late by as much as it waited less than who
 waited longest. Clocks are never compared. Torch-free.
@@ -46,7 +46,7 @@ class Tally:
             self.waited_ns[call.group_name] += call.ended_ns - call.began_ns
 
     def told(self, rank: int, step: int, num_steps: int, now_ns: int, *, host_waits: bool = True) -> bytes:
-        """What this rank tells rank 0 of `num_steps` steps up to `step`.
+        """The message of this rank to rank 0 about `num_steps` steps up to `step`.
 
         `host_waits` is False where the host goes on and a device waits.
         """
@@ -61,20 +61,20 @@ class Tally:
 
 @dataclass
 class Windows:
-    """What ranks have told of windows that are not complete yet; `hear` gives those that are."""
+    """Windows that are not complete yet; `hear` returns those that are."""
 
     world_size: int
     open: dict[int, dict[int, list[Any]]] = field(default_factory=dict)
 
-    def hear(self, told: bytes) -> list[dict[str, Any]]:
+    def hear(self, message: bytes) -> list[dict[str, Any]]:
         """Take what one rank tells. Returns: summaries of the windows that are complete, or as complete as they get."""
-        rank, step, *_ = window = json.loads(told)
+        rank, step, *_ = window = json.loads(message)
         self.open.setdefault(step, {})[rank] = window
         num_too_many = len(self.open) - MAX_OPEN
         over = [
             step
-            for place, step in enumerate(sorted(self.open))
-            if len(self.open[step]) == self.world_size or place < num_too_many
+            for index, step in enumerate(sorted(self.open))
+            if len(self.open[step]) == self.world_size or index < num_too_many
         ]
         return [summary_of(list(self.open.pop(step).values())) for step in over]
 
@@ -109,7 +109,7 @@ def summary_of(windows: Sequence[list[Any]]) -> dict[str, Any]:
 
 
 def covered_ns(spans: Sequence[tuple[int, int]]) -> int:
-    """How much time `spans` cover; what several cover counts once."""
+    """The time that `spans` cover; what several cover counts once."""
     total_ns = until_ns = 0
     for began_ns, ended_ns in sorted(spans):
         total_ns += max(0, ended_ns - max(began_ns, until_ns))

@@ -59,17 +59,17 @@ def watch(argv: Sequence[str]) -> int:
 
 
 def lines_of(sight: Sight | None, folder: Path) -> list[str]:
-    """What a plain output says."""
+    """The lines of a plain output."""
     if sight is None:
         return [printable(f"no job records into {folder}")]
     lines = [_title(sight)]
     width = max(len(ranks_text(row.ranks)) for row in sight.rows)
     for row in sight.rows[:_MAX_LINES]:
         whom = f", waits for {row.waits_for}" if row.waits_for else ""
-        place = "".join(
+        location = "".join(
             f" {text}" for text in (row.line and f"at {row.line}", row.purpose and f"({row.purpose})") if text
         )
-        call = f"{row.call}{place}: " if row.call else ""
+        call = f"{row.call}{location}: " if row.call else ""
         lines.append(f"  {ranks_text(row.ranks):{width}}  {call}{row.state}, {seconds_text(row.since_s)}{whom}")
     if len(sight.rows) > _MAX_LINES:
         lines.append(f"  and {len(sight.rows) - _MAX_LINES} more")
@@ -114,7 +114,7 @@ def _title(sight: Sight) -> str:
 
 
 def _looks(folder: Path, every_s: float) -> Iterator[tuple[Sight | None, float]]:
-    """What is seen, and how long to rest then: many ranks' rings are not read all the time."""
+    """Yields what is seen, and how long to rest then: many ranks' rings are not read all the time."""
     while True:
         start_s = time.monotonic()
         sight = look(folder)

@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 MAX_BEAT_S: Final = 5.0
 _INSIDE: Final = f"{PACKAGE}process_group/"
 _KEEP_AFTER_S: Final = 2.0
-"""How long after the dumps the rings of ranks that have made none are copied."""
+"""The time after the dumps at which the rings of ranks that have made none are copied."""
 _VERDICT_AFTER_S: Final = 3.0
-"""How long the others may take to dump before the verdict is read from the folder."""
+"""The time that the others have to dump before the verdict is read from the folder."""
 _RANK_0_FIRST_S: Final = 1.0
-"""How much later than rank 0 the rank that has waited gives the verdict, if rank 0 cannot."""
+"""The time by which the rank that has waited gives the verdict later than rank 0, if rank 0 cannot."""
 
 
 class Waiting:
@@ -223,7 +223,7 @@ class Watchdog:
         return self._is_busy(device)
 
     def _is_busy(self, device: torch.device) -> bool | None:
-        """Whether its default stream has work left; None where the device has failed."""
+        """True if its default stream has work left; None where the device has failed."""
         try:
             return not self._probe.ask(partial(has_stream_ended, device.index or 0))
         except TimeoutError:
@@ -258,7 +258,7 @@ class Watchdog:
 
 
 def _main_place() -> tuple[int, int]:
-    """Where the main thread is: its innermost frame, and the instruction there."""
+    """The position of the main thread: its innermost frame, and the instruction there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (id(frame), frame.f_lasti) if frame is not None else (0, 0)
 

@@ -1,1 +1,1 @@
-"""What each rank called last, kept in a ring that outlives its process."""
+"""Records each rank's last calls in a ring that outlives its process."""

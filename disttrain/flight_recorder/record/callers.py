@@ -24,7 +24,7 @@ EIGHT: Final = 8
 
 
 def walker(num_frames: int) -> Walker:
-    """What walks over the innermost `num_frames`, from a frame on, or over all that there are."""
+    """A function that walks over the innermost `num_frames`, from a frame on, or over all that there are."""
     return eight_callers if num_frames == EIGHT else partial(callers, num_frames)
 
 

@@ -1,4 +1,4 @@
-"""What the numbers in a ring's slots mean: groups, channels, labels, stacks and call sites, each described once.
+"""Describes the numbers in a ring's slots: groups, channels, labels, stacks and call sites, each once.
 
 Looked up without a lock, and learnt under one. As long as a record needs it, what is described stays in the ring; where
 there is too much, the rest is forgotten, and learnt anew when it is called again.
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from disttrain.process_group import ProcessGroup, World
 
 MAX_SITES: Final = 8192
-"""How many call sites and stacks are known at a time; those beyond are learnt anew."""
+"""The number of call sites and stacks that are known at a time; those beyond are learnt anew."""
 _NUM_UNDER_WAY: Final = 64
 _STACK: Final = 8
-"""Where a site has the number of its stack."""
+"""The index of a site's stack in its entry."""
 _MAX_ERROR_CHARS: Final = 500
 
 
 class Site:
-    """What the hot path needs of a call site.
+    """The part of a call site that the hot path needs.
 
     Attributes: `codes`, of its callers; `number`; `counter`, the word of its group's or channel's; `messages`, what
     numbers messages; `following`, the site that was called after it last, which a loop calls after it again.
@@ -69,7 +69,7 @@ class Descriptions:
     def __init__(self, ring: Ring) -> None:
         self.sites: dict[tuple[Any, ...], list[Site]] = {}
         self.world: World | None = None
-        """Whose groups are kept, also when no record is of them."""
+        """The world whose groups are kept, also when no record is of them."""
         self._ring = ring
         self._lock = threading.Lock()
         self._num_sites = 0
@@ -153,11 +153,11 @@ class Descriptions:
         """The number of a stack."""
         # By the addresses of its instructions, as long as its code is held.
         addresses = tuple([id(code) + offset for code, offset in zip(*callers, strict=True)])
-        known = self._stacks.get(addresses)
-        if known is None:
-            known = self._stacks[addresses] = next(self._next_number), callers
-            self._describe("stack", known[0], self._symbols.stack(callers))
-        return known[0]
+        entry = self._stacks.get(addresses)
+        if entry is None:
+            entry = self._stacks[addresses] = next(self._next_number), callers
+            self._describe("stack", entry[0], self._symbols.stack(callers))
+        return entry[0]
 
     def _counter(
         self, operation: str, group: ProcessGroup, peer_rank: int | None

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from disttrain.process_group import ProcessGroup
 
 _MAX_ANSWER_S: Final = 0.5
-"""How long an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
+"""The time that an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
 _MAX_TURN_S: Final = 8 * _MAX_ANSWER_S
-"""How long others may read before: two of them that the driver lets not in."""
+"""The time that others may read before: two of them that the driver lets not in."""
 MIN_BETWEEN_NS: Final = 5_000_000
 """From an operation of which it is marked how long it takes, to the next: each mark costs a GPU a few microseconds.
 That a device comes to an operation is marked always, since any may be the one that a job hangs in."""
@@ -42,14 +42,14 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What sets marks: a GPU, or a test's stand-in."""
+    """The device on which marks are set: a GPU, or a test's stand-in."""
 
     def event(self) -> Event:
         """A new mark."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether the current stream writes down a graph in place of running what it is given."""
+        """True while the current stream captures a graph."""
         ...
 
     def idle_stream(self) -> Any:
@@ -146,42 +146,43 @@ class DeviceMarks:
         """
         if self._idle_stream is None:
             return {}
-        found: dict[int, MarkedNs] = {}
+        marked_ns: dict[int, MarkedNs] = {}
         if self._turn.acquire(timeout=_MAX_TURN_S):
             try:
-                if self._has_read(found):
-                    return found
+                if self._has_read(marked_ns):
+                    return marked_ns
             except RuntimeError:
                 return {}
             finally:
                 self._turn.release()
         # What that is for is queued, so that the device has not come to the last of it.
         last = max(self._came.numbers)
-        return found.copy() or ({last: (None, None, None)} if last >= 0 else {})
+        return marked_ns.copy() or ({last: (None, None, None)} if last >= 0 else {})
 
-    def _has_read(self, found: dict[int, MarkedNs]) -> bool:
-        """Whether all is in `found`; else somebody waits in the driver. RuntimeError: the device has failed."""
+    def _has_read(self, marked_ns: dict[int, MarkedNs]) -> bool:
+        """True if all is in `marked_ns`; else another thread waits in the driver. RuntimeError: the device has
+        failed."""
         for read in (self._read_by_new_clock, self._read_by_last_clock):
             with suppress(TimeoutError):
-                read(found)
+                read(marked_ns)
                 return True
         return False
 
-    def _read_by_new_clock(self, found: dict[int, MarkedNs]) -> None:
+    def _read_by_new_clock(self, marked_ns: dict[int, MarkedNs]) -> None:
         clock = self._probes[0].ask(self._set_clock)
         # Who has just been let into the driver asks torch, which is quicker, since it keeps the interpreter's lock.
         with beside_captures():
-            self._read(clock, found)
+            self._read(clock, marked_ns)
 
-    def _read_by_last_clock(self, found: dict[int, MarkedNs]) -> None:
+    def _read_by_last_clock(self, marked_ns: dict[int, MarkedNs]) -> None:
         """The clocks may have drifted apart since, by some microseconds in a second."""
-        self._probes[1].ask(lambda: self._read_apart(found))
+        self._probes[1].ask(lambda: self._read_apart(marked_ns))
 
-    def _read_apart(self, found: dict[int, MarkedNs]) -> None:
+    def _read_apart(self, marked_ns: dict[int, MarkedNs]) -> None:
         with beside_captures():
             clock = _Clock(*self._last_clock, self._device.has_passed, self._device.elapsed_ms)
             if clock.has_passed(clock.event):
-                self._read(clock, found)
+                self._read(clock, marked_ns)
 
     def _set_clock(self) -> _Clock:
         """Raises TimeoutError when the idle stream does not come to it, RuntimeError when the device has failed."""
@@ -201,7 +202,7 @@ class DeviceMarks:
             self._clock_events.reverse()
         return _Clock(*self._last_clock, _query, _elapsed_ms)
 
-    def _read(self, clock: _Clock, found: dict[int, MarkedNs]) -> None:
+    def _read(self, clock: _Clock, marked_ns: dict[int, MarkedNs]) -> None:
         """Put into `found` what there is, the newest first: the driver may let nobody in before the end."""
         for number in sorted(self._came.numbers, reverse=True):
             if number >= 0:
@@ -211,7 +212,7 @@ class DeviceMarks:
                 except RuntimeError:
                     continue  # Of another device, or in a graph.
                 if self._came.has(number):
-                    found[number] = came_ns, left_ns, waits_ns
+                    marked_ns[number] = came_ns, left_ns, waits_ns
 
     def _begin(self) -> None:
         for kind in (self._came, self._waits, self._left):
@@ -243,20 +244,20 @@ class _Kind:
         self.numbers = [-1] * num_records
 
     def mark(self, number: int) -> None:
-        place = number % self._num_records
+        index = number % self._num_records
         # Not the earlier one's any more, and not this one's before it is set.
-        self.numbers[place] = -1
+        self.numbers[index] = -1
         try:
-            self.events[place].record()
+            self.events[index].record()
         except RuntimeError:
             return  # As above.
-        self.numbers[place] = number
+        self.numbers[index] = number
 
     def has(self, number: int) -> bool:
         return self.numbers[number % self._num_records] == number
 
     def passed_ns(self, number: int, clock: _Clock) -> int | None:
-        """When the device came to it; None where it was not set, or the device has not come to it."""
+        """The time at which the device came to it; None where it was not set, or the device has not come to it."""
         event = self.events[number % self._num_records]
         if not self.has(number) or not clock.has_passed(event):
             return None

@@ -54,14 +54,14 @@ class Probe:
 
 
 def has_stream_ended(index: int) -> bool:
-    """Whether GPU `index` has come to the end of its default stream. Raises: RuntimeError when it has failed."""
+    """True if GPU `index` has come to the end of its default stream. Raises: RuntimeError when it has failed."""
     with beside_captures():
         _call("cudaSetDevice", ctypes.c_int(index))
         return _call("cudaStreamQuery", None) != _NOT_READY
 
 
 def has_passed(event: torch.Event) -> bool:
-    """Whether the device has come to an event that was recorded. Raises: RuntimeError when it has failed."""
+    """True if the device has come to an event that was recorded. Raises: RuntimeError when it has failed."""
     return _call("cudaEventQuery", ctypes.c_void_p(event.event_id)) != _NOT_READY
 
 

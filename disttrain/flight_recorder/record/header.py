@@ -1,4 +1,4 @@
-"""What a ring says first: whose it is, and by which clock its times are."""
+"""The first entries of a ring: its rank and process, and the clock of its times."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ STOPPED: Final = "stopped"
 
 
 def start_of(pid: int) -> int:
-    """When process `pid` was started, in ticks since the machine's start: with it a number names one process for good.
+    """The start of process `pid`, in ticks since the machine's start: with it a number names one process for good.
 
     0 where the system does not tell, or there is no such process.
     """
@@ -21,13 +21,13 @@ def start_of(pid: int) -> int:
 
 
 def has_handler(pid: int, signal_number: int) -> bool:
-    """Whether process `pid` handles this signal, which may end it otherwise; True where the system does not tell."""
+    """True if process `pid` handles this signal, which may end it otherwise, or if the system does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return True
-    _, found, mask = status.partition("\nSigCgt:")
-    return not found or bool(int(mask.split(maxsplit=1)[0], 16) >> (signal_number - 1) & 1)
+    _, separator, mask = status.partition("\nSigCgt:")
+    return not separator or bool(int(mask.split(maxsplit=1)[0], 16) >> (signal_number - 1) & 1)
 
 
 def state_of(pid: int, start: int, ring: Path) -> str:

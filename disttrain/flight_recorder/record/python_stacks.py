@@ -15,14 +15,14 @@ _MAX_MESSAGE_CHARS: Final = 500
 
 
 def thread_stacks() -> tuple[ThreadStack, ...]:
-    """Where all Python threads are now, but for the one that asks; the main thread always, and first.
+    """The stacks of all Python threads, but for the one that asks; the main thread always, and first.
 
     What they are at is found out where the main thread does not ask itself: that takes a moment.
     """
     doing = activities() if threading.current_thread() is not threading.main_thread() else {}
     threads = {thread.ident: thread for thread in threading.enumerate()}
     main_ident, own_ident = threading.main_thread().ident, threading.get_ident()
-    found = []
+    stacks = []
     for ident, innermost in sys._current_frames().items():
         if ident == own_ident and ident != main_ident:
             continue
@@ -31,8 +31,8 @@ def thread_stacks() -> tuple[ThreadStack, ...]:
             for frame, line in traceback.walk_stack(innermost)
         ]
         name = threads[ident].name if ident in threads else f"thread {ident}"
-        found.append(ThreadStack(name, ident == main_ident, tuple(frames[:_MAX_FRAMES]), doing.get(ident, "")))
-    return tuple(sorted(found, key=lambda thread: not thread.is_main))
+        stacks.append(ThreadStack(name, ident == main_ident, tuple(frames[:_MAX_FRAMES]), doing.get(ident, "")))
+    return tuple(sorted(stacks, key=lambda thread: not thread.is_main))
 
 
 def failure_of(error: BaseException) -> Failure:

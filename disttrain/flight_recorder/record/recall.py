@@ -1,4 +1,4 @@
-"""What this rank has called as a certain collective of a group, from its ring, for other ranks to compare with."""
+"""Finds this rank's call of a certain collective of a group in its ring, for other ranks to compare with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str
 
 
 def fields_of_site(site: CallSite) -> dict[str, Any]:
-    """What has to be alike on all ranks. Sizes are numbers of elements: shapes may differ."""
+    """Fields of a call that have to be alike on all ranks. Sizes are numbers of elements: shapes may differ."""
     inputs, outputs = ([math.prod(shape) for shape in shapes] for shapes in (site.input_shapes, site.output_shapes))
     fields: dict[str, Any] = {"operation": site.operation, "dtype": ",".join(site.dtypes), "root": site.peer_rank}
     fields["reduction"] = site.reduction or "SUM"
@@ -57,7 +57,7 @@ def fields_of_site(site: CallSite) -> dict[str, Any]:
 
 
 def main_place() -> str:
-    """Where the main thread is: the innermost line of the user's."""
+    """The position of the main thread: the innermost line of the user's."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, *LIBRARIES)):
         frame = frame.f_back
@@ -66,8 +66,8 @@ def main_place() -> str:
 
 def _text(site: CallSite, module: str) -> str:
     """Such as `all_gather_into_tensor of float32[4] -> [8] for blocks.1 at train.py:9 in step`."""
-    own = [frame for frame in site.stack if not frame.file.startswith((PACKAGE, *LIBRARIES))] or site.stack
+    user_frames = [frame for frame in site.stack if not frame.file.startswith((PACKAGE, *LIBRARIES))] or site.stack
     root = "" if site.peer_rank is None else f" with root {site.peer_rank}"
     tensors = f" of {site.tensors}" if site.tensors else ""
     tensors += f" for {module}" if module else ""
-    return f"{site.title}{root}{tensors} at {own[0] if own else 'an unknown place'}"
+    return f"{site.title}{root}{tensors} at {user_frames[0] if user_frames else 'an unknown place'}"

@@ -32,7 +32,7 @@ Stack = tuple[Frame, ...]
 
 
 class State(StrEnum):
-    """How far this rank's host has come with an operation."""
+    """Progress of this rank's host with an operation."""
 
     ENQUEUED = "enqueued"
     """Handed to the transport; the host has not seen it end."""
@@ -47,7 +47,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """What an operation asks for and where it is called: alike for all passes of a loop, so kept once.
+    """The arguments of an operation and the line that calls it: alike for all passes of a loop, so kept once.
 
     `ranks` are the group's global ranks in group order, `axis_name` is the mesh axis that it was made for; `peer_rank`
     is the global rank of the root, destination or source; `stack` leaves out disttrain's own frames.
@@ -102,7 +102,7 @@ class CallSite:
 
 
 class DeviceTimes(NamedTuple):
-    """When a rank's device came to an operation, when it had left it, and when it began to wait for it.
+    """The times at which a rank's device came to an operation, had left it, and began to wait for it.
 
     None where it has not yet. Not of each operation it is noted when it was left; `waits_s` is None also where it has
     waited from the first.
@@ -142,7 +142,8 @@ class Record(NamedTuple):
 
     @property
     def times_s(self) -> tuple[float, float | None]:
-        """When the rank came to it and had left it: its device, where it is known and has come, else its host."""
+        """The times at which the rank came to it and had left it: its device, where it is known and has come, else its
+        host."""
         device = self.device
         if device is None or device.came_s is None:
             return self.enqueued_s, self.completed_s
@@ -173,7 +174,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class ChannelProgress:
-    """How many messages this rank has started to send to, or receive from, one peer in one group."""
+    """The number of messages that this rank has started to send to, or receive from, one peer in one group."""
 
     group_name: str
     operation: str
@@ -183,7 +184,7 @@ class ChannelProgress:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """Where one Python thread was when the dump was made; disttrain's own frames are in it.
+    """The stack of one Python thread when the dump was made; disttrain's own frames are in it.
 
     `activity` is what the system said of it: `running`, or the call it slept in; empty where that is not known.
     """

@@ -79,12 +79,12 @@ class FlightRecorder:
 
     @property
     def ring(self) -> Ring:
-        """Where the records are."""
+        """The ring that holds the records."""
         return self._ring
 
     @property
     def world(self) -> World:
-        """Whose operations are recorded. Raises FlightDumpError before `attach`."""
+        """The world whose operations are recorded. Raises FlightDumpError before `attach`."""
         if self._world is None:
             raise FlightDumpError("dump", "the recorder does not know its rank yet.", "Call attach(world) first.")
         return self._world
@@ -96,7 +96,7 @@ class FlightRecorder:
 
     @property
     def name(self) -> str:
-        """How the files of this rank begin: `rank-00003.` and the job's name."""
+        """The beginning of this rank's file names: `rank-00003.` and the job's name."""
         return rank_name(self.world.rank, self.job)
 
     def attach(self, world: World, folder: Path | None = None, dumps: Path | None = None) -> None:
@@ -209,8 +209,8 @@ class FlightRecorder:
             )
             # fmt: on
         if not is_next:
-            asked = operation, group.group_name, peer_rank, how, shape, dtype, brought
-            site = last.following = self._found(first, asked, group, inputs, outputs)
+            arguments = operation, group.group_name, peer_rank, how, shape, dtype, brought
+            site = last.following = self._site_of(first, arguments, group, inputs, outputs)
         self._last = site
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
@@ -251,7 +251,7 @@ class FlightRecorder:
         return self._descriptions.content()
 
     def snapshot(self, reason: str, error: BaseException | None = None, *, device_is_busy: bool | None = None) -> Dump:
-        """What has been recorded so far, as a value. Raises FlightDumpError before `attach`."""
+        """The records so far, as a dump. Raises FlightDumpError before `attach`."""
         # Here: what reads rings takes longer to load than all of a world's start.
         from disttrain.flight_recorder.dumps.snapshot import take_snapshot
 
@@ -295,10 +295,10 @@ class FlightRecorder:
         self._first_word = ring.first_word
         self._next_number = itertools.count().__next__
 
-    def _found(
+    def _site_of(
         self,
         first: FrameType,
-        asked: tuple[Any, ...],
+        arguments: tuple[Any, ...],
         group: ProcessGroup,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
@@ -306,22 +306,22 @@ class FlightRecorder:
         """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new."""
         file = first.f_code.co_filename
         codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(first)
-        key = *asked, offsets
+        key = *arguments, offsets
         for site in self._sites.get(key, ()):
             if site.codes == codes:
                 return site
         site = self._descriptions.site(key, group, inputs, outputs, callers)
         if len(codes) == EIGHT == self._num_frames and not file.startswith(PACKAGE):
-            operation, group_name, peer_rank, how, site.shape, dtype, brought = asked
+            operation, group_name, peer_rank, how, site.shape, dtype, brought = arguments
             site.key = operation, group_name, peer_rank, how, dtype, brought, *offsets[1:], *codes[1:]
             site.offset, site.code = offsets[0], codes[0]
         return site
 
     def _walker_of_file(self, file: str) -> Walker:
-        """What walks over the callers of `file`; looked up once for each."""
+        """The function that walks over the callers of `file`; looked up once for each."""
         num_frames = 3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames
-        found = self._walkers[file] = walker(num_frames)
-        return found
+        file_walker = self._walkers[file] = walker(num_frames)
+        return file_walker
 
     def _new_label(self, action: str, module: str) -> int:
         label = self._descriptions.label(action, module)

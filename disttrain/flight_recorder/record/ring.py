@@ -105,15 +105,15 @@ class Ring:
         self.words[layout.ALIVE_AT // 8] = time.monotonic_ns()
 
     def slots(self) -> Iterator[tuple[int, ...]]:
-        """What each slot holds, as in `ring_layout.SLOT`."""
+        """The contents of each slot, as in `ring_layout.SLOT`."""
         return layout.SLOT.iter_unpack(memoryview(self.memory)[self.slots_at : self._entries_at])
 
     def activity(self) -> int:
-        """When a call has last begun or ended, in ns of the monotonic clock; 0 when there was none."""
+        """The time of the last begin or end of a call, in ns of the monotonic clock; 0 when there was none."""
         return max(max(slot[5], slot[7]) for slot in self.slots())
 
     def content(self) -> bytes:
-        """What the file has, also where there is none."""
+        """The bytes of the file, also where there is none."""
         return bytes(self.memory) + bytes(self._entries)
 
     def close(self) -> None:
@@ -125,11 +125,11 @@ class Ring:
             self._fd = -1
 
     def _append(self, data: bytes) -> None:
-        place = self._entries_at + len(self._entries)
+        offset = self._entries_at + len(self._entries)
         self._entries += data
         if self._fd >= 0:
             try:
-                os.pwrite(self._fd, data, place)
+                os.pwrite(self._fd, data, offset)
             except OSError:
                 pass  # A full disk must not end the job.
 

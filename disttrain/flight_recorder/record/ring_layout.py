@@ -60,17 +60,17 @@ def framed(entry: Iterable[Any]) -> bytes:
 
 
 def slots_at(num_counters: int) -> int:
-    """Where the slots begin."""
+    """The offset of the slots."""
     return COUNTERS_AT + 8 * num_counters
 
 
 def entries_at(num_slots: int, num_counters: int, version: int = VERSION) -> int:
-    """Where the entries begin."""
+    """The offset of the entries."""
     return slots_at(num_counters) + (SLOT if version > 2 else _SLOT_OF_2).size * num_slots
 
 
 def records_in(slots: memoryview, version: int = VERSION) -> Iterator[tuple[int, ...]]:
-    """What each slot of a ring holds, as in SLOT, whatever its version."""
+    """The contents of each slot of a ring, as in SLOT, whatever its version."""
     if version > 2:
         yield from SLOT.iter_unpack(slots)
         return

@@ -1,4 +1,4 @@
-"""What has ended since somebody last asked, from this process's own ring, without decoding the whole of it."""
+"""Reads the operations that have ended since the last read from this process's own ring, without decoding all of it."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class RingTail:
     def ended(self) -> list[Ended]:
         """The calls that have ended since the last time. Those that the ring has lost by now are left out, and those of
         groups of one rank, which send nothing."""
-        found: list[Ended] = []
+        result: list[Ended] = []
         under_way, self._under_way = self._under_way, []
         for number in itertools.chain(under_way, itertools.count(self._next)):
-            place = _SLOT_BYTES * (number % self._num_slots)
-            held, site, _, _, _, began_ns, waits_ns, ended_ns, again = _unpack(self._slots, place)
-            if held != number or again != number or not began_ns:
+            offset = _SLOT_BYTES * (number % self._num_slots)
+            slot_number, site, _, _, _, began_ns, waits_ns, ended_ns, again = _unpack(self._slots, offset)
+            if slot_number != number or again != number or not began_ns:
                 if number < self._next:
                     continue
                 self._next = number
-                if held < number or again != held or not began_ns:
+                if slot_number < number or again != slot_number or not began_ns:
                     break
                 # The ring has gone round since: what it still has begins here.
-                self._next = held - self._num_slots + 1
-                return found + self.ended()
+                self._next = slot_number - self._num_slots + 1
+                return result + self.ended()
             if not ended_ns:
                 self._under_way.append(number)
             elif called := self._called[site] if site in self._called else self._learnt(site):
-                found.append(Ended(*called, began_ns, waits_ns or began_ns, ended_ns))
-        return found
+                result.append(Ended(*called, began_ns, waits_ns or began_ns, ended_ns))
+        return result
 
     def _learnt(self, site: int) -> tuple[str, str, str] | None:
         if len(self._called) > MAX_SITES:

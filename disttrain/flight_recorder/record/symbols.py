@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from disttrain.flight_recorder.record.callers import Callers
 
 PACKAGE: Final = f"{Path(__file__).parents[2]}/"
-"""Where disttrain lies: frames from here are ours, not the user's."""
+"""The folder of disttrain: frames from here are ours, not the user's."""
 
 # `sysconfig` knows more, and takes as long to load as the rest of a recorder's start.
 LIBRARIES: Final = tuple(
@@ -28,7 +28,7 @@ LIBRARIES: Final = tuple(
         ]
     )
 )
-"""How the file names of installed libraries begin: frames from there say less than the user's own."""
+"""Folders of installed libraries: frames from there say less than the user's own."""
 
 Lines = tuple[tuple[str, int, str], ...]
 """File, line and function, innermost first."""
@@ -49,10 +49,10 @@ class Symbols:
 
     def _line(self, code: CodeType, offset: int) -> tuple[str, int, str]:
         key = id(code), offset
-        known = self._lines.get(key)
-        if known is None:
-            known = self._lines[key] = code, (code.co_filename, _number(code, offset), code.co_qualname)
-        return known[1]
+        entry = self._lines.get(key)
+        if entry is None:
+            entry = self._lines[key] = code, (code.co_filename, _number(code, offset), code.co_qualname)
+        return entry[1]
 
 
 def _number(code: CodeType, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""What the threads of this process are at, as the system sees it: computing, or waiting, and for what. Torch-free.
+"""The activity of this process's threads, as the system sees it: computing, or waiting, and for what. Torch-free.
 
 Python's stacks show a line; whether that line computes, sleeps or reads from a pipe that stays empty, the kernel knows
 (Linux: /proc/self/task). Where it does not say, nothing is said.
@@ -50,12 +50,12 @@ def activities() -> dict[int, str]:
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
     before_s = [_cpu_s(thread) for thread in threads]
     time.sleep(_SAMPLE_S)
-    found = {}
+    result = {}
     for thread, earlier_s in zip(threads, before_s, strict=True):
         is_busy = earlier_s is not None and (_cpu_s(thread) or 0.0) - earlier_s >= _MIN_BUSY_S
         if thread.ident is not None and (said := RUNNING if is_busy else _call(_native_id(thread))):
-            found[thread.ident] = said
-    return found
+            result[thread.ident] = said
+    return result
 
 
 def _cpu_s(thread: threading.Thread) -> float | None:

@@ -1,4 +1,4 @@
-"""What the page's timeline is drawn from: tables of texts, and each rank's records as columns of numbers.
+"""The data of the page's timeline: tables of texts, and each rank's records as columns of numbers.
 
 Columns go into the page as base64 of plain arrays, which a browser takes as they are: 28 characters for a record. Times
 are seconds of rank 0's clock, as far as the ranks know how theirs differs, counted from the first of all. Torch-free.
@@ -24,30 +24,30 @@ _MAX_S: Final = 1e11
 """A few thousand years."""
 
 OWN, LIBRARY, OURS = range(3)
-"""Whose code a frame is: the user's, an installed library's, disttrain's."""
+"""The owner of a frame's code: the user, an installed library, disttrain."""
 
 _STATES: Final = {State.COMPLETED: 1, State.FAILED: 2}
 """All others, 0, are of calls that have not ended."""
 
 
 def shift_s(dump: Dump) -> float:
-    """What turns times of this rank into those of rank 0's clock; 0 where nobody knows."""
+    """Seconds to add to times of this rank for those of rank 0's clock; 0 where nobody knows."""
     return _usable_s(dump.clock_offset_s or 0.0, 0.0)
 
 
 def first_s(dumps: Sequence[Dump]) -> float:
-    """When the first record of all began, by rank 0's clock."""
+    """The begin of the first record of all, by rank 0's clock."""
     begun_s = [span_s(dump, dump.records[0])[0] + shift_s(dump) for dump in dumps if dump.records]
     return min(begun_s, default=min((last_s(dump) + shift_s(dump) for dump in dumps), default=0.0))
 
 
 def last_s(dump: Dump) -> float:
-    """When this rank was last heard of, by its own clock."""
+    """The last sign of this rank, by its own clock."""
     return max(_usable_s(time_s, 0.0) for time_s in (dump.dumped_s, *_ends_s(dump)))
 
 
 def span_s(dump: Dump, record: Record) -> tuple[float, float]:
-    """When the call began, by this rank's own clock, and how long it took, or has taken so far."""
+    """The begin of the call, by this rank's own clock, and how long it took, or has taken so far."""
     begun_s = _usable_s(record.enqueued_s, dump.dumped_s)
     ended_s = last_s(dump) if record.completed_s is None else _usable_s(record.completed_s, begun_s)
     return begun_s, max(0.0, ended_s - begun_s)
@@ -64,11 +64,11 @@ def timeline_data(dumps: Sequence[Dump], world_size: int, blamed: Sequence[int])
     start_s = first_s(dumps)
     num_records = max(_MIN_RECORDS_PER_RANK, MAX_RECORDS // max(1, len(dumps)))
     ranks = [_rank(tables, dump, start_s, num_records) | {"blamed": dump.rank in blamed} for dump in dumps]
-    known = {dump.rank for dump in dumps}
+    dumped_ranks = {dump.rank for dump in dumps}
     return {
         "startS": start_s,
         "ranks": ranks,
-        "withoutDump": [rank for rank in range(world_size) if rank not in known],
+        "withoutDump": [rank for rank in range(world_size) if rank not in dumped_ranks],
         "blamed": list(blamed),
         "groups": [{"name": name, "axis": axis, "ranks": size} for name, axis, size in tables.groups],
         "frames": tables.frames.values,
@@ -87,7 +87,7 @@ class _Table:
     places: dict[Any, int] = field(default_factory=dict)
 
     def place(self, key: Any, value: Any = None) -> int:
-        """Where `value`, or else `key` itself, stands."""
+        """The index of `value`, or else of `key` itself."""
         if key not in self.places:
             self.places[key] = len(self.values)
             self.values.append(key if value is None else value)
@@ -130,7 +130,7 @@ def _rank(tables: _Tables, dump: Dump, start_s: float, num_records: int) -> dict
     begun, lasted = array("d"), array("f")
     sites, sequences, labels, states = array("I"), array("I"), array("I"), array("B")
     errors: dict[int, str] = {}
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         site = site_of.get(id(record.site))
         if site is None:
             site = site_of[id(record.site)] = tables.site(dump, record.site, axis_names)
@@ -142,7 +142,7 @@ def _rank(tables: _Tables, dump: Dump, start_s: float, num_records: int) -> dict
         labels.append(tables.labels.place((record.action, record.module)))
         states.append(_STATES.get(record.state, 0))
         if record.error:
-            errors[place] = record.error
+            errors[index] = record.error
     columns: dict[str, array[Any]] = {
         "begun": begun,
         "lasted": lasted,

@@ -44,14 +44,14 @@ def boxes_of(waits: Sequence[Wait], dumps: Mapping[int, Dump], blamed: Collectio
         by_rank.setdefault(wait.rank, []).append(wait)
     alike: dict[tuple[str, str, frozenset[int], bool], list[int]] = {}
     longest_s: dict[int, float] = {}
-    for rank, own in by_rank.items():
-        longest_s[rank] = max(waited_s(dumps[rank], wait.record) for wait in own)
-        record = own[0].record
-        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+    for rank, rank_waits in by_rank.items():
+        longest_s[rank] = max(waited_s(dumps[rank], wait.record) for wait in rank_waits)
+        record = rank_waits[0].record
+        more = f" and {len(rank_waits) - 1} more" if len(rank_waits) > 1 else ""
         text = "; ".join(
-            f"{call_text(wait.record)} at {place(dumps[rank], wait.record.site.stack)}" for wait in own[:4]
+            f"{call_text(wait.record)} at {place(dumps[rank], wait.record.site.stack)}" for wait in rank_waits[:4]
         )
-        others = frozenset(other for wait in own for other in wait.for_ranks)
+        others = frozenset(other for wait in rank_waits for other in wait.for_ranks)
         alike.setdefault((call_name(record) + more, text, others, rank in blamed), []).append(rank)
     for rank in sorted({rank for wait in waits for rank in wait.for_ranks} - set(by_rank)):
         text = doing(dumps[rank]) if rank in dumps else "no dump"
@@ -67,8 +67,8 @@ def draw_graph(boxes: Sequence[Box]) -> str:
     shown = sorted(boxes, key=lambda box: (not box.is_blamed, -len(box.ranks)))[:MAX_BOXES]
     edges = [(a, b) for a, box in enumerate(shown) for b, other in enumerate(shown) if box.for_ranks & set(other.ranks)]
     spots = _spots(len(shown), edges)
-    left, top = min(x for x, _ in spots), min(y for _, y in spots)
-    spots = [(x - left + _MARGIN, y - top + _MARGIN) for x, y in spots]
+    left_edge, top = min(x for x, _ in spots), min(y for _, y in spots)
+    spots = [(x - left_edge + _MARGIN, y - top + _MARGIN) for x, y in spots]
     width = max(x for x, _ in spots) + _WIDTH + _MARGIN
     height = max(y for _, y in spots) + _HEIGHT + _MARGIN
     size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'

@@ -32,26 +32,28 @@ _PARTS: Final = Path(__file__).parent / "page_parts"
 def as_html(analysis: Analysis) -> str:
     """The page's text; ASCII only, so that no server's idea of letters can spoil it."""
     dumps = analysis.dumps
-    found = match(dumps)
+    matched = match(dumps)
     blamed = analysis.verdicts[0].ranks
-    waits = find_waits(found)
-    boxes = boxes_of(waits, found.dumps, blamed)
+    waits = find_waits(matched)
+    boxes = boxes_of(waits, matched.dumps, blamed)
     style, script = _part("page.css"), _part("page.js")
     filled = {
         "policy": f"default-src 'none'; style-src {_source(style)}; script-src {_source(script)}",
         "title": escape(f"{_name(analysis.verdicts[0].kind)} · {dumps[0].job if dumps else 'no dumps'}"),
         "style": style,
         "basis": "".join(f"<li>{escape(fact)}</li>" for fact in _facts(dumps)),
-        "verdicts": "".join(_verdict(verdict, is_first=not place) for place, verdict in enumerate(analysis.verdicts)),
+        "verdicts": "".join(_verdict(verdict, is_first=not index) for index, verdict in enumerate(analysis.verdicts)),
         "notes": "".join(f"<li>{escape(note)}</li>" for note in analysis.notes),
         "graph": draw_graph(boxes) if boxes else '<p class="note">No rank waits for another.</p>',
-        "stacks": draw_stacks(stack_groups(dumps, waits, blamed), [rank for rank in blamed if rank not in found.dumps]),
-        "data": _data(timeline_data(dumps, found.world_size, blamed)),
+        "stacks": draw_stacks(
+            stack_groups(dumps, waits, blamed), [rank for rank in blamed if rank not in matched.dumps]
+        ),
+        "data": _data(timeline_data(dumps, matched.world_size, blamed)),
         "script": script,
     }
     pieces = _part("page.html").split("%%")
     # Every other piece is a name; what is filled in is not looked at again.
-    text = "".join(filled[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+    text = "".join(filled[piece] if index % 2 else piece for index, piece in enumerate(pieces))
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Where each rank was, as columns: the ranks to blame side by side, then the rest, those with equal stacks together.
+"""Shows the ranks' stacks as columns: the ranks to blame side by side, then the rest, those with equal stacks together.
 
 Torch-free.
 """
@@ -43,8 +43,8 @@ def stack_groups(dumps: Sequence[Dump], waits: Sequence[Wait], blamed: Collectio
         text = waiting.get(dump.rank) if dump.failure is None else None
         alike.setdefault((dump.rank in blamed, text or doing(dump), _main_stack(dump)), []).append(dump)
     groups = [
-        StackGroup(tuple(dump.rank for dump in found), found[0], text, is_blamed)
-        for (is_blamed, text, _), found in alike.items()
+        StackGroup(tuple(dump.rank for dump in alike_dumps), alike_dumps[0], text, is_blamed)
+        for (is_blamed, text, _), alike_dumps in alike.items()
     ]
     return sorted(groups, key=lambda group: (not group.is_blamed, -len(group.ranks), group.ranks))
 
@@ -83,8 +83,8 @@ def _thread(dump: Dump, thread: ThreadStack) -> str:
 def _frames(dump: Dump, stack: Stack) -> Iterator[str]:
     for frame in stack:
         folder, slash, name = frame.file.rpartition("/")
-        place = f"<span><i>{escape(folder + slash)}</i>{escape(name)}:{frame.line}</span>"
-        yield f'<li class="{_CLASSES[whose(dump, frame)]}"><b>{escape(frame.function)}</b> {place}</li>'
+        location = f"<span><i>{escape(folder + slash)}</i>{escape(name)}:{frame.line}</span>"
+        yield f'<li class="{_CLASSES[whose(dump, frame)]}"><b>{escape(frame.function)}</b> {location}</li>'
 
 
 def _main_stack(dump: Dump) -> Stack:

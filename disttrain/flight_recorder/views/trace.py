@@ -38,7 +38,7 @@ def write_trace(file: Path, dumps: Sequence[Dump]) -> None:
 
 
 def trace_events(dumps: Sequence[Dump]) -> Iterator[dict[str, Any]]:
-    """What the trace's list holds. Times are in microseconds since the first call of all."""
+    """The events of the trace. Times are in microseconds since the first call of all."""
     start_s = first_s(dumps)
     messages: dict[MessageKey, int] = {}
     for dump in dumps:
@@ -46,7 +46,7 @@ def trace_events(dumps: Sequence[Dump]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_labels", "pid": dump.rank, "args": {"labels": f"{dump.host}:{dump.pid}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": dump.rank, "args": {"sort_index": dump.rank}}
         axis_names = {group.group_name: group.axis_name for group in dump.groups}
-        tracks, places = _Tracks(), _Places(dump)
+        tracks, sites = _Tracks(), _SiteTexts(dump)
         for record in dump.records:
             begun_s, lasted_s = span_s(dump, record)
             begun_us = (begun_s + shift_s(dump) - start_s) * 1e6
@@ -56,7 +56,7 @@ def trace_events(dumps: Sequence[Dump]) -> Iterator[dict[str, Any]]:
             if is_new:
                 name = _track_name(record.site.group_name, axis_names, track % _MAX_LANES)
                 yield {"ph": "M", "name": "thread_name", **at, "args": {"name": name}}
-            yield {"ph": "X", "ts": begun_us, "dur": lasted_us, **at, **_shown(places, record)}
+            yield {"ph": "X", "ts": begun_us, "dur": lasted_us, **at, **_shown(sites, record)}
             if record.site.is_message:
                 number = messages.setdefault(message_key(dump.rank, record), len(messages))
                 arrow = {"name": "message", "cat": "message", "id": number, **at}
@@ -74,7 +74,7 @@ class _Tracks:
     """Of each group, its first track, and until when each of its tracks is taken."""
 
     def track(self, group_name: str, begun_us: float, ended_us: float) -> tuple[int, bool]:
-        """Where a call goes, and whether it is the first there."""
+        """The track of a call, and whether the call is the first there."""
         if group_name not in self.groups:
             self.groups[group_name] = (_MAX_LANES * len(self.groups), [])
         first, ends_us = self.groups[group_name]
@@ -95,23 +95,23 @@ def _track_name(group_name: str, axis_names: dict[str, str], lane: int) -> str:
 
 
 @dataclass
-class _Places:
-    """What is told of a call site of `dump`, put together once for all its calls."""
+class _SiteTexts:
+    """Texts about the call sites of `dump`, made once for all calls of a site."""
 
     dump: Dump
-    known: dict[int, tuple[str, str]] = field(default_factory=dict)
+    texts: dict[int, tuple[str, str]] = field(default_factory=dict)
 
-    def told(self, site: CallSite) -> tuple[str, str]:
+    def of(self, site: CallSite) -> tuple[str, str]:
         """Its tensors and its line."""
         # By identity: the dump holds it, and a hash goes through all that it holds.
-        found = self.known.get(id(site))
-        if found is None:
-            found = self.known[id(site)] = site.tensors, place(self.dump, site.stack)
-        return found
+        texts = self.texts.get(id(site))
+        if texts is None:
+            texts = self.texts[id(site)] = site.tensors, place(self.dump, site.stack)
+        return texts
 
 
 def _on_device(record: Record) -> str | None:
-    """How far a GPU has come with it; None where that is not known."""
+    """The progress of a GPU with it; None where that is not known."""
     if record.device is None:
         return None
     came_s, left_s, _ = record.device
@@ -120,10 +120,10 @@ def _on_device(record: Record) -> str | None:
     return "has come to it" if left_s is None else f"has left it after {(left_s - came_s) * 1e3:.3f} ms"
 
 
-def _shown(places: _Places, record: Record) -> dict[str, Any]:
+def _shown(sites: _SiteTexts, record: Record) -> dict[str, Any]:
     site = record.site
-    tensors, line = places.told(site)
-    told: dict[str, Any] = {
+    tensors, line = sites.of(site)
+    texts: dict[str, Any] = {
         "sequence": record.sequence,
         "tensors": tensors,
         "state": record.state.value,
@@ -136,7 +136,7 @@ def _shown(places: _Places, record: Record) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "name": f"{site.operation} #{record.sequence}",
         "cat": site.operation,
-        "args": {name: value for name, value in told.items() if value not in (None, "")},
+        "args": {name: value for name, value in texts.items() if value not in (None, "")},
     }
     # Names of colours that viewers know.
     colour = {State.ENQUEUED: "bad", State.FAILED: "terrible"}.get(record.state)

@@ -16,7 +16,7 @@ def call_name(record: Record) -> str:
 
 
 def purpose(record: Record) -> str:
-    """What the call was made for, as far as somebody said: `stage 2 microbatch 5 F, layers.3`."""
+    """The purpose of a call, as far as somebody said: `stage 2 microbatch 5 F, layers.3`."""
     return ", ".join(filter(None, (record.action, record.module)))
 
 
@@ -27,7 +27,7 @@ def line_of(dump: Dump, stack: Stack) -> str:
 
 
 def doing(dump: Dump) -> str:
-    """What the rank did when it was dumped: `in Python at data.py:58 in load`."""
+    """The activity of the rank when it was dumped: `in Python at data.py:58 in load`."""
     if dump.failure is not None:
         return f"ended with {dump.failure.kind} at {_line_in(dump, dump.failure.stack)}"
     if dump.reason == RING:
