@@ -16,7 +16,7 @@ from disttrain.kernels.attention.choice import Tensors, machine_of, measure
 from disttrain.kernels.attention.operator import call_of
 from disttrain.kernels.attention.plan import SDPA, serving
 from disttrain.kernels.attention.rules import Alibi, Causal, Documents, Prefix, Rule, SlidingWindow, SoftCap, seen
-from disttrain.kernels.attention.runs import places_of
+from disttrain.kernels.attention.runs import indices_of
 
 
 class Sizes(NamedTuple):
@@ -87,6 +87,6 @@ def _flops(sizes: Sizes, length: int, rule: Rule, device: torch.device) -> int:
     num_seen = 0
     for batch in range(sizes.batch_size):
         local_rule = rule.local(slice(batch, batch + 1), slice(0, 1))
-        is_seen = seen(local_rule, places_of((1, 1, length, length), device))
+        is_seen = seen(local_rule, indices_of((1, 1, length, length), device))
         num_seen += length * length if is_seen is None else int(is_seen.sum())
     return 4 * num_seen * sizes.num_heads * sizes.head_dim

@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class's forward."""
+    """True if calling the module does more than its class's forward."""
     return bool(
         "forward" in vars(module)
         or module._forward_hooks
@@ -34,7 +34,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def modes() -> tuple[Any, ...]:
-    """What of a `with` decides how operators are computed and differentiated; a trace of operators doesn't tell it."""
+    """Modes of `with` blocks that decide how operators are computed and differentiated; a trace of operators doesn't
+    show them."""
     autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
     return (
         torch.is_grad_enabled(),
@@ -63,7 +64,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def is_within_a_graph() -> bool:
-    """Whether operators are recorded, transformed or differentiated from within, so that nothing may be timed."""
+    """True while operators are recorded, transformed or differentiated from within, so that nothing may be timed."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -90,15 +91,15 @@ def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float
 ) -> torch.Tensor:
     """As cuDNN's: FlashAttention 2. `window`: how many keys before and behind a query's own it sees, -1 for all."""
-    left, right = window
+    before, behind = window
     attend: Any
-    if left < 0 and right <= 0:
+    if before < 0 and behind <= 0:
         # Policies of activation checkpointing know this one by name.
         attend = torch.ops.aten._scaled_dot_product_flash_attention.default
-        return attend(query, key, value, 0.0, right == 0, False, scale=scale)[0]  # type: ignore[no-any-return]
+        return attend(query, key, value, 0.0, behind == 0, False, scale=scale)[0]  # type: ignore[no-any-return]
     attend = torch.ops.aten._flash_attention_forward.default
-    sizes: dict[str, Any] = {"scale": scale, "window_size_left": left, "window_size_right": right}
-    by_place = (one.transpose(1, 2) for one in (query, key, value))
+    sizes: dict[str, Any] = {"scale": scale, "window_size_left": before, "window_size_right": behind}
+    by_place = (tensor.transpose(1, 2) for tensor in (query, key, value))
     result = attend(*by_place, None, None, query.shape[2], key.shape[2], 0.0, False, False, **sizes)[0]
     return result.transpose(1, 2)  # type: ignore[no-any-return]
 

@@ -62,19 +62,19 @@ def has_triton() -> bool:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over elements of `dtype` are computed in."""
+    """The dtype in which sums over elements of `dtype` are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @cache
 def num_programs(device: torch.device) -> int:
-    """How many persistent programs keep `device` busy."""
+    """The number of persistent programs that keep `device` busy."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return properties.multi_processor_count if properties else 4
 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """How much memory the threads of one program on `device` may share."""
+    """The shared memory of a program on `device`, in bytes."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return properties.shared_memory_per_block_optin if properties else 64 << 10

@@ -1,4 +1,4 @@
-"""How one Triton launch finds many tensors: a table of addresses, and for each program its tensor and block of it."""
+"""Passes many tensors to one Triton launch: a table of addresses, and for each program its tensor and block of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ALIGNMENT: Final = 16
 @triton.jit
 def at(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """A tensor's beginning, whose address lies at `address`."""
-    place = tl.load(address).to(tl.pointer_type(DTYPE))
+    pointer = tl.load(address).to(tl.pointer_type(DTYPE))
     if IS_ALIGNED:
-        place = tl.multiple_of(place, 16)
-    return place
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
@@ -35,7 +35,7 @@ def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
 
 
 def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[int]]) -> bool:
-    """Whether threads may read so many bytes at once of all of them."""
+    """True if threads may read so many bytes at once of all of them."""
     sizes = (tensor.numel() for tensor in tensors)
     return not any(number % _ALIGNMENT for number in chain(sizes, *addresses))
 

@@ -1,4 +1,5 @@
-"""What backward passes of our own linear products share: who may keep parameters' gradients, and what is refused."""
+"""Parts that backward passes of our own linear products share: who may keep parameters' gradients, and what is
+refused."""
 
 from __future__ import annotations
 

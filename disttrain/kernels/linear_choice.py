@@ -1,4 +1,4 @@
-"""Which of a model's linear layers are to become another kind: all that can, but the head."""
+"""Selects a model's linear layers that become another kind: all that can, but the head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choose_linears(
     )
     head = None if filter is not None else _head(model, layers)
     chosen: list[tuple[str, nn.Linear]] = []
-    left: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for name, layer in layers.items():
         if type(layer) not in (nn.Linear, kind):
             reason = "they are subclasses of nn.Linear"
@@ -52,11 +52,11 @@ def choose_linears(
         else:
             reason = obstacle(layer)
         if reason:
-            left.setdefault(reason, []).append(name)
+            skipped.setdefault(reason, []).append(name)
         elif type(layer) is nn.Linear:
             chosen.append((name, layer))
     report(f"{operation}: {type(model).__name__}: {len(chosen)} linear layers")
-    for reason, names in left.items():
+    for reason, names in skipped.items():
         report(f"{operation}: left {_listed(names)}: {reason}")
     return chosen
 

@@ -1,4 +1,4 @@
-"""How kernels become operators, under `torch.ops.disttrain`: a graph holds each as one call, and nothing breaks it.
+"""Registers kernels as operators, under `torch.ops.disttrain`: a graph holds each as one call, and nothing breaks it.
 
 They are not differentiable twice: what a backward operator gives says so when it is asked.
 """
@@ -28,7 +28,7 @@ def differentiate(op: Any, keep: Callable[[Any, tuple[Any, ...], Any], None], ba
 
 
 def refuse_second_derivative(op: Any) -> None:
-    """What `op`, a backward, gives out says that it cannot be differentiated when that is asked."""
+    """Makes the results of `op`, a backward, raise when they are differentiated."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
@@ -51,7 +51,7 @@ def batch(op: Any, num_tensors: int) -> None:
                 _as_tuple(op(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True))))
                 for i in range(size)
             ]
-            results = tuple(torch.stack(found) for found in zip(*each, strict=True))
+            results = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
         else:
             moved = [
                 tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -64,7 +64,7 @@ def batch(op: Any, num_tensors: int) -> None:
 
 
 def reshaped(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """What an operator gives out, in another shape; autograd lets nobody write to it were it a view."""
+    """The result of an operator in another shape; autograd lets nobody write to it were it a view."""
     return torch.ops.aten._unsafe_view.default(result, shape)  # type: ignore[no-any-return]
 
 

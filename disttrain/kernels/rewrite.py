@@ -39,14 +39,14 @@ def rewritten(module: nn.Module) -> tuple[Trace, list[str]] | None:
     traced = trace(module)
     if traced is None:
         return None
-    found = [
+    replaced = [
         *_gated_products(module, traced.graph),
         *_rotations(traced.graph),
         *_attentions(traced.graph),
         *_losses(module, traced.graph),
         *_residual_norms(module, traced.graph),
     ]
-    return (traced, found) if found else None
+    return (traced, replaced) if replaced else None
 
 
 def _gated_products(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
@@ -97,9 +97,9 @@ def _residual_norms(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
         if norm is None:
             continue
         with graph.inserting_before(total):
-            own = graph.get_attr(str(norm.target))
-            pair = graph.call_function(add_then_norm, (own, x, residual))
-            normed, summed = (graph.call_function(operator.getitem, (pair, place)) for place in (0, 1))
+            weight = graph.get_attr(str(norm.target))
+            pair = graph.call_function(add_then_norm, (weight, x, residual))
+            normed, summed = (graph.call_function(operator.getitem, (pair, index)) for index in (0, 1))
         norm.replace_all_uses_with(normed)
         graph.erase_node(norm)
         total.replace_all_uses_with(summed)
@@ -120,11 +120,11 @@ def _losses(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
         is_old = any(options.pop(name, None) is not None for name in ("size_average", "reduce"))
         way = [] if is_old or len(node.args) != 2 else _way_from_head(module, node.args[0])
         if way:
-            head, between = way[-1], {str(one.target) for one in way[:-1]}
+            head, between = way[-1], {str(between_node.target) for between_node in way[:-1]}
             with graph.inserting_before(node):
-                own = graph.get_attr(str(head.target))
+                weight = graph.get_attr(str(head.target))
             has_rows, is_wide = not between.isdisjoint(_AS_ROWS), not between.isdisjoint(_AS_WIDE)
-            _replace(graph, node, way, loss_of_linear, (own, *head.args, node.args[1], has_rows, is_wide), options)
+            _replace(graph, node, way, loss_of_linear, (weight, *head.args, node.args[1], has_rows, is_wide), options)
             yield LOSS
 
 
@@ -142,8 +142,8 @@ def _way_from_head(module: nn.Module, node: Any) -> list[fx.Node]:
     while isinstance(node, fx.Node) and len(node.users) == 1:
         way.append(node)
         if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
-            own = module.get_submodule(str(node.target))
-            is_head = type(own) is nn.Linear and all(width == own.out_features for width in widths)
+            head = module.get_submodule(str(node.target))
+            is_head = type(head) is nn.Linear and all(width == head.out_features for width in widths)
             return way if is_head else []
         arguments = node.args[1:]
         if node.op != "call_method" or node.kwargs:
@@ -183,7 +183,8 @@ def _rotations(graph: fx.Graph) -> Iterator[str]:
 
 
 def _angle_of(first: Any, second: Any) -> tuple[fx.Node, fx.Node, fx.Node, list[fx.Node]] | None:
-    """What is turned, cosine and sine, and all nodes that are then needed no more, each behind those that read it."""
+    """The tensor that is turned, cosine and sine, and all nodes that are then needed no more, each behind those that
+    read it."""
     if not (_is_call(first, operator.sub) and _is_call(second, operator.add)):
         return None
     products = [*first.args, *second.args]
@@ -192,7 +193,7 @@ def _angle_of(first: Any, second: Any) -> tuple[fx.Node, fx.Node, fx.Node, list[
     (a, cos), (b, sin), (a_again, sin_again), (b_again, cos_again) = (product.args for product in products)
     if (a, b, cos, sin) != (a_again, b_again, cos_again, sin_again):
         return None
-    if not all(_is_call(half, operator.getitem) and half.args[1] == place for place, half in enumerate((a, b))):
+    if not all(_is_call(half, operator.getitem) and half.args[1] == index for index, half in enumerate((a, b))):
         return None
     both = a.args[0]
     if both is not b.args[0] or both.target != "chunk" or both.args[1] != 2 or _dim_of(both, 2) != -1:
@@ -208,9 +209,9 @@ def _attentions(graph: fx.Graph) -> Iterator[str]:
         yield ATTENTION
 
 
-def _dim_of(node: fx.Node, place: int) -> Any:
+def _dim_of(node: fx.Node, index: int) -> Any:
     """The dim that it is called with, by place or by name."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get("dim")
+    return node.args[index] if len(node.args) > index else node.kwargs.get("dim")
 
 
 def _is_call(node: Any, target: Any) -> bool:
@@ -276,6 +277,6 @@ def _replace(
     with graph.inserting_before(node):
         other = graph.call_function(function, args, kwargs)
     node.replace_all_uses_with(other)
-    for one in (node, *pattern):
-        if not one.users:
-            graph.erase_node(one)
+    for unused in (node, *pattern):
+        if not unused.users:
+            graph.erase_node(unused)

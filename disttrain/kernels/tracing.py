@@ -68,16 +68,16 @@ def trace(module: nn.Module) -> Trace | None:
 
 
 def is_as_traced(module: nn.Module, assumed: tuple[Assumed, ...], values: tuple[Any, ...]) -> bool:
-    """Whether a trace tells what the module does with these arguments now."""
+    """True if a trace shows what the module does with these arguments now."""
     for value in values:
         if not isinstance(value, (torch.Tensor, int, float)):
             return False
     for path, name, wanted in assumed:
-        place: Any = module
+        owner: Any = module
         for part in path:
-            place = getattr(place, part)
-        found = getattr(place, name)
-        if found is not wanted and (type(found) is not type(wanted) or found != wanted):
+            owner = getattr(owner, part)
+        current = getattr(owner, name)
+        if current is not wanted and (type(current) is not type(wanted) or current != wanted):
             return False
     return True
 
@@ -92,7 +92,7 @@ class _Watch:
     def __init__(self, module: nn.Module) -> None:
         self.assumed: dict[tuple[tuple[str, ...], str], Any] = {}
         self.is_untold = False
-        self.paths = {id(one): tuple(path.split(".")) if path else () for path, one in module.named_modules()}
+        self.paths = {id(child): tuple(path.split(".")) if path else () for path, child in module.named_modules()}
 
     def refuse(self) -> None:
         self.is_untold = True
@@ -153,21 +153,21 @@ def _trace(module: nn.Module) -> Trace:
         graph = _Tracer(watch).trace(module)
     if watch.is_untold:
         raise _Untold
-    return Trace(graph, tuple(Assumed(*place, value) for place, value in watch.assumed.items()))
+    return Trace(graph, tuple(Assumed(*path, value) for path, value in watch.assumed.items()))
 
 
 @contextmanager
 def _watched(module: nn.Module, watch: _Watch) -> Iterator[None]:
     """Within, `watch` hears of the attributes of the module and those within it."""
-    classes = [(one, type(one)) for one in module.modules()]
+    classes = [(child, type(child)) for child in module.modules()]
     kinds = {kind: _watched_class(kind, watch) for _, kind in classes}
     try:
-        for one, kind in classes:
-            one.__class__ = kinds[kind]
+        for child, kind in classes:
+            child.__class__ = kinds[kind]
         yield
     finally:
-        for one, kind in classes:
-            one.__class__ = kind
+        for child, kind in classes:
+            child.__class__ = kind
 
 
 def _watched_class(kind: type[nn.Module], watch: _Watch) -> Any:
@@ -190,16 +190,16 @@ def _watched_class(kind: type[nn.Module], watch: _Watch) -> Any:
 @contextmanager
 def _own_gradients_refused(watch: _Watch) -> Iterator[None]:
     """Within, an autograd.Function of a stand-in is refused: operators of its forward don't tell its backward."""
-    own: Any = vars(torch.autograd.Function)["apply"]
+    original: Any = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if any(type(value) is _StandIn for value in (*args, *kwargs.values())):
             watch.refuse()
-        run: Callable[..., Any] = own.__func__
+        run: Callable[..., Any] = original.__func__
         return run(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]

@@ -37,30 +37,34 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
     Args:    report  is given the lines that say what was replaced; the default prints them.
     Returns: all that was replaced, by the modules' names.
     """
-    found: list[Replaced] = []
+    replaced: list[Replaced] = []
     for name, module in model.named_modules():
         kernel = KERNEL_OF.get(type(module))
         if kernel is not None and len(module.normalized_shape) == 1:
             module.__class__ = kernel
-            found.append(Replaced(name, type(module).__mro__[1].__name__))
+            replaced.append(Replaced(name, type(module).__mro__[1].__name__))
     classes: dict[tuple[object, ...], type[nn.Module]] = {}
     for name, module in model.named_modules():
-        own = type(module)
-        if own.__module__.startswith("torch.nn.") or own in KERNEL_OF.values() or hasattr(own.forward, "_has_kernels"):
+        base = type(module)
+        if (
+            base.__module__.startswith("torch.nn.")
+            or base in KERNEL_OF.values()
+            or hasattr(base.forward, "_has_kernels")
+        ):
             continue
         result = rewritten(module)
         if result is None:
             continue
         traced, kinds = result
-        key = (own, traced.graph.python_code("self").src, traced.assumed)
+        key = (base, traced.graph.python_code("self").src, traced.assumed)
         if key not in classes:
             classes[key] = _class_with(module, traced)
         module.__class__ = classes[key]
-        found += [Replaced(name, kind) for kind in kinds]
-    counts = Counter(one.what for one in found)
-    lines = ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "nothing"
+        replaced += [Replaced(name, kind) for kind in kinds]
+    counts = Counter(replacement.what for replacement in replaced)
+    lines = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())) or "nothing"
     report(f"use_kernels: {type(model).__name__}: {lines}")
-    return tuple(found)
+    return tuple(replaced)
 
 
 def _class_with(module: nn.Module, traced: Trace) -> type[nn.Module]:
@@ -69,8 +73,8 @@ def _class_with(module: nn.Module, traced: Trace) -> type[nn.Module]:
     Submodules and parameters are read from `self`.
     """
     with_kernels: Any = type(fx.GraphModule(module, traced.graph)).forward
-    own, assumed = type(module), traced.assumed
-    as_ever: Any = own.forward
+    base, assumed = type(module), traced.assumed
+    as_ever: Any = base.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_as_traced(self, assumed, (*args, *kwargs.values())):
@@ -81,4 +85,8 @@ def _class_with(module: nn.Module, traced: Trace) -> type[nn.Module]:
     forward.__code__ = forward.__code__.replace()
     forward._has_kernels = True  # type: ignore[attr-defined]
     forward = wraps(as_ever)(forward)
-    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "__doc__": own.__doc__})
+    return type(
+        base.__name__,
+        (base,),
+        {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__},
+    )

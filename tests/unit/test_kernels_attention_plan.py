@@ -17,7 +17,7 @@ from disttrain.kernels.attention.choice import Choice, attention_choices
 from disttrain.kernels.attention.flex import _KEPT, _NUM_KEPT, block_masks, flex, prepare
 from disttrain.kernels.attention.plan import Call, Machine, candidates, serving
 from disttrain.kernels.attention.rules import BLOCK_SIZE, name_of, seen, window_of
-from disttrain.kernels.attention.runs import places_of
+from disttrain.kernels.attention.runs import indices_of
 from tests.attention_cases import NAMES, rule_called, tensors, wished
 
 HOPPER = Machine("cuda", 90, has_triton=True, is_deterministic=False)
@@ -75,7 +75,7 @@ def test_blocks_tell_what_places_do(length: int, name: str) -> None:
     """No block is skipped of which something is seen, none is whole of which something is not; here, none in vain."""
     rule = rule_called(name, 2, 1, length)
     some, every = block_masks(rule, length, length, torch.device("cpu"))
-    is_seen = seen(rule, places_of((2, 1, length, length), torch.device("cpu")))
+    is_seen = seen(rule, indices_of((2, 1, length, length), torch.device("cpu")))
     is_seen = torch.ones(()).bool() if is_seen is None else is_seen
     is_seen = is_seen.expand(2, 1, length, length)
     rest = -length % BLOCK_SIZE

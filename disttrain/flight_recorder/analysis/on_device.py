@@ -108,11 +108,8 @@ class _Play:
                 collective = self._collective_of(record)
                 arrived = self._came.setdefault((collective.group_name, collective.sequence), set())
                 arrived.add(rank)
-                if (
-                    collective.absent
-                    or collective.unknown
-                    or not arrived.issuperset(needed := self._needed(collective))
-                ):
+                needed = self._needed(collective)
+                if collective.absent or collective.unknown or not arrived.issuperset(needed):
                     return ()
                 for other in needed:
                     self._places[other] += 1

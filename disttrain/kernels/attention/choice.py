@@ -1,4 +1,4 @@
-"""Which implementation serves a call of attention: measured once for each shape, and told to the other ranks.
+"""Chooses the implementation of attention for a call: measured once for each shape, and told to the other ranks.
 
 Where several can serve, each runs a few times on the call's own tensors, forward and backward. That happens in a thread
 of its own, whose hooks, modes and gradients are none of the caller's: activation checkpointing must not hear of it. In
@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Choice(NamedTuple):
-    """What serves the calls like `call` that obey a rule called `rule`."""
+    """The implementation that serves the calls like `call` that obey a rule called `rule`."""
 
     call: Call
     rule: str
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
         call = self.call
         heads = f"{call.num_heads}/{call.num_kv_heads} heads of {call.head_dim}"
         lengths = f"{call.num_queries} x {call.num_keys}"
-        times = ", ".join(f"{name} {1e3 * one:.3f} ms" for name, one in self.seconds)
+        times = ", ".join(f"{name} {1e3 * duration:.3f} ms" for name, duration in self.seconds)
         step = "forward and backward" if call.needs_grad else "forward"
         dtype = str(call.dtype).removeprefix("torch.")
         return f"{self.rule}, {call.batch_size} x {heads}, {lengths}, {dtype}, {step}: {self.name} ({times})"
@@ -67,7 +67,7 @@ class _Choices:
         return self._found.get((call, rule))
 
     def of_kind(self, dtype: torch.dtype, rule: str, needs_grad: bool) -> str:
-        """What served the last call of the kind that was measured; empty where none was."""
+        """The implementation that served the last call of the kind that was measured; empty where none was."""
         return self._of_kind.get((dtype, rule, needs_grad), "")
 
     def add(self, choice: Choice) -> None:
@@ -81,7 +81,8 @@ _CHOICES: Final = _Choices()
 
 
 def attention_choices() -> tuple[Choice, ...]:
-    """What attention was measured to be served by in this process, and all times; print them to see."""
+    """The implementations that attention was measured to be served by in this process, and all times; print them to
+    see."""
     return _CHOICES.all()
 
 
@@ -95,9 +96,9 @@ def chosen(call: Call, tensors: Tensors, rule: Rule | None, scale: float | None)
         measured = _measured_of_kind(call.dtype, name_of(rule), call.needs_grad)
         return measured if measured in names else names[0]
     kind = name_of(rule)
-    found = _CHOICES.of(call, kind)
-    if found is not None and found.name in names:
-        return found.name
+    choice = _CHOICES.of(call, kind)
+    if choice is not None and choice.name in names:
+        return choice.name
     if not _may_measure(tensors):
         measured = _CHOICES.of_kind(call.dtype, kind, call.needs_grad)
         return measured if measured in names else names[0]
@@ -118,16 +119,16 @@ def measure(
 
     def run() -> dict[str, float]:
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            own = [tensor.detach().requires_grad_(needs_grad) for tensor in tensors]
+            leaves = [tensor.detach().requires_grad_(needs_grad) for tensor in tensors]
             times: dict[str, list[float]] = {name: [] for name in names}
             for _ in range(_NUM_WARMUPS + NUM_ROUNDS):
                 for name in tuple(times):
                     try:
-                        times[name].append(_seconds(name, own, rule, scale))
+                        times[name].append(_seconds(name, leaves, rule, scale))
                     except RuntimeError:
                         # It may take too much memory, or a library may be too old: the others serve.
                         del times[name]
-        return {name: statistics.median(found[_NUM_WARMUPS:]) for name, found in times.items()}
+        return {name: statistics.median(samples[_NUM_WARMUPS:]) for name, samples in times.items()}
 
     device = tensors[0].device
     stream = torch.cuda.current_stream(device)
@@ -135,15 +136,15 @@ def measure(
         return thread.submit(run).result()
 
 
-def _seconds(name: str, own: list[torch.Tensor], rule: Rule | None, scale: float | None) -> float:
+def _seconds(name: str, leaves: list[torch.Tensor], rule: Rule | None, scale: float | None) -> float:
     """Of one step."""
-    needs_grad = own[0].requires_grad
+    needs_grad = leaves[0].requires_grad
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()
     with torch.set_grad_enabled(needs_grad):
-        result = RUNS[name](own[0], own[1], own[2], rule, scale)
+        result = RUNS[name](leaves[0], leaves[1], leaves[2], rule, scale)
     if needs_grad:
-        torch.autograd.grad(result, own, torch.full_like(result, 0.5))
+        torch.autograd.grad(result, leaves, torch.full_like(result, 0.5))
     ended.record()
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
@@ -154,19 +155,19 @@ def _may_measure(tensors: Tensors) -> bool:
     return is_plain and tensors[0].is_cuda and not is_within_a_graph() and not torch.cuda.is_current_stream_capturing()
 
 
-def _agreed(shape: str, own: str) -> str:
-    """What the first rank has found for this shape."""
+def _agreed(shape: str, local: str) -> str:
+    """The choice of the first rank for this shape."""
     if not has_world():
-        return own
+        return local
     world = current_world()
     if world.world_size == 1:
-        return own
-    return world.store.compare_set(f"attention/{shape}", b"", own.encode()).decode()
+        return local
+    return world.store.compare_set(f"attention/{shape}", b"", local.encode()).decode()
 
 
 @as_constant
 def machine_of(device_type: str, index: int | None) -> Machine:
-    """What decides beside a call."""
+    """Properties of the machine that decide, beside a call."""
     major, minor = torch.cuda.get_device_capability(index) if device_type == "cuda" else (0, 0)
     uses_triton = has_triton() and KERNELS.read() != "reference"
     return Machine(device_type, 10 * major + minor, uses_triton, torch.are_deterministic_algorithms_enabled())

@@ -28,13 +28,13 @@ def attention_of_dtensors(
 ) -> DTensor:
     """As `attention`. Collective only where they don't lie alike."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
-        found = ", ".join(type(one).__name__ for one in (query, key, value))
+        kinds = ", ".join(type(tensor).__name__ for tensor in (query, key, value))
         raise LayoutError(
-            NAME, f"query, key and value are {found}.", "Give DTensors of one mesh, or to_local() of all."
+            NAME, f"query, key and value are {kinds}.", "Give DTensors of one mesh, or to_local() of all."
         )
     mesh = query.device_mesh
-    for name, one in (("query", query), ("key", key), ("value", value)):
-        _check(name, one, query)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check(name, tensor, query)
     check_fits(query, key, value, mask)
     placements = [_placement(*those) for those in zip(query.placements, key.placements, value.placements, strict=True)]
     num_parts = 1
@@ -46,11 +46,13 @@ def attention_of_dtensors(
     # Where heads are shared, each rank has a term of their gradient.
     grads = [Partial() if shares_heads and placement.is_shard(1) else placement for placement in placements]
     own_query = query.redistribute(placements=placements).to_local()
-    own_key, own_value = (one.redistribute(placements=others).to_local(grad_placements=grads) for one in (key, value))
+    own_key, own_value = (
+        tensor.redistribute(placements=others).to_local(grad_placements=grads) for tensor in (key, value)
+    )
     batch, heads = (_part(query.shape[dim], dim, mesh, placements) for dim in (0, 1))
     if shares_heads:
         served_by = [head * key.shape[1] // query.shape[1] for head in range(heads.start, heads.stop)]
-        own_key, own_value = (_needed(one, served_by) for one in (own_key, own_value))
+        own_key, own_value = (_needed(tensor, served_by) for tensor in (own_key, own_value))
     rule = None if mask is None else mask.local(batch, heads)
     result = attention(own_query, own_key, own_value, rule, scale=scale, by=by)
     whole = (*query.shape[:3], value.shape[3])
@@ -58,24 +60,24 @@ def attention_of_dtensors(
     return DTensor.from_local(result, mesh, placements, shape=whole, stride=strides)
 
 
-def _check(name: str, one: DTensor, query: DTensor) -> None:
-    rank = one.device_mesh.get_rank()
-    if one.device_mesh != query.device_mesh:
+def _check(name: str, tensor: DTensor, query: DTensor) -> None:
+    rank = tensor.device_mesh.get_rank()
+    if tensor.device_mesh != query.device_mesh:
         raise LayoutError(NAME, f"{name} lies on another mesh than query.", "Put all on one mesh.", rank=rank)
-    for axis, placement in enumerate(one.placements):
+    for axis, placement in enumerate(tensor.placements):
         if not (placement.is_shard(0) or placement.is_shard(1) or placement.is_replicate() or placement.is_partial()):
             raise LayoutError(
                 NAME,
-                f"mesh axis {axis} lays {name} of shape {tuple(one.shape)} as {placement}; only sequences (dim 0) and "
-                "heads (dim 1) may be cut.",
+                f"mesh axis {axis} lays {name} of shape {tuple(tensor.shape)} as {placement}; only sequences (dim 0) "
+                "and heads (dim 1) may be cut.",
                 "Redistribute it.",
                 rank=rank,
             )
 
 
 def _placement(*placements: Placement) -> Placement:
-    """How query, key and value are to lie along an axis: as the first of them that is cut."""
-    return next((one for one in placements if one.is_shard()), Replicate())
+    """The placement of query, key and value along an axis: that of the first of them that is cut."""
+    return next((placement for placement in placements if placement.is_shard()), Replicate())
 
 
 def _part(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
@@ -92,7 +94,7 @@ def _part(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]
 def _needed(part: torch.Tensor, served_by: Sequence[int]) -> torch.Tensor:
     """The heads that serve this rank's heads of queries, of all: few in a row where they serve alike many."""
     first, last = (served_by[0], served_by[-1]) if served_by else (0, -1)
-    own = range(first, last + 1)
-    if own and all(served_by.count(head) * len(own) == len(served_by) for head in own):
-        return part.narrow(1, first, len(own))
+    heads = range(first, last + 1)
+    if heads and all(served_by.count(head) * len(heads) == len(served_by) for head in heads):
+        return part.narrow(1, first, len(heads))
     return part[:, list(served_by)]

@@ -23,10 +23,10 @@ from disttrain.kernels.attention.rules import (
     Causal,
     Documents,
     Mask,
-    Places,
     Prefix,
     Rule,
     Rules,
+    ScoreIndices,
     SlidingWindow,
     changed,
     changes_of,
@@ -67,28 +67,28 @@ def flex(
 def prepare(rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
     """A rule for queries like `query`; its blocks are computed by one operator, on a graph's behalf too."""
 
-    def score(one: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-        return changed(rule, one, Places(*places))
+    def score(element: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        return changed(rule, element, ScoreIndices(*indices))
 
-    def mask(*places: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, seen(rule, Places(*places)))
+    def mask(*indices: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, seen(rule, ScoreIndices(*indices)))
 
     own_score = score if changes_of(rule) else None
     masks = masks_of(rule)
     if not masks:
         return Prepared(own_score, None)
-    kinds, sizes, tensors = [type(one).__name__ for one in masks], [0] * len(masks), []
-    for number, one in enumerate(masks):
-        if isinstance(one, SlidingWindow):
-            sizes[number] = one.size
-        elif isinstance(one, Documents):
-            tensors.append(one.ids)
-        elif isinstance(one, Prefix):
-            tensors.append(one.lengths)
+    kinds, sizes, tensors = [type(part).__name__ for part in masks], [0] * len(masks), []
+    for number, part in enumerate(masks):
+        if isinstance(part, SlidingWindow):
+            sizes[number] = part.size
+        elif isinstance(part, Documents):
+            tensors.append(part.ids)
+        elif isinstance(part, Prefix):
+            tensors.append(part.lengths)
     lengths = (query.shape[2], num_keys)
-    found = torch.ops.disttrain.attention_blocks(query.detach(), kinds, sizes, tensors, *lengths)
+    block_tables = torch.ops.disttrain.attention_blocks(query.detach(), kinds, sizes, tensors, *lengths)
     make: Callable[..., BlockMask] = BlockMask
-    return Prepared(own_score, make(lengths, *found, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask))
+    return Prepared(own_score, make(lengths, *block_tables, BLOCK_SIZE=(BLOCK_SIZE, BLOCK_SIZE), mask_mod=mask))
 
 
 def _blocks(
@@ -109,8 +109,8 @@ def _blocks(
                 masks.append(Causal())
     some, every = block_masks(Rules(tuple(masks)), num_queries, num_keys, like.device)
     pairs = (some & ~every, every)
-    by_queries = [one for blocks in pairs for one in _ordered(blocks)]
-    return by_queries + [one for blocks in pairs for one in _ordered(blocks.mT)]
+    by_queries = [table for blocks in pairs for table in _ordered(blocks)]
+    return by_queries + [table for blocks in pairs for table in _ordered(blocks.mT)]
 
 
 def _shapes_of_blocks(
@@ -141,7 +141,7 @@ define(
 def block_masks(
     rule: Rule | None, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a block of queries may see some key of a block, and where it sees all: (B or 1, 1, blocks, blocks)."""
+    """Masks of blocks of keys that a block of queries may see some of, and sees all of: (B or 1, 1, blocks, blocks)."""
     (first_query, last_query), (first_key, last_key) = (_ends(size, device) for size in (num_queries, num_keys))
     blocks = Blocks(first_query[:, None], last_query[:, None], first_key[None], last_key[None])
     # A block that reaches over the end is never whole: there the kernel asks for each place.
@@ -152,7 +152,7 @@ def block_masks(
     for mask in masks_of(rule):
         maybe, surely = mask.sees_blocks(blocks)
         some, every = some & maybe, every & surely
-    some, every = (one.unsqueeze(-3) for one in torch.broadcast_tensors(some, every))
+    some, every = (block_mask.unsqueeze(-3) for block_mask in torch.broadcast_tensors(some, every))
     return (some, every) if some.dim() == 4 else (some.unsqueeze(0), every.unsqueeze(0))
 
 
@@ -163,7 +163,8 @@ def _ends(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries takes, and which, those first; contiguous, as kernels read them."""
+    """The number of blocks of keys that each block of queries takes, and their indices first; contiguous, as kernels
+    read them."""
     # Sorted, a transposed tensor stays transposed.
     taken = blocks.to(torch.int32).contiguous()
     return taken.sum(-1, dtype=torch.int32), taken.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
@@ -179,20 +180,20 @@ class _Kept:
     def prepared(self, rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
         key = (rule, query.shape[2], num_keys, query.device)
         with self._lock:
-            found = self._prepared.get(key)
-            if found is not None:
+            prepared = self._prepared.get(key)
+            if prepared is not None:
                 self._prepared.move_to_end(key)
-                return found
+                return prepared
         # Tensors made in inference mode would be of no use in training.
         with torch.inference_mode(False), torch.no_grad():
-            found = prepare(rule, query, num_keys)
+            prepared = prepare(rule, query, num_keys)
         # Memory that a graph being captured has taken is written again when that is replayed.
         if not query.is_cuda or not torch.cuda.is_current_stream_capturing():
             with self._lock:
-                self._prepared[key] = found
+                self._prepared[key] = prepared
                 while len(self._prepared) > _NUM_KEPT:
                     self._prepared.popitem(last=False)
-        return found
+        return prepared
 
 
 _KEPT: Final = _Kept()

@@ -1,4 +1,4 @@
-"""Which implementations of attention can serve a call, best first where nothing has been measured. Pure.
+"""Lists the implementations of attention that can serve a call, best first where nothing has been measured. Pure.
 
 | name      | is                                    | takes                                                            |
 | --------- | ------------------------------------- | ---------------------------------------------------------------- |
@@ -26,7 +26,7 @@ _NARROW: Final = (torch.bfloat16, torch.float16)
 
 
 class Machine(NamedTuple):
-    """What decides, beside the call: `capability` is 90 for 9.0, and 0 on CPUs."""
+    """Properties of the machine that decide, beside the call: `capability` is 90 for 9.0, and 0 on CPUs."""
 
     device_type: str
     capability: int

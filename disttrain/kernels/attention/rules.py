@@ -1,4 +1,4 @@
-"""What attention obeys, as small values: which keys a query sees, and what becomes of a score.
+"""Rules of attention, as small values: which keys a query sees, and what becomes of a score.
 
     rules = Causal() & SlidingWindow(4096) & SoftCap(50.0)
 
@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 
-class Places(NamedTuple):
-    """Of elements of the scores: sequence, head, query, key, as integer tensors that broadcast."""
+class ScoreIndices(NamedTuple):
+    """Indices of elements of the scores: sequence, head, query, key, as integer tensors that broadcast."""
 
     batch: torch.Tensor
     head: torch.Tensor
@@ -55,8 +55,8 @@ class Mask(Rule, ABC):
     """Decides which keys a query sees."""
 
     @abstractmethod
-    def sees(self, places: Places) -> torch.Tensor:
-        """Whether the query sees the key."""
+    def sees(self, indices: ScoreIndices) -> torch.Tensor:
+        """True where the query sees the key."""
 
     @abstractmethod
     def sees_blocks(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ class ScoreChange(Rule, ABC):
     """Computes a score anew, from the scaled product of query and key."""
 
     @abstractmethod
-    def changed(self, score: torch.Tensor, places: Places) -> torch.Tensor:
+    def changed(self, score: torch.Tensor, indices: ScoreIndices) -> torch.Tensor:
         """Of the score's dtype."""
 
 
@@ -85,8 +85,8 @@ class Rules(Rule):
 class Causal(Mask):
     """A query sees the key at its place and those before."""
 
-    def sees(self, places: Places) -> torch.Tensor:
-        return places.key <= places.query
+    def sees(self, indices: ScoreIndices) -> torch.Tensor:
+        return indices.key <= indices.query
 
     def sees_blocks(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         return blocks.first_key <= blocks.last_query, blocks.last_key <= blocks.first_query
@@ -94,12 +94,12 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """A query sees the keys less than `size` places away, on both sides: with Causal, `size` of them, its own among."""
+    """A query sees the keys less than `size` positions away, on both sides: with Causal, `size` of them, its own among."""
 
     size: int
 
-    def sees(self, places: Places) -> torch.Tensor:
-        return (places.query - places.key < self.size) & (places.key - places.query < self.size)
+    def sees(self, indices: ScoreIndices) -> torch.Tensor:
+        return (indices.query - indices.key < self.size) & (indices.key - indices.query < self.size)
 
     def sees_blocks(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         some = (blocks.first_query - blocks.last_key < self.size) & (blocks.first_key - blocks.last_query < self.size)
@@ -117,11 +117,11 @@ class Documents(Mask):
 
     ids: torch.Tensor
 
-    def sees(self, places: Places) -> torch.Tensor:
+    def sees(self, indices: ScoreIndices) -> torch.Tensor:
         ids = self.ids
         if ids.dim() == 1:
-            return ids[places.query] == ids[places.key]
-        return ids[places.batch, places.query] == ids[places.batch, places.key]
+            return ids[indices.query] == ids[indices.key]
+        return ids[indices.batch, indices.query] == ids[indices.batch, indices.key]
 
     def sees_blocks(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = self._ends(blocks.first_query[:, 0], blocks.last_query[:, 0])
@@ -147,8 +147,8 @@ class Prefix(Mask):
 
     lengths: torch.Tensor
 
-    def sees(self, places: Places) -> torch.Tensor:
-        return (places.key <= places.query) | (places.key < self.lengths[places.batch])
+    def sees(self, indices: ScoreIndices) -> torch.Tensor:
+        return (indices.key <= indices.query) | (indices.key < self.lengths[indices.batch])
 
     def sees_blocks(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = self.lengths[:, None, None]
@@ -165,7 +165,7 @@ class SoftCap(ScoreChange):
 
     cap: float
 
-    def changed(self, score: torch.Tensor, places: Places) -> torch.Tensor:
+    def changed(self, score: torch.Tensor, indices: ScoreIndices) -> torch.Tensor:
         return self.cap * torch.tanh(score / self.cap)
 
 
@@ -175,9 +175,9 @@ class Alibi(ScoreChange):
 
     slopes: torch.Tensor
 
-    def changed(self, score: torch.Tensor, places: Places) -> torch.Tensor:
-        distance = (places.query - places.key).abs()
-        return score - (self.slopes.detach()[places.head] * distance).to(score.dtype)
+    def changed(self, score: torch.Tensor, indices: ScoreIndices) -> torch.Tensor:
+        distance = (indices.query - indices.key).abs()
+        return score - (self.slopes.detach()[indices.head] * distance).to(score.dtype)
 
     def local(self, batch: slice, heads: slice) -> Rule:
         return self if _is_all(heads, self.slopes) else Alibi(self.slopes[heads])
@@ -188,7 +188,7 @@ def _is_all(part: slice, tensor: torch.Tensor) -> bool:
 
 
 BLOCK_SIZE = 128
-"""How many queries, and how many keys, are taken or skipped together."""
+"""The number of queries, and of keys, that are taken or skipped together."""
 
 
 def parts_of(rule: Rule | None) -> tuple[Rule, ...]:
@@ -206,24 +206,25 @@ def changes_of(rule: Rule | None) -> tuple[ScoreChange, ...]:
     return tuple(part for part in parts_of(rule) if isinstance(part, ScoreChange))
 
 
-def seen(rule: Rule | None, places: Places) -> torch.Tensor | None:
-    """Which keys are seen, by all masks; None where there is none."""
-    found: torch.Tensor | None = None
+def seen(rule: Rule | None, indices: ScoreIndices) -> torch.Tensor | None:
+    """Marks the keys that are seen, by all masks; None where there is none."""
+    result: torch.Tensor | None = None
     for mask in masks_of(rule):
-        one = mask.sees(places)
-        found = one if found is None else found & one
-    return found
+        mask_seen = mask.sees(indices)
+        result = mask_seen if result is None else result & mask_seen
+    return result
 
 
-def changed(rule: Rule | None, score: torch.Tensor, places: Places) -> torch.Tensor:
+def changed(rule: Rule | None, score: torch.Tensor, indices: ScoreIndices) -> torch.Tensor:
     """The score after all changes."""
     for change in changes_of(rule):
-        score = change.changed(score, places)
+        score = change.changed(score, indices)
     return score
 
 
 def window_of(rule: Rule | None) -> tuple[int, int] | None:
-    """How many keys before and behind its own place a query sees, -1 for all; None where more than that is asked."""
+    """The number of keys before and behind its own position that a query sees, -1 for all; None where more than that is
+    asked."""
     before = behind = -1
     for part in parts_of(rule):
         if isinstance(part, Causal):
@@ -237,7 +238,7 @@ def window_of(rule: Rule | None) -> tuple[int, int] | None:
 
 
 def name_of(rule: Rule | None) -> str:
-    """What kind of rule it is: alike for rules that one compiled kernel serves."""
+    """The kind of a rule: alike for rules that one compiled kernel serves."""
     names = [
         type(part).__name__ + "".join(f" {getattr(part, number)}" for number in _NUMBERS if hasattr(part, number))
         for part in parts_of(rule)

@@ -1,4 +1,4 @@
-"""How each implementation of attention is called: its layout, alignment, heads and head sizes.
+"""Calls each implementation of attention: with its layout, alignment, heads and head sizes.
 
 All take query (B, H, L, E), key (B, K, S, E), value (B, K, S, Ev), with H a multiple of K, a rule and a scale (None:
 1 / sqrt(E)), and give (B, H, L, Ev).
@@ -17,7 +17,7 @@ from disttrain.dtensor._torch import as_one_call
 from disttrain.kernels._torch import cudnn_attention, efficient_attention, flash_attention
 from disttrain.kernels.attention.flex import flex
 from disttrain.kernels.attention.plan import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
-from disttrain.kernels.attention.rules import Places, Rule, changed, masks_of, seen, window_of
+from disttrain.kernels.attention.rules import Rule, ScoreIndices, changed, masks_of, seen, window_of
 from disttrain.kernels.choice import wide_dtype
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule | None, float | None], torch.Tensor]
@@ -34,9 +34,9 @@ def dense(
     wide = wide_dtype(query.dtype)
     grouped = query.to(wide).unflatten(1, (num_kv_heads, num_heads // max(1, num_kv_heads)))
     scores = (grouped @ key.to(wide).unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale_of(query, scale)
-    places = places_of(scores.shape, scores.device)
-    scores = changed(rule, scores, places)
-    is_seen = seen(rule, places)
+    indices = indices_of(scores.shape, scores.device)
+    scores = changed(rule, scores, indices)
+    is_seen = seen(rule, indices)
     if is_seen is not None:
         scores = scores.masked_fill(~is_seen, -math.inf)
         # A query that sees nothing has no highest score.
@@ -49,12 +49,12 @@ def dense(
     return result.flatten(1, 2).to(query.dtype)
 
 
-def places_of(shape: Sequence[int], device: torch.device) -> Places:
+def indices_of(shape: Sequence[int], device: torch.device) -> ScoreIndices:
     """Of all scores, (B, H, L, S)."""
     batch, head, query, key = (
         torch.arange(size, device=device).view([-1] + [1] * (3 - dim)) for dim, size in enumerate(shape)
     )
-    return Places(batch, head, query, key)
+    return ScoreIndices(batch, head, query, key)
 
 
 def scale_of(query: torch.Tensor, scale: float | None) -> float:
@@ -68,7 +68,7 @@ def _sdpa(
     is_causal = window_of(rule) == (-1, 0)
     is_seen = None
     if masks_of(rule) and not is_causal:
-        is_seen = seen(rule, places_of((*query.shape[:3], key.shape[2]), query.device))
+        is_seen = seen(rule, indices_of((*query.shape[:3], key.shape[2]), query.device))
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=is_seen, is_causal=is_causal, scale=scale, **option_of_groups(query, key)
     )
@@ -82,29 +82,29 @@ def option_of_groups(query: torch.Tensor, key: torch.Tensor) -> dict[str, bool]:
 def _cudnn(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    own = _aligned(query, key, value)
+    inputs = _aligned(query, key, value)
     is_causal = window_of(rule) == (-1, 0)
-    return cudnn_attention(*own, is_causal, _needs_grad(*own), scale_of(query, scale))[..., : value.shape[-1]]
+    return cudnn_attention(*inputs, is_causal, _needs_grad(*inputs), scale_of(query, scale))[..., : value.shape[-1]]
 
 
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
     window = cast(tuple[int, int], window_of(rule))
-    own = _aligned(query, key, value)
-    return flash_attention(*own, window, scale_of(query, scale))[..., : value.shape[-1]]
+    inputs = _aligned(query, key, value)
+    return flash_attention(*inputs, window, scale_of(query, scale))[..., : value.shape[-1]]
 
 
 def _efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
     """It knows no groups of heads: those of keys and values are repeated."""
-    own = _aligned(query, key, value)
+    inputs = _aligned(query, key, value)
     times = query.shape[1] // key.shape[1]
     if times > 1:
-        own = (own[0], own[1].repeat_interleave(times, 1), own[2].repeat_interleave(times, 1))
+        inputs = (inputs[0], inputs[1].repeat_interleave(times, 1), inputs[2].repeat_interleave(times, 1))
     is_causal = window_of(rule) == (-1, 0)
-    return efficient_attention(*own, is_causal, _needs_grad(*own), scale_of(query, scale))[..., : value.shape[-1]]
+    return efficient_attention(*inputs, is_causal, _needs_grad(*inputs), scale_of(query, scale))[..., : value.shape[-1]]
 
 
 def _needs_grad(*tensors: torch.Tensor) -> bool:

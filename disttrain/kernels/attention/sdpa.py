@@ -30,7 +30,9 @@ def attended(
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_groups: bool) -> bool:
     tensors = (query, key, value)
-    if not query.is_cuda or any(isinstance(one, DTensor) or one.is_nested or one.dim() != 4 for one in tensors):
+    if not query.is_cuda or any(
+        isinstance(tensor, DTensor) or tensor.is_nested or tensor.dim() != 4 for tensor in tensors
+    ):
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype is torch.float64:
         return False

@@ -36,7 +36,7 @@ def copy_all(
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel takes them as one side. It is no operator: a graph gets torch's own, which compilers fuse."""
+    """True if the kernel takes them as one side. It is no operator: a graph gets torch's own, which compilers fuse."""
     dtype = tensors[0].dtype
     return dtype in _DTYPES and all(
         type(tensor) in _PLAIN and tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors

@@ -38,12 +38,12 @@ def _copy(
     size = tl.load(sizes + tensor)
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
-    places = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    is_there = places < size
-    values = tl.load(at(table + tensor * 2, SOURCE, IS_ALIGNED) + places, mask=is_there)
+    offsets = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_there = offsets < size
+    values = tl.load(at(table + tensor * 2, SOURCE, IS_ALIGNED) + offsets, mask=is_there)
     if HAS_SCALE:
         values = values.to(tl.float32) * tl.load(scale).to(tl.float32)
-    tl.store(at(table + tensor * 2 + 1, TARGET, IS_ALIGNED) + places, values.to(TARGET), mask=is_there)
+    tl.store(at(table + tensor * 2 + 1, TARGET, IS_ALIGNED) + offsets, values.to(TARGET), mask=is_there)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:

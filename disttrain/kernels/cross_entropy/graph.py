@@ -107,10 +107,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        found = torch.ops.disttrain.linear_loss_backward(grad, *ctx.saved_tensors, *ctx.terms, ctx.wanted)
+        results = torch.ops.disttrain.linear_loss_backward(grad, *ctx.saved_tensors, *ctx.terms, ctx.wanted)
         grads = [
-            one.to(tensor.dtype) if is_wanted else None
-            for one, tensor, is_wanted in zip(found, ctx.saved_tensors[:3], ctx.wanted, strict=True)
+            result.to(tensor.dtype) if is_wanted else None
+            for result, tensor, is_wanted in zip(results, ctx.saved_tensors[:3], ctx.wanted, strict=True)
         ]
         return _finished(grads, ctx.summed_by)
 
@@ -152,16 +152,16 @@ def _parts(
 
 
 def _sum(*arguments: Any, after: torch.Tensor | None = None) -> list[torch.Tensor]:
-    *given, wanted = arguments
-    layer, goal, blocks = _parts(*given)
+    *inputs, wanted = arguments
+    layer, goal, blocks = _parts(*inputs)
     sums = Sums(layer, blocks, Wanted(*wanted)) if any(wanted) else None
     losses, _ = losses_of(layer, goal, blocks, sums)
     return [_handle(), losses.sum(), *_grads(layer.hidden, sums)]
 
 
 def _sum_shapes(*arguments: Any, after: Any = None) -> list[torch.Tensor]:
-    *given, wanted = arguments
-    layer, _, blocks = _parts(*given)
+    *inputs, wanted = arguments
+    layer, _, blocks = _parts(*inputs)
     grads = _grads(layer.hidden, Sums(layer, blocks, Wanted(*wanted)) if any(wanted) else None)
     return [_handle(), layer.hidden.new_empty((), dtype=wide_dtype(layer.hidden.dtype)), *grads]
 
@@ -190,13 +190,13 @@ def _backward_shapes(grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
 
 
 def _grads(hidden: torch.Tensor, sums: Sums | None) -> list[torch.Tensor]:
-    """What is not wanted is empty."""
+    """The gradients; those that are not wanted are empty."""
     grads = (None, None, None) if sums is None else (sums.hidden, sums.weight, sums.bias)
     return [hidden.new_empty(0) if grad is None else grad for grad in grads]
 
 
 def _handle() -> torch.Tensor:
-    """What the next collective operator is given, so that it stays behind this one."""
+    """A tensor for the next collective operator to depend on, so that it stays behind this one."""
     return torch.zeros((), dtype=torch.int64)
 
 

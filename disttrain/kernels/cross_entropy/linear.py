@@ -150,8 +150,8 @@ def loss_and_weight(
 
 def _check_options(options: LinearLossOptions, rank: int | None) -> None:
     if options.reduction not in _REDUCTIONS:
-        known = ", ".join(_REDUCTIONS)
-        raise ShapeError(NAME, f"there is no reduction {options.reduction!r}.", f"Known are {known}.", rank=rank)
+        names = ", ".join(_REDUCTIONS)
+        raise ShapeError(NAME, f"there is no reduction {options.reduction!r}.", f"Known are {names}.", rank=rank)
     if not 0.0 <= options.label_smoothing <= 1.0:
         problem = f"label_smoothing is {options.label_smoothing}."
         raise ShapeError(NAME, problem, "Give a number from 0 to 1.", rank=rank)
@@ -174,9 +174,9 @@ def _check_tensors(
     num_own, num_classes = sizes
     layer = [hidden, weight] if bias is None else [hidden, weight, bias]
     if not hidden.is_floating_point() or len({tensor.dtype for tensor in layer}) > 1:
-        found = ", ".join(str(tensor.dtype) for tensor in layer)
+        dtypes = ", ".join(str(tensor.dtype) for tensor in layer)
         raise ShapeError(
-            NAME, f"the layer's dtypes are {found}.", "Give floats of one dtype, or use autocast.", rank=rank
+            NAME, f"the layer's dtypes are {dtypes}.", "Give floats of one dtype, or use autocast.", rank=rank
         )
     wanted = (num_own, hidden.shape[-1])
     if tuple(weight.shape) != wanted or (bias is not None and tuple(bias.shape) != wanted[:1]):

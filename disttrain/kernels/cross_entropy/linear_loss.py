@@ -23,7 +23,7 @@ from disttrain.process_group import ProcessGroup, all_gather_into_tensor
 
 
 class Layer(NamedTuple):
-    """What the logits are made of: hidden (rows, D), weight (own classes, D), bias (own classes,)."""
+    """The tensors of the logits: hidden (rows, D), weight (own classes, D), bias (own classes,)."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -31,7 +31,8 @@ class Layer(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """What they are compared with: target (rows,), int64; class_weight (classes,), wide; a group that cuts classes."""
+    """The tensors that the logits are compared with: target (rows,), int64; class_weight (classes,), wide; a group that
+    cuts classes."""
 
     target: torch.Tensor
     class_weight: torch.Tensor | None
@@ -74,20 +75,20 @@ def losses_of(layer: Layer, goal: Goal, blocks: Blocks, sums: Sums | None) -> tu
     """The loss of each row and the log of its sum of exponentials, wide; to `sums`, gradients of the losses' sum."""
     num_rows, num_own = layer.hidden.shape[0], layer.weight.shape[0]
     losses, log_sums = (layer.hidden.new_empty(num_rows, dtype=wide_dtype(layer.hidden.dtype)) for _ in range(2))
-    ones = torch.ones((), dtype=losses.dtype, device=losses.device)
+    unit = torch.ones((), dtype=losses.dtype, device=losses.device)
     buffer = _buffer(layer, blocks)
     for rows in blocks.of_rows():
         target = goal.target[rows]
-        logits, found = buffer, []
+        logits, statistics = buffer, []
         for columns in blocks.of_columns(num_own):
             logits = _logits(layer, rows, columns, buffer)
             terms = terms_of(goal.terms, columns)
-            found.append(kernels_for(logits).statistics_of_classes(logits, target, goal.class_weight, terms))
+            statistics.append(kernels_for(logits).statistics_of_classes(logits, target, goal.class_weight, terms))
         combined = kernels_for(losses.unsqueeze(1)).combined_of_classes
-        of_blocks = _of_all(torch.stack(found), goal.group)
+        of_blocks = _of_all(torch.stack(statistics), goal.group)
         losses[rows], log_sums[rows] = combined(of_blocks, target, goal.class_weight, goal.terms)
         if sums is not None:
-            each = ones.expand(target.shape[0])
+            each = unit.expand(target.shape[0])
             for columns in blocks.of_columns(num_own):
                 if blocks.cuts_columns:
                     logits = _logits(layer, rows, columns, buffer)
@@ -124,7 +125,7 @@ def _add_gradient(
 
 
 def _buffer(layer: Layer, blocks: Blocks) -> torch.Tensor:
-    """What the largest block takes."""
+    """Memory for the largest block."""
     return layer.hidden.new_empty(min(blocks.rows, blocks.num_rows) * min(blocks.columns, layer.weight.shape[0]))
 
 
@@ -136,12 +137,12 @@ def _logits(layer: Layer, rows: slice, columns: slice, buffer: torch.Tensor) -> 
     return torch.addmm(layer.bias[columns], hidden, weight.t(), out=out)
 
 
-def _of_all(found: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def _of_all(statistics: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """(blocks of classes, of all ranks, statistics, rows)"""
     if group is None or group.group_size == 1:
-        return found
-    of_ranks = found.new_empty((group.group_size * found.shape[0], *found.shape[1:]))
-    all_gather_into_tensor(of_ranks, found, group=group)
+        return statistics
+    of_ranks = statistics.new_empty((group.group_size * statistics.shape[0], *statistics.shape[1:]))
+    all_gather_into_tensor(of_ranks, statistics, group=group)
     return of_ranks
 
 

@@ -1,4 +1,4 @@
-"""What a rank computes of its part of the logits, a few rows at a time, so that wide temporaries stay small.
+"""Computes a rank's part of a loss from its part of the logits, a few rows at a time: wide temporaries stay small.
 
 Logits may be half precision; statistics never are. Were all rows widened at once, that would take more memory than the
 logits themselves. So one buffer of at most PIECE_ELEMENTS elements (16 MiB in fp32) goes over the rows; with class
@@ -21,7 +21,7 @@ PIECE_ELEMENTS: Final = 1 << 22
 
 
 class LossTerms(NamedTuple):
-    """What a loss is, but for its tensors."""
+    """The numbers of a loss."""
 
     num_classes: int
     first_class: int
@@ -48,29 +48,29 @@ def statistics_of_classes(
     Returns: (2 or 3, rows), wide; of no classes the first is minus infinity.
     """
     sums_up = terms.label_smoothing > 0
-    found = logits.new_zeros((2 + sums_up, logits.shape[0]), dtype=wide_dtype(logits.dtype))
+    statistics = logits.new_zeros((2 + sums_up, logits.shape[0]), dtype=wide_dtype(logits.dtype))
     if not logits.shape[1]:
-        found[0] = float("-inf")
-        return found
+        statistics[0] = float("-inf")
+        return statistics
     column, is_absent = _own_column(logits, target, terms)
-    picked = _capped(logits.gather(1, column).squeeze(1).to(found.dtype), terms).masked_fill(is_absent, 0.0)
+    picked = _capped(logits.gather(1, column).squeeze(1).to(statistics.dtype), terms).masked_fill(is_absent, 0.0)
     part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        wide = _capped(logits.to(found.dtype), terms)
-        statistics = [wide.logsumexp(1), picked]
+        wide = _capped(logits.to(statistics.dtype), terms)
+        rows_of = [wide.logsumexp(1), picked]
         if sums_up:
-            statistics.append((wide if part_weight is None else wide * part_weight).sum(1))
-        return torch.stack(statistics)
-    found[1] = picked
+            rows_of.append((wide if part_weight is None else wide * part_weight).sum(1))
+        return torch.stack(rows_of)
+    statistics[1] = picked
     buffer = _buffer(logits)
     for rows in _pieces(logits):
         part = _capped(logits[rows], terms)
         out = buffer[: part.shape[0]]
         if sums_up:
             counted = part if part_weight is None else torch.mul(part, part_weight, out=out)
-            found[2, rows] = counted.sum(1, dtype=found.dtype)
-        found[0, rows] = _log_sum(part, out)
-    return found
+            statistics[2, rows] = counted.sum(1, dtype=statistics.dtype)
+        statistics[0, rows] = _log_sum(part, out)
+    return statistics
 
 
 def combined_of_classes(
@@ -159,23 +159,23 @@ def statistics_of_probabilities(
     Args:    logits, wanted  (rows, own classes);  weight  (classes,), wide.
     Returns: (3, rows), wide.
     """
-    found = logits.new_zeros((3, logits.shape[0]), dtype=wide_dtype(logits.dtype))
+    statistics = logits.new_zeros((3, logits.shape[0]), dtype=wide_dtype(logits.dtype))
     if not logits.shape[1]:
-        found[0] = float("-inf")
-        return found
+        statistics[0] = float("-inf")
+        return statistics
     part_weight = _part_of(weight, logits, terms)
     if is_traced():
-        part, wished = logits.to(found.dtype), _wished(wanted, part_weight, terms, found.dtype)
+        part, wished = logits.to(statistics.dtype), _wished(wanted, part_weight, terms, statistics.dtype)
         return torch.stack([part.logsumexp(1), wished.sum(1), (part * wished).sum(1)])
     buffer = _buffer(logits)
     for rows in _pieces(logits):
         part = logits[rows]
         out = buffer[: part.shape[0]]
-        wished = _wished(wanted[rows], part_weight, terms, found.dtype)
-        found[1, rows] = wished.sum(1)
-        found[2, rows] = torch.mul(part, wished, out=out).sum(1)
-        found[0, rows] = _log_sum(part, out)
-    return found
+        wished = _wished(wanted[rows], part_weight, terms, statistics.dtype)
+        statistics[1, rows] = wished.sum(1)
+        statistics[2, rows] = torch.mul(part, wished, out=out).sum(1)
+        statistics[0, rows] = _log_sum(part, out)
+    return statistics
 
 
 def gradient_of_probabilities(
@@ -216,7 +216,7 @@ def _pieces(logits: torch.Tensor) -> Iterator[slice]:
 
 
 def _buffer(logits: torch.Tensor) -> torch.Tensor:
-    """What the widest piece takes."""
+    """Memory for the widest piece."""
     first = next(_pieces(logits), slice(0, 0))
     return torch.empty_like(logits[first], dtype=wide_dtype(logits.dtype))
 
@@ -255,10 +255,10 @@ def _part_of(weight: torch.Tensor | None, logits: torch.Tensor, terms: LossTerms
 
 
 def _own_column(logits: torch.Tensor, target: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in this part each row's target stands, (rows, 1), and which rows' stands elsewhere, (rows,)."""
-    own = target - terms.first_class
-    is_absent = (own < 0) | (own >= logits.shape[1])
-    return own.masked_fill_(is_absent, 0).unsqueeze(1), is_absent
+    """The column of each row's target in this part, (rows, 1), and the rows whose target is elsewhere, (rows,)."""
+    local_target = target - terms.first_class
+    is_absent = (local_target < 0) | (local_target >= logits.shape[1])
+    return local_target.masked_fill_(is_absent, 0).unsqueeze(1), is_absent
 
 
 def kernels_for(logits: torch.Tensor) -> Any:

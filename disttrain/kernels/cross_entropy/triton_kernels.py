@@ -32,7 +32,7 @@ def _statistics(
     logits,
     target,
     weight,
-    found,
+    statistics,
     row_stride,
     num_rows,
     num_own,
@@ -65,15 +65,15 @@ def _statistics(
                 counted = counted * tl.load(weight + first_class + columns, mask=is_there, other=0.0)
             summed += tl.sum(counted, 0)
     base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    tl.store(found + row, tl.log(total) + base)
-    own = tl.load(target + row) - first_class
-    is_own = (own >= 0) & (own < num_own)
-    picked = tl.load(begin + own, mask=is_own, other=0.0).to(tl.float32)
+    tl.store(statistics + row, tl.log(total) + base)
+    local_target = tl.load(target + row) - first_class
+    is_own = (local_target >= 0) & (local_target < num_own)
+    picked = tl.load(begin + local_target, mask=is_own, other=0.0).to(tl.float32)
     if HAS_CAP:
         picked = _capped(picked, soft_cap)
-    tl.store(found + num_rows + row, picked)
+    tl.store(statistics + num_rows + row, picked)
     if IS_SMOOTHED:
-        tl.store(found + 2 * num_rows + row, summed)
+        tl.store(statistics + 2 * num_rows + row, summed)
 
 
 @triton.jit
@@ -192,13 +192,13 @@ def statistics_of_classes(
     """As in `cross_entropy_pieces`; logits are of at most 32 bits, and lie row by row, perhaps with gaps between."""
     num_rows, num_own = logits.shape
     is_smoothed = terms.label_smoothing > 0
-    found = torch.empty((2 + is_smoothed, num_rows), dtype=torch.float32, device=logits.device)
+    statistics = torch.empty((2 + is_smoothed, num_rows), dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         _statistics[(num_rows,)](
             logits,
             target,
-            found if weight is None else weight,
-            found,
+            statistics if weight is None else weight,
+            statistics,
             logits.stride(0),
             num_rows,
             num_own,
@@ -210,7 +210,7 @@ def statistics_of_classes(
             BLOCK=_block(num_own, _LARGEST_BLOCK),
             num_warps=8,
         )
-    return found
+    return statistics
 
 
 def combined_of_classes(

@@ -99,8 +99,8 @@ class _Float8Linear(torch.autograd.Function):
         result = multiply(rows.rows, rows.row_scales, factor.rows, factor.row_scales, x.dtype, is_fast=True)
         if bias is not None:
             result = result + bias.to(result.dtype)
-        kept = (factor.columns, factor.column_scales) if codes is None else (codes, scales)
-        ctx.save_for_backward(rows.columns, rows.column_scales, *kept)
+        weight_factor = (factor.columns, factor.column_scales) if codes is None else (codes, scales)
+        ctx.save_for_backward(rows.columns, rows.column_scales, *weight_factor)
         ctx.recipe, ctx.rows_per_scale = recipe, rows_per_scale
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.was_gathered = codes is not None
@@ -168,5 +168,5 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.bias, self.recipe)
 
     def fsdp_gather_hooks(self, name: str) -> Float8Gather | None:
-        """What `fully_shard` asks: how the parameter `name` is gathered, None as any other's."""
+        """Tells `fully_shard` how to gather the parameter `name`: None as any other's."""
         return Float8Gather(self.recipe == "rowwise") if name == "weight" else None

@@ -44,8 +44,8 @@ def cast(
     rows_per_scale: int = 1,
 ) -> Cast:
     """`x` (R, C) in float8; see `float8_reference.cast`."""
-    found = torch.ops.disttrain.float8_cast(x, in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns)
-    return Cast(*found)
+    results = torch.ops.disttrain.float8_cast(x, in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns)
+    return Cast(*results)
 
 
 def multiply(
@@ -80,10 +80,10 @@ def _cast(
     # Of what is float8 already, the scales say where it lies.
     told_by = x if in_scales is None or not x.numel() else in_scales
     kernels = choose("float8_cast", told_by, _obstacle(told_by), float8_reference, _load)
-    found: tuple[torch.Tensor, ...] = kernels.cast(
+    results: tuple[torch.Tensor, ...] = kernels.cast(
         x.contiguous(), in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns
     )
-    return found
+    return results
 
 
 def _cast_shapes(
@@ -119,9 +119,9 @@ def _obstacle(tensor: torch.Tensor) -> str:
 
 @cache
 def _obstacle_on(device: torch.device) -> str:
-    found = torch.cuda.get_device_capability(device)
-    if torch.version.cuda and found < _CAPABILITY:
-        return f"the GPU's compute capability is {found[0]}.{found[1]}, and float8 comes with 8.9."
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.cuda and capability < _CAPABILITY:
+        return f"the GPU's compute capability is {capability[0]}.{capability[1]}, and float8 comes with 8.9."
     return ""
 
 

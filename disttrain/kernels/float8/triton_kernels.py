@@ -37,12 +37,12 @@ def _magnitude(values):
 
 @triton.jit
 def _amax(x, bits, num_elements, num_programs, BLOCK: tl.constexpr):
-    found = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.zeros((BLOCK,), tl.int32)
     for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, num_programs * BLOCK):
-        places = begin + tl.arange(0, BLOCK)
-        values = tl.load(x + places, mask=places < num_elements, other=0.0)
-        found = tl.maximum(found, _magnitude(values))
-    tl.atomic_max(bits, tl.max(found, 0))
+        offsets = begin + tl.arange(0, BLOCK)
+        values = tl.load(x + offsets, mask=offsets < num_elements, other=0.0)
+        largest = tl.maximum(largest, _magnitude(values))
+    tl.atomic_max(bits, tl.max(largest, 0))
 
 
 @triton.jit
@@ -52,11 +52,11 @@ def _tile(x, in_scales, num_rows, num_columns, rows_per_scale, HAS_SCALES: tl.co
     rows = (tl.program_id(0) // num_blocks) * ROWS + tl.arange(0, ROWS)
     columns = (tl.program_id(0) % num_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column = rows < num_rows, columns < num_columns
-    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    values = tl.load(x + places, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    values = tl.load(x + offsets, mask=is_row[:, None] & is_column[None, :], other=0.0).to(tl.float32)
     if HAS_SCALES:
         values *= tl.load(in_scales + rows // rows_per_scale, mask=is_row, other=0.0)[:, None]
-    return rows, columns, is_row, is_column, places, values
+    return rows, columns, is_row, is_column, offsets, values
 
 
 @triton.jit
@@ -77,11 +77,11 @@ def _amaxes(
     rows, columns, is_row, is_column, _, values = _tile(
         x, in_scales, num_rows, num_columns, rows_per_scale, HAS_SCALES, ROWS, COLUMNS
     )
-    found = _magnitude(values)
+    magnitudes = _magnitude(values)
     if WANTS_ROWS:
-        tl.atomic_max(row_bits + rows, tl.max(found, 1), mask=is_row)
+        tl.atomic_max(row_bits + rows, tl.max(magnitudes, 1), mask=is_row)
     if WANTS_COLUMNS:
-        tl.atomic_max(column_bits + columns, tl.max(found, 0), mask=is_column)
+        tl.atomic_max(column_bits + columns, tl.max(magnitudes, 0), mask=is_column)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _cast(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    rows, columns, is_row, is_column, places, values = _tile(
+    rows, columns, is_row, is_column, offsets, values = _tile(
         x, in_scales, num_rows, num_columns, rows_per_scale, HAS_SCALES, ROWS, COLUMNS
     )
     if WANTS_ROWS:
@@ -128,8 +128,8 @@ def _cast(
             if tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) == 0:
                 tl.store(row_scales + rows, scale, mask=is_row)
             scaled = values * factor[:, None]
-        there = is_row[:, None] & is_column[None, :]
-        tl.store(by_rows + places, scaled.to(by_rows.dtype.element_ty), mask=there)
+        mask = is_row[:, None] & is_column[None, :]
+        tl.store(by_rows + offsets, scaled.to(by_rows.dtype.element_ty), mask=mask)
     if WANTS_COLUMNS:
         if HAS_ONE_SCALE:
             scale, factor = _scale_of(tl.load(column_bits), LARGEST)
@@ -143,8 +143,8 @@ def _cast(
             scaled = values * factor[None, :]
         turned = tl.trans(scaled.to(by_columns.dtype.element_ty))
         turned_places = columns.to(tl.int64)[:, None] * column_stride + rows[None, :]
-        there = is_column[:, None] & (rows < column_stride)[None, :]
-        tl.store(by_columns + turned_places, turned, mask=there)
+        mask = is_column[:, None] & (rows < column_stride)[None, :]
+        tl.store(by_columns + turned_places, turned, mask=mask)
 
 
 def cast(

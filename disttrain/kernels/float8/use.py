@@ -37,11 +37,11 @@ def use_float8(
     """
     if recipe not in GRAD_DTYPE:
         raise ShapeError("use_float8", f"the recipe is {recipe!r}.", "Give one of tensorwise, rowwise.")
-    found = choose_linears("use_float8", model, Float8Linear, _obstacle, filter, report)
-    for _, layer in found:
+    layers = choose_linears("use_float8", model, Float8Linear, _obstacle, filter, report)
+    for _, layer in layers:
         layer.__class__ = Float8Linear
         layer.recipe = recipe  # type: ignore[assignment]  # the stubs know tensors and modules alone
-    return tuple(Replaced(name, "float8 linear") for name, _ in found)
+    return tuple(Replaced(name, "float8 linear") for name, _ in layers)
 
 
 def _obstacle(layer: nn.Linear) -> str:

@@ -18,7 +18,7 @@ from disttrain.kernels.float8.operator import cast
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
 
 _SAME: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default}
-"""What gives the weight itself; a view where it has the same shape."""
+"""Operators that return the weight itself; a view where it has the same shape."""
 
 
 class Float8Weight(torch.Tensor):
@@ -46,7 +46,7 @@ class Float8Weight(torch.Tensor):
         return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def values(self) -> torch.Tensor:
-        """What the codes stand for, (N, K) of `dtype`."""
+        """The weight that the codes stand for, (N, K) of `dtype`."""
         factors = self.scales.repeat_interleave(self.rows_per_scale)[: len(self.codes), None]
         return (self.codes.float() * factors).to(self.dtype)
 
@@ -74,7 +74,7 @@ class Float8Weight(torch.Tensor):
 
 
 class Float8Gather:
-    """What `fully_shard` asks about a weight: what of its shard to gather, and what to make of that."""
+    """Hooks of `fully_shard` for a weight: what of its shard to gather, and what to make of that."""
 
     def __init__(self, by_rows: bool) -> None:
         self.by_rows = by_rows
@@ -84,11 +84,11 @@ class Float8Gather:
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The rows of this rank in float8, and their scales; the same sizes on all ranks."""
         num_rows = -(-outer_size[0] // mesh.size())
-        found = cast(shard, WEIGHT_DTYPE, by_rows=self.by_rows, wants_columns=False)
-        scales = found.row_scales
+        shard_cast = cast(shard, WEIGHT_DTYPE, by_rows=self.by_rows, wants_columns=False)
+        scales = shard_cast.row_scales
         if self.by_rows and len(scales) < num_rows:
             scales = torch.nn.functional.pad(scales, (0, num_rows - len(scales)), value=1.0)
-        return (found.rows, scales), (1 if self.by_rows else num_rows, outer_size[0])
+        return (shard_cast.rows, scales), (1 if self.by_rows else num_rows, outer_size[0])
 
     def fsdp_post_all_gather(
         self,

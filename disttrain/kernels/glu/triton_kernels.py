@@ -69,9 +69,9 @@ def _glu_backward(
     wide = tl.load(gate + row * gate_stride + columns, mask=is_there, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + columns, mask=is_there, other=0.0).to(tl.float32)
     activated, slope = _slope_of(wide, ACTIVATION)
-    places = row * row_size + columns
-    tl.store(grad_gate + places, (wished * factor * slope).to(grad_gate.dtype.element_ty), mask=is_there)
-    tl.store(grad_up + places, (wished * activated).to(grad_up.dtype.element_ty), mask=is_there)
+    offsets = row * row_size + columns
+    tl.store(grad_gate + offsets, (wished * factor * slope).to(grad_gate.dtype.element_ty), mask=is_there)
+    tl.store(grad_up + offsets, (wished * activated).to(grad_up.dtype.element_ty), mask=is_there)
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

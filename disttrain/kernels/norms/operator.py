@@ -198,8 +198,8 @@ def _grads(ctx: Any, grad: torch.Tensor | None, grad_total: torch.Tensor | None)
     grad_x, grad_parameters = torch.ops.disttrain.norm_backward(
         grad, grad_total, x, weight, statistics, len(dtypes), dtype
     )
-    own = [one.to(dtype) for one, dtype in zip(grad_parameters.unbind(), dtypes, strict=True)]
-    return grad_x, own[0] if own else None, own[1] if len(own) > 1 else None
+    grads = [part.to(dtype) for part, dtype in zip(grad_parameters.unbind(), dtypes, strict=True)]
+    return grad_x, grads[0] if grads else None, grads[1] if len(grads) > 1 else None
 
 
 def _backward_of_norm(ctx: Any, grad: torch.Tensor | None, _: Any) -> Any:
@@ -232,13 +232,13 @@ batch(ADD_NORM, 2)
 Choices = list[tuple[list[Placement | None], list[Placement | None]]]
 
 
-def _placements(x: Any, given: Sequence[Any], num_results: int) -> Choices:
+def _placements(x: Any, like_x: Sequence[Any], num_results: int) -> Choices:
     """Any dim but the last may be cut; what is of `given` has its dims, the rest is whole."""
     choices: Choices = []
     for dim in range(x.ndim - 1):
         cut: Placement = Shard(dim)
         operands: list[Placement | None] = [
-            None if is_like_x is None else cut if is_like_x else Replicate() for is_like_x in given
+            None if is_like_x is None else cut if is_like_x else Replicate() for is_like_x in like_x
         ]
         choices.append(([cut] * num_results, operands))
     return choices
@@ -262,5 +262,5 @@ def _shard_add_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: float, i
 def _shard_norm_backward(
     grad: Any, grad_total: Any, x: Any, weight: Any, statistics: Any, num_parameters: int, dtype: torch.dtype
 ) -> Choices:
-    given = [True, _whether(grad_total, True), True, _whether(weight, False), True, None, None]
-    return [([results[0], Partial()], operands) for results, operands in _placements(x, given, 1)]
+    like_x = [True, _whether(grad_total, True), True, _whether(weight, False), True, None, None]
+    return [([results[0], Partial()], operands) for results, operands in _placements(x, like_x, 1)]

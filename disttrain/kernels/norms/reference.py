@@ -53,8 +53,8 @@ def backward(
     is_centered, scale = statistics.shape[1] == 2, statistics[:, -1:]
     wide, wide_grad = x.to(statistics.dtype), grad.to(statistics.dtype)
     normed = (wide - statistics[:, :1] if is_centered else wide) * scale
-    own = [(wide_grad * normed).sum(0), wide_grad.sum(0)][:num_parameters]
-    grad_parameters = torch.stack(own) if own else statistics.new_empty((0, x.shape[1]))
+    parameter_grads = [(wide_grad * normed).sum(0), wide_grad.sum(0)][:num_parameters]
+    grad_parameters = torch.stack(parameter_grads) if parameter_grads else statistics.new_empty((0, x.shape[1]))
     if weight is not None:
         wide_grad = wide_grad * weight
     grad_x = wide_grad - normed * (normed * wide_grad).mean(1, keepdim=True)

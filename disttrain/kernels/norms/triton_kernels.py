@@ -44,11 +44,11 @@ _SCRATCH_BYTES: Final = 16 << 10
 
 
 @triton.jit
-def _read(x, residual, places, is_there, HAS_RESIDUAL: tl.constexpr, CACHED: tl.constexpr):
+def _read(x, residual, offsets, is_there, HAS_RESIDUAL: tl.constexpr, CACHED: tl.constexpr):
     """x, or its sum with the residual as it is rounded, in fp32."""
-    values = tl.load(x + places, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
+    values = tl.load(x + offsets, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
     if HAS_RESIDUAL:
-        values += tl.load(residual + places, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
+        values += tl.load(residual + offsets, mask=is_there, other=0.0, eviction_policy=CACHED).to(tl.float32)
         values = values.to(x.dtype.element_ty).to(tl.float32)
     return values
 
@@ -73,24 +73,24 @@ def _rms_forward(
     is_row = rows < num_rows
     # Only where the program begins may be far; within its rows 32 bits will do.
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
-    places = tl.arange(0, ROWS)[:, None] * row_size + tl.arange(0, BLOCK)[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * row_size + tl.arange(0, BLOCK)[None, :]
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(0, row_size, BLOCK):
         is_there = is_row[:, None] & (first + tl.arange(0, BLOCK) < row_size)[None, :]
-        values = _read(x, residual, begin + first + places, is_there, HAS_RESIDUAL, "evict_last")
+        values = _read(x, residual, begin + first + offsets, is_there, HAS_RESIDUAL, "evict_last")
         if HAS_RESIDUAL:
-            tl.store(total + begin + first + places, values.to(total.dtype.element_ty), mask=is_there)
+            tl.store(total + begin + first + offsets, values.to(total.dtype.element_ty), mask=is_there)
         squares += values * values
     scale = tl.rsqrt(tl.sum(squares, 1) / row_size + eps)
     tl.store(statistics + rows, scale, mask=is_row)
     for first in tl.range(0, row_size, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         is_there = is_row[:, None] & (columns < row_size)[None, :]
-        values = _read(x, residual, begin + first + places, is_there, HAS_RESIDUAL, "evict_first") * scale[:, None]
+        values = _read(x, residual, begin + first + offsets, is_there, HAS_RESIDUAL, "evict_first") * scale[:, None]
         if HAS_WEIGHT:
             factors = tl.load(weight + columns, mask=columns < row_size, other=0.0, eviction_policy="evict_last")
             values *= factors.to(tl.float32)[None, :]
-        tl.store(y + begin + first + places, values.to(y.dtype.element_ty), mask=is_there)
+        tl.store(y + begin + first + offsets, values.to(y.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -117,10 +117,10 @@ def _layer_forward(
     is_column = columns < row_size
     is_there = is_row[:, None] & is_column[None, :]
     begin = tl.program_id(0).to(tl.int64) * ROWS * row_size
-    places = begin + tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
-    values = _read(x, residual, places, is_there, HAS_RESIDUAL, "")
+    offsets = begin + tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
+    values = _read(x, residual, offsets, is_there, HAS_RESIDUAL, "")
     if HAS_RESIDUAL:
-        tl.store(total + places, values.to(total.dtype.element_ty), mask=is_there)
+        tl.store(total + offsets, values.to(total.dtype.element_ty), mask=is_there)
     mean = tl.sum(values, 1) / row_size
     values = tl.where(is_there, values - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(values * values, 1) / row_size + eps)
@@ -131,7 +131,7 @@ def _layer_forward(
         values *= tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         values += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + places, values.to(y.dtype.element_ty), mask=is_there)
+    tl.store(y + offsets, values.to(y.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -162,14 +162,14 @@ def _norm_backward(
     if HAS_WEIGHT:
         factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     bias_sums = tl.zeros((BLOCK,), tl.float32)
-    places = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
+    offsets = tl.arange(0, ROWS)[:, None] * row_size + columns[None, :]
     for first in tl.range(program * ROWS, num_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         begin = tl.cast(first, tl.int64) * row_size
         is_row = rows < num_rows
         is_there = is_row[:, None] & is_column[None, :]
-        values = tl.load(x + begin + places, mask=is_there, other=0.0).to(tl.float32)
-        wished = tl.load(grad + begin + places, mask=is_there, other=0.0).to(tl.float32)
+        values = tl.load(x + begin + offsets, mask=is_there, other=0.0).to(tl.float32)
+        wished = tl.load(grad + begin + offsets, mask=is_there, other=0.0).to(tl.float32)
         if IS_CENTERED:
             mean = tl.load(statistics + rows * 2, mask=is_row, other=0.0)
             scale = tl.load(statistics + rows * 2 + 1, mask=is_row, other=0.0)
@@ -187,8 +187,8 @@ def _norm_backward(
             result -= (tl.sum(wished, 1) / row_size)[:, None]
         result *= scale[:, None]
         if HAS_TOTAL:
-            result += tl.load(grad_total + begin + places, mask=is_there, other=0.0).to(tl.float32)
-        tl.store(grad_x + begin + places, result.to(grad_x.dtype.element_ty), mask=is_there)
+            result += tl.load(grad_total + begin + offsets, mask=is_there, other=0.0).to(tl.float32)
+        tl.store(grad_x + begin + offsets, result.to(grad_x.dtype.element_ty), mask=is_there)
     if HAS_WEIGHT:
         begin = sums + program.to(tl.int64) * num_parameters * row_size
         tl.store(begin + columns, weight_sums, mask=is_column)

@@ -40,7 +40,7 @@ class Copies(Protocol):
 
 
 class FusedOptimizer(Optimizer):
-    """What AdamW, Lion and SGD have in common.
+    """The base of AdamW, Lion and SGD.
 
     Args: state_dtype  of the averages; None: fp32 (fp64 of fp64 parameters). bf16 is rounded at random.
           keep_master  half-precision parameters have a copy in fp32 in the optimizer's state, which is what is updated;
@@ -67,7 +67,7 @@ class FusedOptimizer(Optimizer):
         self.max_norm = max_norm
         self._copies: list[Copies] = []
         self._written: dict[torch.Tensor, Any] = {}
-        """What `version_of` said of parameters with masters when they were written here."""
+        """The version (`version_of`) of parameters with masters when they were written here."""
         super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
 
     @torch.no_grad()
@@ -86,19 +86,19 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         scale = self._scale(grad_scale)
         number = count()
-        places: dict[Any, torch.Tensor] = {}
+        copy_of: dict[Any, torch.Tensor] = {}
         for copies in self._copies:
-            places |= copies.begin()
+            copy_of |= copies.begin()
         updated: list[torch.Tensor] = []
         for group in self.param_groups:
             self._check_options(group)
             by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
-            for parameter, place in zip(group["params"], number, strict=False):
+            for parameter, index in zip(group["params"], number, strict=False):
                 if parameter.grad is None:
                     continue
                 state = self._state_of(parameter, group)
                 state["step"] += 1
-                piece = _piece(parameter, state, self._names(group), place, places.get(parameter))
+                piece = _piece(parameter, state, self._names(group), index, copy_of.get(parameter))
                 updated.append(parameter)
                 if piece.parameter.numel():
                     by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
@@ -120,7 +120,8 @@ class FusedOptimizer(Optimizer):
         self._copies.append(copies)
 
     def _refuse_capture(self) -> None:
-        """What the host puts into a launch (step count, rates, seeds, addresses) would be the same in all replays."""
+        """Raises while a graph is captured: what the host puts into a launch (step count, rates, seeds, addresses)
+        would be the same in all replays."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             problem = "a CUDA graph is being captured, and each replay would repeat this step's count, rates and seeds."
             remedy = "Capture forward and backward, and step outside; or take torch's optimizers with capturable=True."
@@ -139,15 +140,15 @@ class FusedOptimizer(Optimizer):
     def _rule(self, group: dict[str, Any], step: int) -> Rule:
         raise NotImplementedError
 
-    def _scale(self, given: torch.Tensor | None) -> torch.Tensor | None:
+    def _scale(self, grad_scale: torch.Tensor | None) -> torch.Tensor | None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_norm is None or not grads:
-            return None if given is None else given.float()
+            return None if grad_scale is None else grad_scale.float()
         norm = total_norm(grads)
-        if given is not None:
-            norm = norm * given.abs()
+        if grad_scale is not None:
+            norm = norm * grad_scale.abs()
         clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return (clipped if given is None else clipped * given).float()
+        return (clipped if grad_scale is None else clipped * grad_scale).float()
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """With what it lacks: all at first, later what another optimizer's state has not, or new options ask for."""
@@ -163,12 +164,12 @@ class FusedOptimizer(Optimizer):
             state["master"] = parameter.detach().float()
         if "master" in state and self._written.get(parameter) != version_of(parameter, _local(parameter)):
             # Others have written to the parameter, or nobody knows: where it is no copy of the master it is right.
-            master, own = _local(state["master"]), _local(parameter)
-            master.copy_(torch.where(master.to(own.dtype) == own, master, own.float()))
+            master, current = _local(state["master"]), _local(parameter)
+            master.copy_(torch.where(master.to(current.dtype) == current, master, current.float()))
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has."""
+        """The state of a copy."""
         return {**super().__getstate__(), "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,25 +276,25 @@ class SGD(FusedOptimizer):
         )
 
 
-def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], place: int, copy: torch.Tensor | None) -> Piece:
+def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], index: int, copy: torch.Tensor | None) -> Piece:
     """Of the optimizer's parameter number `place`."""
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)
     states = tuple(_local(state[name]) for name in names)
     master = _local(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, place), copy)
+    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, index), copy)
 
 
-def _part_number(parameter: torch.Tensor, place: int) -> int:
+def _part_number(parameter: torch.Tensor, number: int) -> int:
     """Another one for each parameter, and each part of it that is not a copy of another rank's."""
     if not isinstance(parameter, DTensor):
-        return place
+        return number
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
-        place = place * size + (0 if isinstance(placement, Replicate) else position)
-    return place
+        number = number * size + (0 if isinstance(placement, Replicate) else position)
+    return number
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,8 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             grad = grad * scale
         states = [state.to(wide) for state in piece.states]
         value, states = _updated(main.to(wide), grad, states, rule)
-        for state, own in zip(states, piece.states, strict=True):
-            _write(own, state, random)
+        for state, target in zip(states, piece.states, strict=True):
+            _write(target, state, random)
         if piece.master is None:
             _write(piece.parameter, value, random)
         else:

@@ -1,4 +1,4 @@
-"""What an optimizer does to one tensor, as numbers: the arguments of both implementations."""
+"""Rules of optimizers for one tensor, as numbers: the arguments of both implementations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     """Another one for each part of each parameter; the same on ranks that hold copies of a part."""
 
     copy: torch.Tensor | None = None
-    """Where the new value is written once more, rounded to that dtype."""
+    """A second target of the new value, rounded to its dtype."""
 
     def seed(self, step: int) -> int:
         """Of the random numbers that round to bf16 in this step: copies stay alike, nothing else is."""
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
     @property
     def is_rounded_at_random(self) -> bool:
-        """Where anything of it is kept in bf16 alone."""
+        """True if any part of it is kept in bf16 alone."""
         is_alone = self.master is None and self.parameter.dtype is torch.bfloat16
         return is_alone or any(state.dtype is torch.bfloat16 for state in self.states)
 
@@ -63,5 +63,5 @@ class Piece(NamedTuple):
     def kind(self) -> tuple[torch.dtype | None, ...]:
         """Pieces of one kind can be updated together."""
         state = self.states[0].dtype if self.states else None
-        others = (None if one is None else one.dtype for one in (self.master, self.copy))
+        others = (None if tensor is None else tensor.dtype for tensor in (self.master, self.copy))
         return self.parameter.dtype, self.grad.dtype, state, *others

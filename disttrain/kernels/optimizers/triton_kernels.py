@@ -109,23 +109,23 @@ def _update(
     if IS_ALIGNED:
         size = tl.multiple_of(size, 16)
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
-    places = block * BLOCK + tl.arange(0, BLOCK)
-    is_there = places < size
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    is_there = offsets < size
     row = table + tensor * 7
     parameter = at(row, PARAMETER, IS_ALIGNED)
     main = parameter
     if HAS_MASTER:
         main = at(row + 4, tl.float32, IS_ALIGNED)
-    value = tl.load(main + places, mask=is_there, other=0.0).to(tl.float32)
-    grad = tl.load(at(row + 1, GRAD, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+    value = tl.load(main + offsets, mask=is_there, other=0.0).to(tl.float32)
+    grad = tl.load(at(row + 1, GRAD, IS_ALIGNED) + offsets, mask=is_there, other=0.0).to(tl.float32)
     if HAS_SCALE:
         grad *= tl.load(scale)
     first = tl.zeros((BLOCK,), tl.float32)
     second = first
     if NUM_STATES > 0:
-        first = tl.load(at(row + 2, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        first = tl.load(at(row + 2, STATE, IS_ALIGNED) + offsets, mask=is_there, other=0.0).to(tl.float32)
     if NUM_STATES > 1:
-        second = tl.load(at(row + 3, STATE, IS_ALIGNED) + places, mask=is_there, other=0.0).to(tl.float32)
+        second = tl.load(at(row + 3, STATE, IS_ALIGNED) + offsets, mask=is_there, other=0.0).to(tl.float32)
     value, first, second = _stepped(
         value,
         grad,
@@ -142,21 +142,21 @@ def _update(
         IS_NESTEROV,
         NUM_STATES,
     )
-    noise = places.to(tl.int32)
+    noise = offsets.to(tl.int32)
     other_noise = noise
     if IS_RANDOM:
         noise, other_noise = _noise(tl.load(row + 6), block, BLOCK)
     if NUM_STATES > 0:
-        tl.store(at(row + 2, STATE, IS_ALIGNED) + places, _rounded(first, noise, STATE), mask=is_there)
+        tl.store(at(row + 2, STATE, IS_ALIGNED) + offsets, _rounded(first, noise, STATE), mask=is_there)
         if NUM_STATES > 1:
-            tl.store(at(row + 3, STATE, IS_ALIGNED) + places, _rounded(second, noise >> 16, STATE), mask=is_there)
+            tl.store(at(row + 3, STATE, IS_ALIGNED) + offsets, _rounded(second, noise >> 16, STATE), mask=is_there)
     if HAS_MASTER:
-        tl.store(main + places, value, mask=is_there)
-        tl.store(parameter + places, value.to(PARAMETER), mask=is_there)
+        tl.store(main + offsets, value, mask=is_there)
+        tl.store(parameter + offsets, value.to(PARAMETER), mask=is_there)
     else:
-        tl.store(parameter + places, _rounded(value, other_noise, PARAMETER), mask=is_there)
+        tl.store(parameter + offsets, _rounded(value, other_noise, PARAMETER), mask=is_there)
     if HAS_COPY:
-        tl.store(at(row + 5, COPY, IS_ALIGNED) + places, value.to(COPY), mask=is_there)
+        tl.store(at(row + 5, COPY, IS_ALIGNED) + offsets, value.to(COPY), mask=is_there)
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
@@ -166,7 +166,7 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
     tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
     addresses = [_addresses(piece) for piece in pieces]
     seeds = [piece.seed(rule.step) for piece in pieces]
-    rows = [(*own, seed) for own, seed in zip(addresses, seeds, strict=True)]
+    rows = [(*row, seed) for row, seed in zip(addresses, seeds, strict=True)]
     table = table_of(rows, device)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
@@ -202,5 +202,5 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
 def _addresses(piece: Piece) -> list[int]:
     """Of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
     states = [state.data_ptr() for state in piece.states]
-    others = [0 if one is None else one.data_ptr() for one in (piece.master, piece.copy)]
+    others = [0 if tensor is None else tensor.data_ptr() for tensor in (piece.master, piece.copy)]
     return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), *others]

@@ -35,9 +35,9 @@ def _turn(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    position = place % num_positions
-    batch = place // num_positions
+    program = tl.program_id(0).to(tl.int64)
+    position = program % num_positions
+    batch = program // num_positions
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     pairs = tl.arange(0, PAIRS)
     is_pair = pairs < num_pairs

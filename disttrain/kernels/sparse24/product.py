@@ -58,12 +58,12 @@ def _patterns(device: torch.device) -> torch.Tensor:
 
 
 def takes_tiles(weight: torch.Tensor) -> bool:
-    """Whether a weight's sizes are those of sparse products."""
+    """True if a weight's sizes are those of sparse products."""
     return weight.shape[0] % _LINE == 0 and weight.shape[1] % _LINE == 0
 
 
 def takes_packed(weight: torch.Tensor) -> bool:
-    """Whether the weight can be multiplied sparse where it lies."""
+    """True if the weight can be multiplied sparse on its device."""
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     return takes_tiles(weight) and is_half and weight.is_cuda and _has_library(weight.device)
 
@@ -81,7 +81,7 @@ class Packed24:
         self.stamp = torch.tensor(stamp_of(weight))
 
     def holds(self, weight: torch.Tensor) -> bool:
-        """Whether it has place for what the weight is now: converted to another dtype, packed bits mean nothing."""
+        """True if it can hold the weight as it is now: converted to another dtype, packed bits mean nothing."""
         return (self.weight.dtype, self.weight.device) == (weight.dtype, weight.device)
 
     def update(self, weight: torch.Tensor) -> None:
@@ -105,10 +105,10 @@ def sparse24_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     if x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    found: torch.Tensor = _Sparse24Linear.apply(  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Sparse24Linear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, packed.weight, packed.transposed, packed.stamp
     )
-    return found.view(*x.shape[:-1], len(weight))
+    return result.view(*x.shape[:-1], len(weight))
 
 
 class _Sparse24Linear(torch.autograd.Function):
@@ -198,16 +198,16 @@ def _measured(device: torch.device, dtype: torch.dtype, num_rows: int, in_size: 
         return algorithm if _is_faster(sparse, dense) else None
 
 
-def _is_faster(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+def _is_faster(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
     """In turn."""
     times: tuple[list[float], list[float]] = [], []
     for _ in range(_NUM_ROUNDS):
-        for run, found in zip((one, other), times, strict=True):
+        for run, samples in zip((first, second), times, strict=True):
             begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record()
             run()
             run()
             ended.record()
             ended.synchronize()
-            found.append(begun.elapsed_time(ended))
+            samples.append(begun.elapsed_time(ended))
     return statistics.median(times[0]) < statistics.median(times[1])

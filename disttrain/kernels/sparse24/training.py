@@ -26,10 +26,10 @@ from disttrain.kernels.use import Replaced
 
 GROUP: Final = 4
 _DENSE: Final = "dense24"
-"""What the dense weight is called in the optimizer's state."""
+"""The name of the dense weight in the optimizer's state."""
 
 _STEPS: Final = "steps24"
-"""What the number of steps is called in the optimizer's groups, which are saved with its state."""
+"""The name of the number of steps in the optimizer's groups, which are saved with its state."""
 
 
 class SparseLinear(nn.Linear):
@@ -63,10 +63,10 @@ def use_sparse24(
     def obstacle(layer: nn.Linear) -> str:
         return f"inputs are no multiples of {GROUP}" if layer.in_features % GROUP else ""
 
-    found = choose_linears("use_sparse24", model, SparseLinear, obstacle, filter, report)
-    for _, layer in found:
+    layers = choose_linears("use_sparse24", model, SparseLinear, obstacle, filter, report)
+    for _, layer in layers:
         layer.__class__ = SparseLinear
-    return tuple(Replaced(name, "2:4 sparse linear") for name, _ in found)
+    return tuple(Replaced(name, "2:4 sparse linear") for name, _ in layers)
 
 
 def mask24(weight: torch.Tensor) -> torch.Tensor:
@@ -200,8 +200,8 @@ class Sparse24:
         """Weights with a gradient, and this rank's part of their dense ones."""
         for parameter in self._weights:
             if parameter.grad is not None:
-                kept = self._optimizer.state.get(parameter, {}).get(_DENSE)
-                yield parameter, _local(self._before[parameter] if kept is None else kept)
+                dense = self._optimizer.state.get(parameter, {}).get(_DENSE)
+                yield parameter, _local(self._before[parameter] if dense is None else dense)
 
 
 def _local(tensor: Any) -> torch.Tensor:
