@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     info.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
-    found = collect()
-    write(json.dumps(found, indent=1) if options.json else as_text(found))
+    facts = collect()
+    write(json.dumps(facts, indent=1) if options.json else as_text(facts))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What Python or torch say of an argument of the wrong kind, as an answer."""
+"""Turns errors of Python or torch about an argument of the wrong kind into answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AMBIGUOUS: Final = ("Boolean value of Tensor", "The truth value of an array")
 
 
 def answer_to(operation: str, error: Exception, rank: int | None, remedy: str = _REMEDY) -> ArgumentError | None:
-    """What `error`, raised while arguments of `operation` were looked at, means; None for errors of other kinds."""
+    """The answer for `error`, raised while arguments of `operation` were looked at; None for errors of other kinds."""
     # Errors of disttrain's are of these kinds, too, and answers already.
     is_ambiguous = type(error) in (RuntimeError, ValueError) and str(error).startswith(_AMBIGUOUS)
     if is_ambiguous or type(error) in (AttributeError, TypeError):

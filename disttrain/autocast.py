@@ -1,4 +1,4 @@
-"""Whether torch.autocast is on for a device: asked by what computes in other ways than by torch's operators."""
+"""Tells whether torch.autocast is on for a device, for code that computes in other ways than by torch's operators."""
 
 from __future__ import annotations
 

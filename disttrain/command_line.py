@@ -1,4 +1,4 @@
-"""How commands read their lines: a mistake is told in one sentence, with the flag that was meant."""
+"""Parses command lines: a mistake is told in one sentence, with the flag that was meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Prints the output of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many GPUs and cores this node has, found without torch or the CUDA runtime."""
+"""Counts the GPUs and cores of this node, without torch or the CUDA runtime."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ Duration = float | timedelta
 
 
 _NOT_AT_ALL_S = 1e-3
-"""What stands for no time at all where only positive ones are known; a request takes about as long."""
+"""The duration that stands for none where only positive ones are known; a request takes about as long."""
 
 
 def seconds_or_none_at_all(operation: str, duration: Duration) -> float:
     """As `seconds`, but zero means not to wait, as torch's stores have it."""
-    given: object = duration
-    is_zero = isinstance(given, float | int | timedelta) and not given
+    value: object = duration
+    is_zero = isinstance(value, float | int | timedelta) and not value
     return _NOT_AT_ALL_S if is_zero else seconds(operation, duration)
 
 

@@ -66,10 +66,10 @@ class DisttrainError(Exception):
         return _again, (type(self), self.args), self.__dict__
 
     def _text(self) -> str:
-        places = [] if self.rank is None else [f"rank {self.rank}"]
-        places += [self.where] if self.where else []
+        locations = [] if self.rank is None else [f"rank {self.rank}"]
+        locations += [self.where] if self.where else []
         answer = " ".join(part for part in (f"{self.operation}: {self.problem}", self.remedy) if part)
-        return f"{answer} [{', '.join(places)}]" if places else answer
+        return f"{answer} [{', '.join(locations)}]" if locations else answer
 
 
 def _again(kind: type[DisttrainError], args: tuple[object, ...]) -> DisttrainError:

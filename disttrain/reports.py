@@ -1,4 +1,4 @@
-"""What a training script tells whoever watches it: `disttrain.report(step=step, loss=loss, tokens_per_s=rate)`.
+"""Reports from a training script to whoever watches it: `disttrain.report(step=step, loss=loss, tokens_per_s=rate)`.
 
 The launcher makes a page for each rank, a mapped file. A report overwrites the one before; the launcher looks about
 once a second. So a report is a copy within memory: no system call, no lock, nobody to wait for, however often it is
@@ -47,14 +47,14 @@ def report(
     page = _own_page()
     if page is None:
         return
-    told = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
-    write(page, {name: _plain(value) for name, value in told.items() if value is not None})
+    numbers = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
+    write(page, {name: _plain(value) for name, value in numbers.items() if value is not None})
 
 
-def write(page: mmap.mmap, told: Numbers) -> None:
+def write(page: mmap.mmap, numbers: Numbers) -> None:
     """Put `told` on the page, with the time; where it is too long, leave the page as it is."""
     try:
-        text = msgpack.packb([time.time(), told])
+        text = msgpack.packb([time.time(), numbers])
     except ValueError:
         return  # A name that no text can hold.
     if _HEAD.size + len(text) <= PAGE_BYTES:
@@ -62,7 +62,7 @@ def write(page: mmap.mmap, told: Numbers) -> None:
 
 
 def read(page: bytes) -> tuple[float, dict[str, int | float | None]] | None:
-    """When the last report was made, in seconds since 1970, and what it says; None: there is none, or it is being
+    """The time of the last report, in seconds since 1970, and its numbers; None: there is none, or it is being
     written."""
     if len(page) < PAGE_BYTES:
         return None
@@ -71,8 +71,8 @@ def read(page: bytes) -> tuple[float, dict[str, int | float | None]] | None:
     if not text or zlib.crc32(text) != checksum:
         return None
     try:
-        time_s, told = msgpack.unpackb(text)
-        return float(time_s), {str(name): _plain(value) for name, value in told.items()}
+        time_s, numbers = msgpack.unpackb(text)
+        return float(time_s), {str(name): _plain(value) for name, value in numbers.items()}
     except (ValueError, TypeError, AttributeError):
         return None  # Somebody else's bytes.
 

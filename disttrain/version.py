@@ -1,4 +1,4 @@
-"""Which disttrain this is; below everything that says so."""
+"""The version of disttrain; below everything that shows it."""
 
 from __future__ import annotations
 

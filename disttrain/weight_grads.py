@@ -38,13 +38,13 @@ _current: ContextVar[WeightGradKeeper | None] = ContextVar("weight_grad_keeper",
 
 
 def current_keeper() -> WeightGradKeeper | None:
-    """Who runs this forward; to be asked there, since the backward may run in another thread."""
+    """The keeper that runs this forward; to be asked there, since the backward may run in another thread."""
     return _current.get()
 
 
 @contextmanager
 def kept_by(keeper: WeightGradKeeper) -> Iterator[None]:
-    """What is computed within may leave its weights' gradients to `keeper`."""
+    """Lets what is computed within leave its weights' gradients to `keeper`."""
     token = _current.set(keeper)
     try:
         yield
@@ -53,7 +53,8 @@ def kept_by(keeper: WeightGradKeeper) -> Iterator[None]:
 
 
 def sum_of(keeper: WeightGradKeeper | None, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """What a layer may add this parameter's gradient, of this dtype, to: then nobody else gets it. None: nothing."""
+    """The sum that a layer may add this parameter's gradient, of this dtype, to: then nobody else gets it. None:
+    nothing."""
     return None if keeper is None else keeper.sum_for(parameter, dtype)
 
 
@@ -65,6 +66,6 @@ def now_or_later(keeper: WeightGradKeeper | None, parameters: Grads, compute: Ca
     """
     wanted = [parameter for parameter in parameters if parameter is not None]
     nobody_asks = not wanted
-    if keeper is not None and wanted and all(one.is_leaf for one in wanted):
+    if keeper is not None and wanted and all(parameter.is_leaf for parameter in wanted):
         nobody_asks = keeper.keep(parameters, compute)
     return [None] * len(parameters) if nobody_asks else compute()

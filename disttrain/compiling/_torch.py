@@ -10,12 +10,12 @@ _POLICY_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDi
 
 
 def is_under_policy() -> bool:
-    """Whether a policy of selective activation checkpointing decides about the operators that are called now."""
+    """True while a policy of selective activation checkpointing decides about the operators that are called."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     return any(isinstance(mode, _POLICY_MODES) for mode in _python_dispatch._get_current_dispatch_mode_stack())
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` or `torch.compile(module)` has made it what it is."""
+    """True if `module.compile()` or `torch.compile(module)` has made it what it is."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompiledBlocks:
-    """What `compile_blocks` has found. As text, a table."""
+    """The blocks that `compile_blocks` has found. As text, a table."""
 
     kinds: Sequence[Kind]
 
@@ -50,16 +50,16 @@ def compile_blocks(
     Sharding, cutting and checkpointing may come before or after, but for selective checkpointing, which must come
     before. Parameters and their names stay as they are.
     """
-    found = find_blocks(model, blocks)
-    for path, module in (("", model), *found.items()):
+    found_blocks = find_blocks(model, blocks)
+    for path, module in (("", model), *found_blocks.items()):
         _check_not_compiled(path, module)
-    for path, block in found.items():
+    for path, block in found_blocks.items():
         _check_parts(path, block)
-    kinds = kinds_of(found)
+    kinds = kinds_of(found_blocks)
     for kind in kinds:
         compiled: dict[Forward, Forward] = {}
         for path in kind.paths:
-            block = found[path]
+            block = found_blocks[path]
             function, owner = _forward_of(block)
             # Blocks of a kind have the same one, but for what torch.fx writes anew for each.
             key = function if owner is None else type(block).forward
@@ -71,14 +71,14 @@ def compile_blocks(
 
 
 def _forward_of(block: nn.Module) -> tuple[Forward, Any]:
-    """What a call of the block runs, and what that is given as `self`; None where it takes none.
+    """The function that a call of the block runs, and its `self`; None where it takes none.
 
     A block may have a forward of its own: a function, or a method, also of another module (a torch.fx.GraphModule).
     """
-    own = vars(block).get("forward")
-    if own is None:
+    forward = vars(block).get("forward")
+    if forward is None:
         return type(block).forward, block
-    return (own.__func__, own.__self__) if isinstance(own, MethodType) else (own, None)
+    return (forward.__func__, forward.__self__) if isinstance(forward, MethodType) else (forward, None)
 
 
 def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
@@ -89,9 +89,9 @@ def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
     seen: WeakSet[nn.Module] = WeakSet()
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = args if is_bound else (block, *args)
+        inputs = args if is_bound else (block, *args)
         if torch.compiler.is_compiling():
-            return compiled(*given, **kwargs)
+            return compiled(*inputs, **kwargs)
         if block not in seen:
             _check_parts(name, block)
             seen.add(block)
@@ -102,7 +102,7 @@ def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
                 " recomputed whatever the policy says.",
                 "Wrap the blocks first, and call compile_blocks then.",
             )
-        return compiled(*given, **kwargs)
+        return compiled(*inputs, **kwargs)
 
     forward._is_compiled_block = True  # type: ignore[attr-defined]
     return forward
@@ -122,9 +122,9 @@ def _copy(forward: Forward) -> Forward:
 def _check_not_compiled(path: str, module: nn.Module) -> None:
     is_ours = hasattr(getattr(vars(module).get("forward"), "__func__", None), "_is_compiled_block")
     if is_ours or is_compiled(module):
-        what = f"block {path!r}" if path else "the model"
+        subject = f"block {path!r}" if path else "the model"
         raise CompileError(
-            "compile_blocks", f"{what} is compiled already.", "Compile it once, as a whole or by blocks."
+            "compile_blocks", f"{subject} is compiled already.", "Compile it once, as a whole or by blocks."
         )
 
 

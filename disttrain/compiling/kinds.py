@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and which of them one graph can serve."""
+"""Finds the blocks of a model, and which of them one graph can serve."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from disttrain.errors import CompileError
 
 Blocks = str | Sequence[str] | type[nn.Module] | Callable[[str, nn.Module], bool]
-"""Which modules are blocks: patterns of paths (`layers.*`), a class, or what says so of a path and its module."""
+"""The modules that are blocks: patterns of paths (`layers.*`), a class, or what says so of a path and its module."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PLAIN = (bool, int, float, str, type(None))
@@ -35,15 +35,15 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     their class there, whatever wraps them for activation checkpointing.
     Raises: CompileError when there are none.
     """
-    found = dict(_repeated(model, "") if blocks is None else _chosen(model, blocks))
-    if not found:
+    result = dict(_repeated(model, "") if blocks is None else _chosen(model, blocks))
+    if not result:
         rule = "no list of modules holds two of one class" if blocks is None else f"none is meant by blocks={blocks!r}"
         raise CompileError(
             "compile_blocks",
             f"{rule} in this {type(model).__name__}.",
             "Give blocks= patterns of their paths, such as 'layers.*', or their class.",
         )
-    return found
+    return result
 
 
 def kinds_of(blocks: Mapping[str, nn.Module]) -> list[Kind]:
@@ -68,7 +68,7 @@ def kinds_of(blocks: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def unwrapped(block: nn.Module) -> nn.Module:
-    """What torch's wrapper for activation checkpointing holds; any other module itself."""
+    """The module within torch's wrapper for activation checkpointing; any other module itself."""
     inner = getattr(block, "_checkpoint_wrapped_module", None)
     return inner if isinstance(inner, nn.Module) else block
 
@@ -86,8 +86,8 @@ def meaning_of(forward: Any) -> Hashable:
         or function.__kwdefaults__
     ):
         return id(function)
-    code, known = function.__code__, function.__globals__
-    named = tuple(id(known[name]) for name in code.co_names if name in known)
+    code, globals_ = function.__code__, function.__globals__
+    named = tuple(id(globals_[name]) for name in code.co_names if name in globals_)
     return code.co_code, repr(code.co_consts), code.co_names, code.co_varnames, named, forward is function
 
 
@@ -95,12 +95,12 @@ def _repeated(module: nn.Module, path: str) -> Iterable[tuple[str, nn.Module]]:
     children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     classes = [type(unwrapped(child)) for _, child in children]
     is_list = isinstance(module, _LISTS)
-    for (place, child), kind in zip(children, classes, strict=True):
+    for (child_path, child), kind in zip(children, classes, strict=True):
         is_whole = kind.forward is not nn.Module.forward and any(True for _ in unwrapped(child).children())
         if is_list and is_whole and classes.count(kind) > 1:
-            yield place, child
+            yield child_path, child
         else:
-            yield from _repeated(child, place)
+            yield from _repeated(child, child_path)
 
 
 def _chosen(model: nn.Module, blocks: Blocks) -> Iterable[tuple[str, nn.Module]]:

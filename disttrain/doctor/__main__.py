@@ -1,4 +1,4 @@
-"""What each rank of `disttrain-launch doctor` runs: look, measure, and let rank 0 tell.
+"""Runs on each rank of `disttrain-launch doctor`: look, measure, and let rank 0 tell.
 
 Started without a launcher, it looks at this machine alone. Exit code of rank 0: 0 when nothing is in the way of a job,
 1 when something is.
@@ -70,25 +70,25 @@ def _examine_all(world: World, *, measures_links: bool) -> tuple[Findings | None
         threading.Thread(target=serve_clock, args=[served], daemon=True).start()
     _put(store, f"seen/{world.rank}", _seen(world, store))
     seen, absent = _collected(store, "seen", world.world_size, LOOK_S) if world.rank == 0 else ({}, [])
-    leaders = [rank for rank, one in sorted(seen.items()) if one["local_rank"] == 0]
+    leaders = [rank for rank, entry in sorted(seen.items()) if entry["local_rank"] == 0]
     if world.rank == 0:
         # Without everybody, measuring would only wait for its timeout.
         _put(store, "leaders", [[] if absent else leaders, measures_links and len(leaders) > 1])
     store.wait(["leaders"], 2 * LOOK_S)
     measuring, has_links = msgpack.unpackb(store.get("leaders"))
     if measuring:
-        pairs = [[list(pair), *_plain(one)] for pair, one in measure_pairs(world, measuring).items()]
+        pairs = [[list(pair), *_plain(entry)] for pair, entry in measure_pairs(world, measuring).items()]
         links = measure_links(world, nodes_of(measuring, world.world_size)) if has_links else ([], 0.0)
-        _put(store, f"measured/{world.rank}", [pairs, [one.to_plain() for one in measure_whole(world)], links])
+        _put(store, f"measured/{world.rank}", [pairs, [entry.to_plain() for entry in measure_whole(world)], links])
     if world.rank:
         # Rank 0 reads what is in the store before anybody takes that away.
         store.wait(["read"], 2 * MEASURE_S)
         return None, None
     measured, _ = _collected(store, "measured", world.world_size if measuring else 0, MEASURE_S)
-    found = _summary(seen, absent, leaders, measured)
+    findings = _summary(seen, absent, leaders, measured)
     _put(store, "read", True)
     served.close()
-    return found, _links(world, seen, leaders, measured) if measuring and has_links else None
+    return findings, _links(world, seen, leaders, measured) if measuring and has_links else None
 
 
 def nodes_of(leaders: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -108,7 +108,7 @@ def _links(world: World, seen: dict[int, Any], leaders: Sequence[int], measured:
 
 
 def _seen(world: World, store: Store) -> dict[str, Any]:
-    """What one rank tells of its machine; only the first of a node examines it."""
+    """The message of one rank about its machine; only the first of a node examines it."""
     local_rank = LOCAL_RANK.read() or 0
     has_others = world.world_size > (LOCAL_WORLD_SIZE.read() or 1)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -124,10 +124,10 @@ def _seen(world: World, store: Store) -> dict[str, Any]:
     }
 
 
-def _clock(told: tuple[float, float] | None) -> Finding:
-    if told is None:
+def _clock(answer: tuple[float, float] | None) -> Finding:
+    if answer is None:
         return Finding("clock", State.DOUBTFUL, "node 0 did not tell its time", "Look at node 0's load.")
-    offset_s, error_s = told
+    offset_s, error_s = answer
     value = f"{-offset_s:+.3f} s against node 0, give or take {error_s:.3f}"
     if abs(offset_s) <= MAX_CLOCK_S + error_s:
         return Finding("clock", State.GOOD, value if abs(offset_s) > 10 * error_s else "as on node 0")
@@ -142,7 +142,7 @@ def _summary(
 ) -> Findings:
     """`measured`, by rank: rows of pairs, and of findings on all ranks together."""
     hosts = _names([seen[rank]["host"] for rank in leaders])
-    found: dict[str, list[Finding]] = {
+    by_host: dict[str, list[Finding]] = {
         host: [Finding.from_plain(row) for row in seen[rank]["findings"]]
         for host, rank in zip(hosts, leaders, strict=True)
     }
@@ -150,22 +150,22 @@ def _summary(
     if absent:
         problem = f"ranks {list(absent)} did not come within {LOOK_S:g} s"
         common.append(Finding("ranks", State.BAD, problem, "See their output; a node may be slow to load torch."))
-    kinds = sorted({one["versions"] for one in seen.values()})
+    kinds = sorted({entry["versions"] for entry in seen.values()})
     alike = Finding("versions", State.GOOD, kinds[0])
     differing = Finding("versions", State.BAD, "; ".join(kinds), "Install the same on all nodes.")
     common.append(alike if len(kinds) == 1 else differing)
-    pairs = {pair: one for rows, _, _ in measured.values() for pair, one in _pairs(rows).items()}
+    pairs = {pair: entry for rows, _, _ in measured.values() for pair, entry in _pairs(rows).items()}
     whole: dict[str, Finding] = {}
     for _, rows, _ in measured.values():
-        for one in map(Finding.from_plain, rows):
+        for entry in map(Finding.from_plain, rows):
             # A sum may be wrong on one rank only.
-            if one.topic not in whole or (one.state is State.BAD and whole[one.topic].state is not State.BAD):
-                whole[one.topic] = one
+            if entry.topic not in whole or (entry.state is State.BAD and whole[entry.topic].state is not State.BAD):
+                whole[entry.topic] = entry
     for host, findings in judge(hosts, pairs).items():
-        (common if host == ALL else found[host]).extend(findings)
+        (common if host == ALL else by_host[host]).extend(findings)
     if len(hosts) > 1:
-        return {**found, ALL: [*common, *whole.values()]}
-    return {hosts[0]: [*common, *found[hosts[0]], *whole.values()]}
+        return {**by_host, ALL: [*common, *whole.values()]}
+    return {hosts[0]: [*common, *by_host[hosts[0]], *whole.values()]}
 
 
 def _names(hosts: Sequence[str]) -> list[str]:
@@ -178,14 +178,16 @@ def _put(store: Store, key: str, value: Any) -> None:
 
 
 def _collected(store: Store, name: str, num_ranks: int, timeout_s: float) -> tuple[dict[int, Any], list[int]]:
-    """What ranks have put, and those that have not."""
+    """The values that ranks have put, and the ranks that have not."""
     keys = {rank: f"{name}/{rank}" for rank in range(num_ranks)}
     try:
         store.wait(list(keys.values()), timeout_s)
     except StoreTimeoutError:
         pass
-    there = {rank: key for rank, key in keys.items() if store.check([key])}
-    return {rank: msgpack.unpackb(store.get(key)) for rank, key in there.items()}, sorted(keys.keys() - there.keys())
+    present = {rank: key for rank, key in keys.items() if store.check([key])}
+    return {rank: msgpack.unpackb(store.get(key)) for rank, key in present.items()}, sorted(
+        keys.keys() - present.keys()
+    )
 
 
 def _plain(measured: Measured) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What was looked at, how it is, and what to do about it. Torch-free."""
+"""Findings: what was looked at, how it is, and what to do about it. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disttrain.console import table
 
 
 class State(Enum):
-    """How it is: fit, worth a look, or in the way of a job."""
+    """The state of a finding: fit, worth a look, or in the way of a job."""
 
     GOOD = "good"
     DOUBTFUL = "look"
@@ -23,9 +23,9 @@ class Finding:
     topic: str
     state: State
     value: str
-    """What is there."""
+    """The value that was found."""
     remedy: str = ""
-    """What to do, unless it is good."""
+    """The remedy, unless it is good."""
 
     def to_plain(self) -> list[str]:
         return [self.topic, self.state.value, self.value, self.remedy]
@@ -42,7 +42,7 @@ Findings = Mapping[str, Sequence[Finding]]
 
 
 def is_bad(findings: Findings) -> bool:
-    return any(finding.state is State.BAD for found in findings.values() for finding in found)
+    return any(finding.state is State.BAD for rows in findings.values() for finding in rows)
 
 
 def as_text(findings: Findings) -> str:
@@ -57,33 +57,39 @@ def as_text(findings: Findings) -> str:
 
 def as_json(findings: Findings) -> dict[str, Any]:
     rows = [
-        {"where": where, "topic": one.topic, "state": one.state.value, "value": one.value, "remedy": one.remedy}
-        for where, found in findings.items()
-        for one in found
+        {
+            "where": where,
+            "topic": finding.topic,
+            "state": finding.state.value,
+            "value": finding.value,
+            "remedy": finding.remedy,
+        }
+        for where, host_findings in findings.items()
+        for finding in host_findings
     ]
     return {"is_fit": not is_bad(findings), "findings": rows}
 
 
 def _folded(findings: Findings) -> list[tuple[str, State, str, str]]:
-    places: dict[tuple[str, State, str], list[str]] = {}
-    for where, found in findings.items():
-        for one in found:
-            places.setdefault((one.topic, one.state, one.value), []).append(where)
-    order = {topic: place for place, topic in enumerate(dict.fromkeys(topic for topic, _, _ in places))}
-    rows = sorted(places.items(), key=lambda item: order[item[0][0]])
+    wheres: dict[tuple[str, State, str], list[str]] = {}
+    for where, host_findings in findings.items():
+        for finding in host_findings:
+            wheres.setdefault((finding.topic, finding.state, finding.value), []).append(where)
+    order = {topic: index for index, topic in enumerate(dict.fromkeys(topic for topic, _, _ in wheres))}
+    rows = sorted(wheres.items(), key=lambda item: order[item[0][0]])
     return [(*key, _where(where, findings)) for key, where in rows]
 
 
 def _remedies(findings: Findings) -> list[str]:
     wheres: dict[tuple[State, str, str], list[str]] = {}
-    for where, found in findings.items():
-        for one in found:
-            if one.remedy:
-                wheres.setdefault((one.state, one.topic, one.remedy), []).append(where)
+    for where, rows in findings.items():
+        for finding in rows:
+            if finding.remedy:
+                wheres.setdefault((finding.state, finding.topic, finding.remedy), []).append(where)
     worst_first = sorted(wheres.items(), key=lambda item: item[0][0] is not State.BAD)
     return [f"{topic} ({_where(where, findings)}): {remedy}" for (_, topic, remedy), where in worst_first]
 
 
-def _where(places: Sequence[str], findings: Findings) -> str:
+def _where(locations: Sequence[str], findings: Findings) -> str:
     num_nodes = len(findings.keys() - {ALL})
-    return ALL if len(places) == num_nodes > 1 else ", ".join(places)
+    return ALL if len(locations) == num_nodes > 1 else ", ".join(locations)

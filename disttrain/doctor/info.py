@@ -1,4 +1,5 @@
-"""What a report of a bug should begin with. It says what is broken rather than break, and tells no secrets."""
+"""Collects the facts that a report of a bug should begin with. It says what is broken rather than break, and tells no
+secrets."""
 
 from __future__ import annotations
 
@@ -49,18 +50,18 @@ def as_text(info: Info) -> str:
 
 def _packages() -> dict[str, str]:
     """disttrain and all that it may use: versions, or that it is not there."""
-    found = {"disttrain": __version__}
+    versions = {"disttrain": __version__}
     try:
         wanted = metadata.requires("disttrain") or []
     except metadata.PackageNotFoundError:
-        found["disttrain"] += ", not installed: imported from a folder"
+        versions["disttrain"] += ", not installed: imported from a folder"
         wanted = ["torch", "numpy", "msgpack", "xxhash", "uvloop"]
     for requirement in wanted:
         match, extra = _NAME.match(requirement), _EXTRA.search(requirement)
         if match is not None and (extra is None or extra[1] != "dev"):
-            found.setdefault(match[0], _version(match[0]))
-    found["triton"] = _version("triton")
-    return found
+            versions.setdefault(match[0], _version(match[0]))
+    versions["triton"] = _version("triton")
+    return versions
 
 
 def _version(package: str) -> str:
@@ -94,16 +95,16 @@ def _torch_facts() -> dict[str, str]:
         import torch.distributed as torch_distributed  # as above
     except Exception as error:  # noqa: BLE001  a broken install is what the report is about
         return {"torch": f"cannot be imported: {type(error).__name__}: {error}"}
-    found = {"CUDA": torch.version.cuda or "not in this build"}
+    facts = {"CUDA": torch.version.cuda or "not in this build"}
     for transport in ("gloo", "nccl", "mpi", "ucc"):
-        found[transport] = "yes" if getattr(torch_distributed, f"is_{transport}_available")() else "no"
+        facts[transport] = "yes" if getattr(torch_distributed, f"is_{transport}_available")() else "no"
     if torch.version.cuda and torch_distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, _nccl_version(torch)))
+        facts["nccl"] = ".".join(map(str, _nccl_version(torch)))
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         memory = f"{properties.total_memory / (1 << 30):.1f} GiB"
-        found[f"GPU {number}"] = f"{properties.name}, {memory}, {properties.major}.{properties.minor}"
-    return found
+        facts[f"GPU {number}"] = f"{properties.name}, {memory}, {properties.major}.{properties.minor}"
+    return facts
 
 
 def _nccl_version(torch: Any) -> tuple[int, ...]:

@@ -35,28 +35,28 @@ Row = tuple[int, int, float, float]
 
 
 def measure_links(world: World, nodes: Sequence[Sequence[int]]) -> tuple[list[Row], float]:
-    """What this rank has measured as one of the first node of pairs, and, on the first rank of a node, the seconds of a
+    """Measures links of this rank as one of the first node of pairs, and, on the first rank of a node, the seconds of a
     small gather over the first ranks of all (0 where there are two nodes, or it failed). `nodes` are their ranks.
 
     Collective: every rank of the world. Each node is in one pair at a time.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     for number, pairs in enumerate(rounds(len(nodes))):
-        own: tuple[int, int, ProcessGroup] | None = None
+        link: tuple[int, int, ProcessGroup] | None = None
         for first, second in pairs:
             for ranks in zip(nodes[first], nodes[second], strict=False):
                 group = new_group(list(ranks), timeout=TIMEOUT_S, sort_ranks=False)
                 if world.rank in ranks:
                     assert isinstance(group, ProcessGroup)
-                    own = first, second, group
+                    link = first, second, group
         # Small messages go while the other ranks of both nodes are quiet.
-        latency_s = 0.0 if own is None or world.rank != nodes[_node_of(world.rank, nodes)][0] else _latency_s(own[2])
+        latency_s = 0.0 if link is None or world.rank != nodes[_node_of(world.rank, nodes)][0] else _latency_s(link[2])
         world.store.barrier(f"links/{number}/small", world.world_size, 4 * TIMEOUT_S)
-        rate = 0.0 if own is None or latency_s is None else _bytes_per_s(own[2])
+        rate = 0.0 if link is None or latency_s is None else _bytes_per_s(link[2])
         world.store.barrier(f"links/{number}/large", world.world_size, 4 * TIMEOUT_S)
-        if own is not None and rate and own[2].group_rank == 0:
-            found.append((own[0], own[1], latency_s or 0.0, rate))
-    return found, _gather_s(world, [ranks[0] for ranks in nodes])
+        if link is not None and rate and link[2].group_rank == 0:
+            rows.append((link[0], link[1], latency_s or 0.0, rate))
+    return rows, _gather_s(world, [ranks[0] for ranks in nodes])
 
 
 def _node_of(rank: int, nodes: Sequence[Sequence[int]]) -> int:

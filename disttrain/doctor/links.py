@@ -1,4 +1,4 @@
-"""What nodes have measured between each other, by the transport that a job uses: a file for the planner. Torch-free."""
+"""Measurements between nodes, by the transport that a job uses: a file for the planner. Torch-free."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Links:
 
     @property
     def step_s(self) -> float:
-        """What each further hop adds to a gather."""
+        """The time that each further hop adds to a gather."""
         num_further = len(self.hosts) - 2
         if num_further < 1 or not self.gather_s:
             return self.latency_s
@@ -67,8 +67,8 @@ class Links:
         """Between neighbours, as ranks are in a ring; all where one of these is not known."""
         num_hosts = len(self.hosts)
         neighbours = {frozenset((node, (node + 1) % num_hosts)) for node in range(num_hosts)}
-        found = [pair for pair in self.pairs if frozenset((pair.first, pair.second)) in neighbours]
-        return found if len(found) == len(neighbours) else self.pairs
+        neighbour_pairs = [pair for pair in self.pairs if frozenset((pair.first, pair.second)) in neighbours]
+        return neighbour_pairs if len(neighbour_pairs) == len(neighbours) else self.pairs
 
     def __str__(self) -> str:
         """A table, the slowest pairs first."""
@@ -105,12 +105,12 @@ def merged(
 
 
 def read_links(path: Path) -> Links:
-    """What `to_json` has written. Raises: SettingError when the file is not that, or holds no pair."""
+    """Reads what `to_json` has written. Raises: SettingError when the file is not that, or holds no pair."""
     remedy = "Write one: disttrain-launch doctor --nnodes ... --links FILE"
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        pairs = tuple(LinkOfPair(**pair) for pair in found.pop("pairs"))
-        links = Links(**{**found, "hosts": tuple(found["hosts"]), "pairs": pairs})
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        pairs = tuple(LinkOfPair(**pair) for pair in content.pop("pairs"))
+        links = Links(**{**content, "hosts": tuple(content["hosts"]), "pairs": pairs})
         is_sound = all(pair.latency_s >= 0 and pair.bytes_per_s > 0 for pair in pairs)
     except OSError as error:
         raise SettingError("plan --links", f"{path}: {error.strerror}.", remedy) from None

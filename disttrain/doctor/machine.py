@@ -1,4 +1,4 @@
-"""What one machine says of itself. Each check is a pure function of what `look` has read; torch-free."""
+"""Checks one machine. Each check is a pure function of what `look` has read; torch-free."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Machine:
-    """What has been read. Sizes in bytes, -1: unlimited; None: the machine does not say."""
+    """Facts about a machine. Sizes in bytes, -1: unlimited; None: the machine does not say."""
 
     host: str
     addresses: tuple[str, ...] | None
-    """What the host's name resolves to."""
+    """Addresses of the host's name."""
     own_address: str
     """Whence it reaches the job's first node; empty on that node alone, or without a way."""
     interface: str
@@ -229,10 +229,10 @@ def _resolved(host: str) -> tuple[str, ...] | None:
 def _address_towards(host: str) -> str:
     """The address that packets to `host` leave from; nothing is sent."""
     try:
-        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return ""
-    for family, kind, _, _, address in found:
+    for family, kind, _, _, address in candidates:
         with socket.socket(family, kind) as probe:
             try:
                 probe.connect(address)

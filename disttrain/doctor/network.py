@@ -1,4 +1,4 @@
-"""What ranks measure together: each pair of nodes, then all at once."""
+"""Measurements of ranks together: each pair of nodes, then all at once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 def measure_pairs(world: World, leaders: Sequence[int]) -> dict[Pair, Measured]:
-    """What this rank has measured as the first of pairs of nodes; `leaders` are the first ranks of the nodes.
+    """Measures pairs of nodes, on the first rank of each; `leaders` are the first ranks of the nodes.
 
     Collective: every rank of the world. A pair that cannot talk takes `TIMEOUT_S`, and no other pair with it.
     """
-    found: dict[Pair, Measured] = {}
+    results: dict[Pair, Measured] = {}
     for number, pairs in enumerate(rounds(len(leaders))):
         for first, second in pairs:
             ranks = [leaders[first], leaders[second]]
@@ -38,10 +38,10 @@ def measure_pairs(world: World, leaders: Sequence[int]) -> dict[Pair, Measured]:
             assert isinstance(group, ProcessGroup)
             measured = _attempt(group)
             if world.rank == ranks[0]:
-                found[first, second] = measured
+                results[first, second] = measured
         # The next round begins when all have left this one, or it would measure two pairs on a link.
         world.store.barrier(f"round/{number}", world.world_size, 4 * TIMEOUT_S)
-    return found
+    return results
 
 
 def measure_whole(world: World) -> list[Finding]:
@@ -55,9 +55,9 @@ def measure_whole(world: World) -> list[Finding]:
 def _attempt(group: ProcessGroup) -> Measured:
     try:
         barrier(group)
-        own, other = group.ranks if group.group_rank == 0 else reversed(group.ranks)
+        this_rank, other = group.ranks if group.group_rank == 0 else reversed(group.ranks)
         small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(PAIR_BYTES, dtype=torch.uint8)
-        is_first = own == group.ranks[0]
+        is_first = this_rank == group.ranks[0]
         latency_s = statistics.median(_to_and_fro(small, other, group, is_first) for _ in range(NUM_PINGS)) / 2
         turn_s = min(_to_and_fro(large, other, group, is_first) for _ in range(NUM_TURNS))
         return Measured(2 * PAIR_BYTES / turn_s, latency_s)

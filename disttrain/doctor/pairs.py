@@ -1,4 +1,4 @@
-"""Which nodes measure with each other at which time, and what their measurements say. Torch-free."""
+"""Pairs nodes for measuring at the same time, and judges what they measured. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def rounds(num_nodes: int, max_rounds: int = MAX_ROUNDS) -> list[list[Pair]]:
     tournaments.
     """
     players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
-    found = []
+    result = []
     for _ in range(min(len(players) - 1, max_rounds)):
         half = len(players) // 2
         facing = zip(players[:half], reversed(players[half:]), strict=True)
-        found.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        result.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
         players = [players[0], players[-1], *players[1:-1]]
-    return found
+    return result
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Measured:
 
 def judge(hosts: Sequence[str], measured: Mapping[Pair, Measured]) -> dict[str, list[Finding]]:
     """Findings on the network, by host, and on the whole."""
-    found: dict[str, list[Finding]] = {}
-    well = {pair: one for pair, one in measured.items() if not one.problem}
+    findings: dict[str, list[Finding]] = {}
+    well = {pair: measurement for pair, measurement in measured.items() if not measurement.problem}
     if well:
-        speeds = sorted(one.bytes_per_s for one in well.values())
-        latency_s = statistics.median(one.latency_s for one in well.values())
+        speeds = sorted(measurement.bytes_per_s for measurement in well.values())
+        latency_s = statistics.median(measurement.latency_s for measurement in well.values())
         value = f"{statistics.median(speeds) / 1e9:.3g} GB/s, {latency_s * 1e6:.0f} us between two nodes"
         if len(speeds) > 1:
             value += f" (slowest pair {speeds[0] / 1e9:.3g} GB/s)"
-        found[ALL] = [Finding("network", State.GOOD, value)]
+        findings[ALL] = [Finding("network", State.GOOD, value)]
     for node, usual in _slow(len(hosts), well):
-        own = statistics.median(one.bytes_per_s for pair, one in well.items() if node in pair)
-        found.setdefault(hosts[node], []).append(
+        rate = statistics.median(measurement.bytes_per_s for pair, measurement in well.items() if node in pair)
+        findings.setdefault(hosts[node], []).append(
             Finding(
                 "network",
                 State.DOUBTFUL,
-                f"{own / 1e9:.3g} GB/s, {own / usual:.0%} of what the other nodes have",
+                f"{rate / 1e9:.3g} GB/s, {rate / usual:.0%} of what the other nodes have",
                 "All wait for the slowest: look at its link, its cable and its switch port, or leave the node out.",
             )
         )
     for node, problems in _unreachable(len(hosts), measured).items():
         with_whom = ", ".join(hosts[other] for other in problems)
-        found.setdefault(hosts[node], []).append(
+        findings.setdefault(hosts[node], []).append(
             Finding(
                 "network",
                 State.BAD,
@@ -72,30 +72,30 @@ def judge(hosts: Sequence[str], measured: Mapping[Pair, Measured]) -> dict[str, 
                 "GLOO_SOCKET_IFNAME.",
             )
         )
-    return found
+    return findings
 
 
 def _slow(num_nodes: int, well: Mapping[Pair, Measured]) -> list[tuple[int, float]]:
     """Nodes whose links are slow, with the speed of the others."""
     of_node = {
-        node: [one.bytes_per_s for pair, one in well.items() if node in pair]
+        node: [measurement.bytes_per_s for pair, measurement in well.items() if node in pair]
         for node in range(num_nodes)
         if any(node in pair for pair in well)
     }
-    found = []
+    slow = []
     for node, speeds in of_node.items():
-        others = [one.bytes_per_s for pair, one in well.items() if node not in pair]
+        others = [measurement.bytes_per_s for pair, measurement in well.items() if node not in pair]
         if others and statistics.median(speeds) < SLOW * statistics.median(others):
-            found.append((node, statistics.median(others)))
-    return found
+            slow.append((node, statistics.median(others)))
+    return slow
 
 
 def _unreachable(num_nodes: int, measured: Mapping[Pair, Measured]) -> dict[int, dict[int, str]]:
     """Of each failed pair the node that has failed with more of the others."""
-    failed = {pair: one.problem for pair, one in measured.items() if one.problem}
+    failed = {pair: measurement.problem for pair, measurement in measured.items() if measurement.problem}
     count = {node: sum(node in pair for pair in failed) for node in range(num_nodes)}
-    found: dict[int, dict[int, str]] = {}
+    unreachable: dict[int, dict[int, str]] = {}
     for (first, second), problem in failed.items():
         blamed, other = (second, first) if count[second] >= count[first] else (first, second)
-        found.setdefault(blamed, {})[other] = problem
-    return found
+        unreachable.setdefault(blamed, {})[other] = problem
+    return unreachable

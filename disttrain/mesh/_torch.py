@@ -27,7 +27,8 @@ class _StoodInMeta(OpaqueBaseMeta):
         )
 
     def __subclasscheck__(self, subclass: type) -> bool:
-        """Where `isinstance` is given several classes, Dynamo asks this, and would take False for the answer."""
+        """Answers Dynamo, which asks this where `isinstance` is given several classes, and would take False for the
+        answer."""
         if subclass is FakeScriptObject:
             _end_graph(self)
         return type.__subclasscheck__(self, subclass)

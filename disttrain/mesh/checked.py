@@ -11,5 +11,5 @@ def checked_mesh(operation: str, mesh: object) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         return mesh
     kind = type(mesh)
-    what = "None" if mesh is None else f"a {kind.__module__}.{kind.__qualname__}, which is none of disttrain's"
-    raise MeshError(operation, f"the mesh is {what}.", "Make it by disttrain.init_device_mesh.")
+    problem = "None" if mesh is None else f"a {kind.__module__}.{kind.__qualname__}, which is none of disttrain's"
+    raise MeshError(operation, f"the mesh is {problem}.", "Make it by disttrain.init_device_mesh.")

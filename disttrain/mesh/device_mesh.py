@@ -66,12 +66,13 @@ class DeviceMesh(GraphConstant):
         grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
-        if layout.coordinate(world.rank) is None or [one.ranks for one in groups] != [
+        if layout.coordinate(world.rank) is None or [axis_group.ranks for axis_group in groups] != [
             layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
         ]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {grid.tolist()} has other rows than the groups' {[list(one.ranks) for one in groups]}.",
+                f"mesh {grid.tolist()} has other rows than the groups' "
+                f"{[list(axis_group.ranks) for axis_group in groups]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -190,7 +191,7 @@ class DeviceMesh(GraphConstant):
         name = mesh_dim_name or "_".join(names)
         if names == (name,):
             return self
-        axes = tuple(axis for one in names for axis in root._axes_of(one))
+        axes = tuple(axis for name in names for axis in root._axes_of(name))
         if name in root.layout.axis_names or root._flattened.get(name, axes) != axes:
             problem = f"{name!r} is another axis of {root.layout}."
             raise MeshError("mesh._flatten", problem, "Give another name.", rank=self.world.rank)
@@ -279,7 +280,7 @@ class DeviceMesh(GraphConstant):
         return self._flattened.get(name) or (self.layout.axis(name),)
 
     def _is_flattened(self, mesh_dim: int | str | None) -> bool:
-        """Whether it names what is no axis here, but axes of the root that were made one."""
+        """True if the name is no axis here, but axes of the root that were made one."""
         return mesh_dim in self.root._flattened and mesh_dim not in (self.mesh_dim_names or ())
 
     def _size_of(self, axes: Sequence[int]) -> int:
@@ -306,7 +307,7 @@ class DeviceMesh(GraphConstant):
         return self
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """How the code of a compiled graph gets at it, and what the names in that are."""
+        """The expression for this mesh in the code of a compiled graph, and the names in it."""
         _IN_GRAPHS[id(self)] = self
         return f"DeviceMesh._in_graph({id(self)})", {"DeviceMesh": DeviceMesh}
 

@@ -14,8 +14,8 @@ _OPERATION = "DeviceMesh.from_group"
 
 def given_groups(group: object) -> tuple[ProcessGroup, ...]:
     """Those of torch's that stand for ours are ours. Raises MeshError for none, GroupError for others."""
-    given = tuple(group) if isinstance(group, Sequence) else (group,)
-    if not given or any(isinstance(one, NonGroupMember) for one in given):
-        problem = "a group was given that this rank is not in." if given else "no group was given."
+    groups = tuple(group) if isinstance(group, Sequence) else (group,)
+    if not groups or any(isinstance(group, NonGroupMember) for group in groups):
+        problem = "a group was given that this rank is not in." if groups else "no group was given."
         raise MeshError(_OPERATION, problem, "Give groups of this rank, one for each axis.")
-    return tuple(resolve_group(_OPERATION, one) for one in given)
+    return tuple(resolve_group(_OPERATION, group) for group in groups)

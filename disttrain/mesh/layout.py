@@ -43,7 +43,7 @@ class MeshLayout:
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where `rank` stands, or None when it is not on the mesh."""
+        """The coordinate of `rank`, or None when it is not on the mesh."""
         index = self._index.get(rank)
         if index is None:
             return None
@@ -77,11 +77,11 @@ class MeshLayout:
             )
         if self.axis_names is None and len(self.shape) > 1:
             raise MeshError("mesh", f"the other axes of {self} have no names.", "Name all with mesh_dim_names.")
-        kept = self.axis_names or ("",)
+        axis_names = self.axis_names or ("",)
         return MeshLayout(
             self.ranks,
             (*self.shape[:axis], *sizes, *self.shape[axis + 1 :]),
-            (*kept[:axis], *names, *kept[axis + 1 :]),
+            (*axis_names[:axis], *names, *axis_names[axis + 1 :]),
         )
 
     def joined(self, other: MeshLayout, rank: int, order: Sequence[int]) -> MeshLayout | None:
@@ -89,32 +89,32 @@ class MeshLayout:
 
         `order` are the job's ranks in the order in which both count in equal steps, as slices and cuts of one grid do.
         """
-        position = {one: index for index, one in enumerate(order)}
-        own, others = self._steps(position, rank), other._steps(position, rank)
-        if own is None or others is None or self.axis_names is None or other.axis_names is None:
+        position = {rank: index for index, rank in enumerate(order)}
+        steps, others = self._steps(position, rank), other._steps(position, rank)
+        if steps is None or others is None or self.axis_names is None or other.axis_names is None:
             return None
         ranks = [position[self.ranks[0]] + position[other.ranks[0]] - position[rank]]
-        for step, size in zip((*own, *others), (*self.shape, *other.shape), strict=True):
+        for step, size in zip((*steps, *others), (*self.shape, *other.shape), strict=True):
             ranks = [first + step * index for first in ranks for index in range(size)]
         names = (*self.axis_names, *other.axis_names)
         is_grid = len(set(ranks)) == len(ranks) and 0 <= min(ranks) <= max(ranks) < len(order)
         if not is_grid or len(set(names)) != len(names):
             return None
-        return MeshLayout(tuple(order[one] for one in ranks), (*self.shape, *other.shape), names)
+        return MeshLayout(tuple(order[rank] for rank in ranks), (*self.shape, *other.shape), names)
 
     def _steps(self, position: dict[int, int], rank: int) -> tuple[int, ...] | None:
-        """How far apart neighbours along each axis are in `position`; None where that changes, or without `rank`."""
+        """The distance of neighbours along each axis in `position`; None where that changes, or without `rank`."""
         if rank not in self._index or not set(self.ranks) <= position.keys():
             return None
-        places = [position[one] for one in self.ranks]
+        positions = [position[rank] for rank in self.ranks]
         steps = tuple(
-            places[stride] - places[0] if size > 1 else 0
+            positions[stride] - positions[0] if size > 1 else 0
             for stride, size in zip(self._strides, self.shape, strict=True)
         )
-        expected = [places[0]]
+        expected = [positions[0]]
         for step, size in zip(steps, self.shape, strict=True):
             expected = [first + step * index for first in expected for index in range(size)]
-        return steps if places == expected else None
+        return steps if positions == expected else None
 
     def axis(self, name_or_index: str | int) -> int:
         """The index of an axis, by its name or (maybe negative) index. Raises MeshError when there is none."""

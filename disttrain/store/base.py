@@ -1,4 +1,4 @@
-"""What a store promises: the one interface that rendezvous, process groups and the launcher know."""
+"""The interface of all stores: the one that rendezvous, process groups and the launcher know."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Store:
         self._timeout_s = seconds_or_none_at_all("set_timeout", timeout)
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are one request each."""
+        """True if `append`, `multi_get` and `multi_set` are one request each."""
         return False
 
     def set(self, key: str, value: Value) -> None:
@@ -91,7 +91,7 @@ class Store:
         raise _absent(self, "delete_key")
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         raise _absent(self, "num_keys")
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -124,7 +124,7 @@ class Store:
         raise _absent(self, "queue_pop")
 
     def queue_len(self, key: str) -> int:
-        """How many values the queue `key` holds."""
+        """The number of values in the queue `key`."""
         raise _absent(self, "queue_len")
 
     def barrier(self, name: str, num_members: int, timeout: Duration | None = None) -> None:

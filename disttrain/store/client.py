@@ -112,7 +112,7 @@ class TCPStore(StoreMethods):
 
     @property
     def addresses(self) -> tuple[Address, Address | None]:
-        """Where the server is by now, and its standby, as far as the last answer tells."""
+        """The addresses of the server and of its standby, as far as the last answer tells."""
         dialer = self._dialer
         return ((self.host, self.port), self._standby) if dialer is None else (dialer.address, dialer.standby)
 
@@ -177,8 +177,8 @@ class TCPStore(StoreMethods):
             self.wait([_COMPLETE])
         except StoreTimeoutError as error:
             # The words are torch's: programs look for them.
-            came = f"{self.add(_JOINED, 0)}/{world_size} clients joined."
-            problem = f"Timed out after {self._timeout_s:g} seconds waiting for clients. {came}"
+            progress = f"{self.add(_JOINED, 0)}/{world_size} clients joined."
+            problem = f"Timed out after {self._timeout_s:g} seconds waiting for clients. {progress}"
             remedy = "See whether the others were started, with this address; or raise the timeout."
             raise StoreTimeoutError("TCPStore", problem, remedy, where=error.where) from None
         self.delete_key(_JOINED)

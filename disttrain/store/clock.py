@@ -1,4 +1,5 @@
-"""How far this rank's clock is from rank 0's, by question and answer through the store: the best of several.
+"""Measures the offset of this rank's clock from rank 0's, by question and answer through the store: the best of
+several.
 
 As in Cristian's algorithm (1989): an answer that took the time d was given d/2 ago, give or take d/2.
 """

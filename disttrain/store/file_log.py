@@ -51,7 +51,8 @@ class FileLog:
         os.close(self._descriptor)
 
     def new_records(self) -> list[Message]:
-        """What others, or we, have appended since the last call. A record that is not complete yet is not there."""
+        """Records that others, or we, have appended since the last call. A record that is not complete yet is not
+        there."""
         size = os.fstat(self._descriptor).st_size
         if size - self._offset < _PREFIX_BYTES:
             return []

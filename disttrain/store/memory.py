@@ -27,7 +27,7 @@ class _Call:
 
 
 class _Core:
-    """What a store and its clones share. Whoever waits looks after its own deadline."""
+    """The state that a store and its clones share. Whoever waits looks after its own deadline."""
 
     def __init__(self, limits: Limits | None) -> None:
         self._state = StoreState(limits)

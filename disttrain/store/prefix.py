@@ -79,7 +79,7 @@ class PrefixStore(Store):
         return self.underlying_store.delete_key(self._named(key))
 
     def num_keys(self) -> int:
-        """How many keys the whole store has."""
+        """The number of keys of the whole store."""
         return self.underlying_store.num_keys()
 
     def list_keys(self, prefix: str = "") -> list[str]:

@@ -82,7 +82,7 @@ class Responder:
                 self._hear(line[1:])
 
     def withdraw(self, name: str) -> None:
-        """What the notice of this name says is so no longer."""
+        """Withdraws the notice of this name."""
         try:
             self.store.set(f"withdrawn/{name}", b"")
         except StoreError:

@@ -36,13 +36,13 @@ FAILED: Final = "failed"
 BACKLOG: Final = 4096
 _GC_THRESHOLD: Final = 200_000
 _LEAVE_S: Final = 1.0
-"""How long a standby that ends tries to tell its leader."""
+"""The time for which a standby that ends tries to tell its leader."""
 
 _CONFIG_BYTES: Final = 64 << 10
 
 
 class ServerConfig(NamedTuple):
-    """What a server is told. `engine` None: the first of ENGINES that imports; `port` 0: any that is free."""
+    """Configuration of a server. `engine` None: the first of ENGINES that imports; `port` 0: any that is free."""
 
     host: str
     port: int

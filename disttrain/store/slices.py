@@ -17,7 +17,8 @@ Waited = TypeVar("Waited")
 def in_slices(
     keys: Sequence[str], wait: Callable[[float], Waited], timeout_s: float, check: Callable[[], object]
 ) -> Waited:
-    """What `wait(slice_s)` for `keys` returns in the end; `check` may raise between slices. The first is short.
+    """Waits for `keys` in slices, and returns the result of `wait(slice_s)`; `check` may raise between slices. The
+    first is short.
 
     Raises StoreTimeoutError after `timeout_s`.
     """

@@ -94,7 +94,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """A query sees the keys less than `size` positions away, on both sides: with Causal, `size` of them, its own among."""
+    """A query sees the keys less than `size` positions away, on both sides; with Causal the last `size`."""
 
     size: int
 

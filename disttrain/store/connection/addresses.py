@@ -1,4 +1,4 @@
-"""How hosts are looked up, and which of this machine's addresses others can reach."""
+"""Looks up hosts, and the addresses of this machine that others can reach."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from disttrain.store.protocol.limits import SETTING_OF
 from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Answer, Encoder, Op, WireError
 
 SLACK_S: Final = 2.0
-"""How long after a request's timeout the server may still take to say so itself."""
+"""The time after a request's timeout in which the server may still say so itself."""
 
 _CANCEL_S: Final = 1.0
 _READ_BYTES: Final = (448,)
@@ -39,7 +39,7 @@ _TIMER_STEP_S: Final = 1.0
 
 
 class _Forks:
-    """How often this process, or one that it was forked from, has been forked from another."""
+    """Counts the forks that led to this process."""
 
     num_forks = 0
 
@@ -193,11 +193,11 @@ class Channel:
         self._parked[call] = None
         return call.wake
 
-    def _lead(self, op: Op, own: _Call, deadline_s: float) -> Answer:
+    def _lead(self, op: Op, own_call: _Call, deadline_s: float) -> Answer:
         """Read until our own answer has come."""
         inbox = self._inbox
         usual_size = size = _LARGE_READ_BYTES if op in _LARGE_ANSWERS else _READ_BYTES
-        while own.answer is None:
+        while own_call.answer is None:
             if not inbox:
                 remaining_s = deadline_s - monotonic()
                 if not remaining_s <= self._read_timer_s <= remaining_s + _TIMER_STEP_S:
@@ -219,13 +219,13 @@ class Channel:
                 with self._mutex:
                     for request_id, status, value in messages:
                         call = self._calls.pop(request_id, None)
-                        if call is own:
-                            own.answer = (status, value)
+                        if call is own_call:
+                            own_call.answer = (status, value)
                             self._leader = None
                         else:
                             self._hand_out(request_id, call, (status, value))
                     if self._leader is None and (self._parked or self._broken):
-                        self._step_down(own)
+                        self._step_down(own_call)
             except BaseException as error:
                 # The decoder and the calls may not fit together any more; what has no answer is asked again.
                 self._shut_down()
@@ -233,7 +233,7 @@ class Channel:
                     raise
                 self.close(error.problem.rstrip(".") if isinstance(error, WireError) else "a reply made no sense")
                 raise self._gone(op) from None
-        return own.answer
+        return own_call.answer
 
     def _set_read_timer(self, op: Op, remaining_s: float) -> None:
         if remaining_s <= 0:
@@ -279,8 +279,8 @@ class Channel:
                 calls = list(self._calls.values())
             self._set_timer(socket.SO_SNDTIMEO, max(SLACK_S, deadline_s - monotonic()))
             for call in calls:
-                request_id, asked, *arguments = call.request
-                op_or_repeated = -asked if call.was_sent else asked
+                request_id, requested, *arguments = call.request
+                op_or_repeated = -requested if call.was_sent else requested
                 call.was_sent = True
                 self._socket.sendall(self._encode((request_id, op_or_repeated, *arguments)))
         except OSError as error:

@@ -37,7 +37,7 @@ class Link(NamedTuple):
 
 
 _GONE_S: Final = 2.0
-"""How long somebody must have listened for nobody, before a server that has been there is taken for gone."""
+"""The time for which nobody must have listened before a server that has been there is taken for gone."""
 
 
 class Dialer:
@@ -53,7 +53,8 @@ class Dialer:
         self.address: Address = (host, port)
         self.standby = standby
         self.was_there = False
-        """Whether the server is known to have been there: then who finds nobody listening need not wait for it."""
+        """True once the server is known to have been there: then a client that finds nobody listening need not wait for
+        it."""
         self.vote = 0
         """For a standby, see `handshake`."""
         self._token = token

@@ -1,4 +1,4 @@
-"""How a store is named to another process, which opens it with a connection of its own."""
+"""Names a store to another process, which opens it with a connection of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disttrain.store.tls.certificates import Certificates
 
 
 def store_to_plain(store: Store) -> list[Any]:
-    """What `store_from_plain` needs, the token included: give it to processes of the job only.
+    """The arguments of `store_from_plain`, the token included: give them to processes of the job only.
 
     Raises StoreError for a store that lives in one process.
     """

@@ -1,4 +1,4 @@
-"""What the stores say when they cannot do what was asked: one wording, whoever holds the keys."""
+"""Sentences for requests that a store cannot serve: one wording, whoever holds the keys."""
 
 from __future__ import annotations
 

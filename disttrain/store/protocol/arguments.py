@@ -1,4 +1,4 @@
-"""What the arguments of a request must be. Whatever a client sends, the answer is a sentence and never a crash."""
+"""Checks the arguments of a request. Whatever a client sends, the answer is a sentence and never a crash."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Arguments:
         if len(value) > self._value_bytes:
             self.over(f"the value of key {key!r}", len(value), "value_bytes")
 
-    def over(self, what: str, count: int, limit: str) -> NoReturn:
+    def over(self, subject: str, count: int, limit: str) -> NoReturn:
         """End the request: it is over the limit named `limit`."""
-        raise Refusal(Status.LIMIT, over_limit(what, count, limit, self._limits))
+        raise Refusal(Status.LIMIT, over_limit(subject, count, limit, self._limits))
 
 
 def counter(key: str, text: bytes) -> int:

@@ -93,12 +93,12 @@ def new_nonce() -> bytes:
 
 
 def client_proof(token: str, server_nonce: bytes, client_nonce: bytes, certificate: bytes = b"") -> bytes:
-    """What a client sends to show that it knows the token; `certificate`: digest of the server's, b"" without TLS."""
+    """The proof of a client that it knows the token; `certificate`: digest of the server's, b"" without TLS."""
     return _mac(token, _CLIENT, server_nonce, client_nonce, certificate)
 
 
 def server_proof(token: str, server_nonce: bytes, client_nonce: bytes, certificate: bytes = b"") -> bytes:
-    """What a server sends back to show that it knows the token too."""
+    """The proof of a server that it knows the token too."""
     return _mac(token, _SERVER, server_nonce, client_nonce, certificate)
 
 

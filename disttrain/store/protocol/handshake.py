@@ -1,4 +1,4 @@
-"""How a connection begins, seen from each side: hello, answer, verdict. Messages in, messages out; no sockets.
+"""The begin of a connection, from each side: hello, answer, verdict. Messages in, messages out; no sockets.
 
     server: [MAGIC, version, server_nonce]          an empty nonce: this server has no token and asks for none
                                                     TLS_ONLY in its place: you should have begun with TLS
@@ -34,7 +34,7 @@ class SessionGoneError(StoreError):
 
 
 class StandbyError(StoreConnectionError):
-    """What listens at this address is a standby that has not taken over."""
+    """The server at this address is a standby that has not taken over."""
 
 
 def to_address(plain: object) -> Address | None:
@@ -63,11 +63,11 @@ class ServerHandshake:
         """For a standby: the term in which this client, an elector, has sided with it."""
 
     def hello(self) -> Message:
-        """What the server says first."""
+        """The first message of the server."""
         return [MAGIC, PROTOCOL_VERSION, self._nonce]
 
     def verdict(self, answer: Message, frame_bytes: int, standby: Address | None = None) -> Message:
-        """What the server says to the client's answer; the connection is open when the status is OK."""
+        """The server's verdict on the client's answer; the connection is open when the status is OK."""
         if not answer or type(answer[0]) is not int:
             return [int(Status.REFUSED), "This is a disttrain store; the client's first frame is not of its protocol."]
         if answer[0] != PROTOCOL_VERSION:
@@ -97,7 +97,7 @@ class ClientHandshake:
         self.session = session
         self._vote = vote
         self.standby: Address | None = None
-        """Who would take over from this server."""
+        """The standby that would take over from this server."""
         self._certificate = certificate
         self._token = token
         self._where = where
@@ -105,7 +105,7 @@ class ClientHandshake:
         self._server_nonce = b""
 
     def answer(self, hello: Message) -> Message:
-        """What the client says to the server's hello. Raises when the two cannot work together."""
+        """The client's answer to the server's hello. Raises when the two cannot work together."""
         if len(hello) != 3 or hello[0] != MAGIC:
             raise self._stranger()
         _, version, nonce = hello

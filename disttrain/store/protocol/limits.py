@@ -1,4 +1,4 @@
-"""How much a store's server takes from its clients, and what it says when one asks for more."""
+"""Limits on what clients may ask of a store's server, and the sentence for a request that exceeds one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTING_OF = {
 }
 
 
-def over_limit(what: str, count: int, limit: str, limits: Limits) -> str:
+def over_limit(subject: str, count: int, limit: str, limits: Limits) -> str:
     """The sentence for something of so many keys, clients or bytes that is over the limit named `limit`."""
     unit = limit.removeprefix("num_") if limit.startswith("num_") else "bytes"
-    return f"{what} has {count} {unit}; the limit is {getattr(limits, limit)} ({SETTING_OF[limit]})."
+    return f"{subject} has {count} {unit}; the limit is {getattr(limits, limit)} ({SETTING_OF[limit]})."

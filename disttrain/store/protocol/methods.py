@@ -101,7 +101,7 @@ class StoreMethods(Store, ABC):
         return existed
 
     def num_keys(self) -> int:
-        """How many keys exist."""
+        """The number of keys."""
         num_keys: int = self._ask(Op.NUM_KEYS, self._timeout_s)
         return num_keys
 
@@ -131,7 +131,7 @@ class StoreMethods(Store, ABC):
         return value
 
     def queue_len(self, key: str) -> int:
-        """How many values the queue `key` holds."""
+        """The number of values in the queue `key`."""
         num_values: int = self._ask(Op.QUEUE_LEN, self._timeout_s, key)
         return num_values
 

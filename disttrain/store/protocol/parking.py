@@ -43,7 +43,7 @@ class Parked:
 
 
 Table = dict[str, dict[Parked, None]]
-"""Who waits under each name, in the order in which they came."""
+"""The requests that wait under each name, in the order in which they came."""
 
 
 class Parking:
@@ -82,11 +82,11 @@ class Parking:
             _discard(parked.table, name, parked)
 
     def of(self, connection: int) -> list[Parked]:
-        """What `connection` waits for."""
+        """The requests of `connection` that wait."""
         return list(self._of.get(connection, {}).values())
 
     def find(self, connection: int, request_id: object) -> Parked | None:
-        """What `connection` waits for by this id."""
+        """The request of `connection` that waits by this id."""
         waits = self._of.get(connection)
         return None if waits is None or type(request_id) is not int else waits.get(request_id)
 

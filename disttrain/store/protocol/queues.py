@@ -27,17 +27,17 @@ class Queues:
         arguments: Arguments,
         charge: Callable[[int, int], None],
         answer: Callable[[Parked, bytes | None], None],
-        came: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._arguments = arguments
         self._charge = charge
         self._answer = answer
-        self._came = came
+        self._came = notify
         self._values: dict[str, deque[bytes]] = {}
         self._pushers: Table = {}
         self._poppers: Table = {}
         self.tables = {Op.QUEUE_PUSH: self._pushers, Op.QUEUE_POP: self._poppers}
-        """Who waits at which queue."""
+        """The requests that wait at each queue."""
 
     def push(self, name: str, value: bytes, capacity: int, timeout_s: float) -> Parked | None:
         """Op.QUEUE_PUSH."""
@@ -72,7 +72,7 @@ class Queues:
         return value
 
     def holds(self, name: str) -> bool:
-        """Whether there is a value in the queue."""
+        """True if there is a value in the queue."""
         return name in self._values
 
     def length(self, name: str) -> int:

@@ -1,4 +1,5 @@
-"""What each client was told last, in case that it did not hear: so a request that is repeated is applied once.
+"""Remembers each client's last answers, in case that it did not hear them: so a request that is repeated is applied
+once.
 
 A client whose connection breaks comes back with its session's name and repeats what it got no answer to. Answers
 arrive in the order in which they were sent, so those that it missed are the last ones, at most one for each of its
@@ -17,7 +18,7 @@ from typing import Final
 from disttrain.store.protocol.wire import Message, Status
 
 SESSION_S: Final = 60.0
-"""How long a client that was cut off may take to come back."""
+"""The time that a client that was cut off has to come back."""
 
 ASLEEP_S: Final = 24 * 3600.0
 """The same for one whose server is gone, and another has taken its place: who asks nothing meanwhile, as a rank that
@@ -43,7 +44,7 @@ class Session:
         self.waiting: set[int] = set()
         """Its parked requests whose answers must be kept."""
         self.expires_s = 0.0
-        """When it is forgotten, if it is cut off."""
+        """The time at which it is forgotten, if it is cut off."""
         self._replies: deque[Message] | None = None
         self._num_bytes = 0
         self._forgotten_id = -1
@@ -71,7 +72,8 @@ class Session:
         self.waiting.clear()
 
     def memory(self) -> tuple[int, list[Message]]:
-        """What `remember` makes the same session of: up to which request its replies are forgotten, and the others."""
+        """The arguments for `remember` to make the same session: up to which request its replies are forgotten, and the
+        others."""
         return self._forgotten_id, list(self._replies or ())
 
     def remember(self, forgotten_id: int, replies: list[Message]) -> None:
@@ -108,7 +110,7 @@ class Sessions:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `tick` wants to be called."""
+        """The next time to call `tick`."""
         return self._cut_off[0][0] if self._cut_off else None
 
     def begin(self, name: bytes, connection: int) -> Session:

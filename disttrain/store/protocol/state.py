@@ -73,12 +73,12 @@ class StoreState:
 
     @property
     def num_parked(self) -> int:
-        """How many requests wait for an answer."""
+        """The number of requests that wait for an answer."""
         return self._parking.num_parked
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `expire` wants to be called; it may turn out then that nothing has expired."""
+        """The next time to call `expire`; it may turn out then that nothing has expired."""
         return self._parking.next_deadline_s
 
     def handle(self, connection: int, request: Message, now_s: float) -> list[Outgoing]:
@@ -91,12 +91,12 @@ class StoreState:
             if request_id < 0 or len(request) < 2:
                 refuse("a request is [request_id, op, *arguments] with a request_id >= 0.")
             _, op, *arguments = request
-            found = self._handlers.get(op) if isinstance(op, int) else None
-            if found is None:
+            entry = self._handlers.get(op) if isinstance(op, int) else None
+            if entry is None:
                 if op == Op.CANCEL:
                     return self._cancel(connection, request_id, arguments)
                 refuse(f"there is no operation {shown(op)}.")
-            handler, num_arguments = found
+            handler, num_arguments = entry
             if len(arguments) != num_arguments:
                 refuse(f"{Op(op).name.lower()} takes {num_arguments} arguments, not {len(arguments)}.")
             result = handler(*arguments)
@@ -130,7 +130,7 @@ class StoreState:
         return [] if parked is None else [self._time_out(parked)]
 
     def waits(self, connection: int, request_id: object) -> bool:
-        """Whether `connection` waits for an answer by this id: another request may not have it meanwhile."""
+        """True while `connection` waits for an answer by this id: another request may not have it meanwhile."""
         return self._parking.find(connection, request_id) is not None
 
     # For a copy of this state.
@@ -150,10 +150,10 @@ class StoreState:
 
     def _cancel(self, connection: int, request_id: int, arguments: Message) -> list[Outgoing]:
         """Forget one request that the connection waits for; True when it did."""
-        found = self._parking.find(connection, arguments[0]) if len(arguments) == 1 else None
-        if found is not None:
-            self._parking.leave(found)
-        return [(connection, [request_id, 0, found is not None])]
+        parked = self._parking.find(connection, arguments[0]) if len(arguments) == 1 else None
+        if parked is not None:
+            self._parking.leave(parked)
+        return [(connection, [request_id, 0, parked is not None])]
 
     # Operations: each checks all of its arguments before it changes anything.
 
@@ -355,7 +355,7 @@ class StoreState:
         self._check_reply(f"the reply with the values of {len(keys)} keys", sum(map(len, values)), len(values))
         return values
 
-    def _check_reply(self, what: str, num_bytes: int, num_items: int) -> None:
+    def _check_reply(self, subject: str, num_bytes: int, num_items: int) -> None:
         reply_bytes = num_bytes + _VALUE_OVERHEAD_BYTES * num_items + _REPLY_OVERHEAD_BYTES
         if reply_bytes > self.limits.frame_bytes:
-            self._arguments.over(what, reply_bytes, "frame_bytes")
+            self._arguments.over(subject, reply_bytes, "frame_bytes")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from disttrain.errors import StoreError
 
 Value = bytes | str
-"""What may be stored; a str is stored as its UTF-8 bytes."""
+"""A value of a store; a str is stored as its UTF-8 bytes."""
 
 
 def to_keys(operation: str, keys: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ Answer = tuple[int, Any]
 
 @unique
 class Op(IntEnum):
-    """What a client may ask; the comment shows the arguments."""
+    """Operations of a client; the comment shows the arguments."""
 
     SET = 1  # key, value
     GET = 2  # key, timeout_s
@@ -72,12 +72,12 @@ class Op(IntEnum):
 READING: Final = frozenset(
     (Op.GET, Op.CHECK, Op.WAIT, Op.NUM_KEYS, Op.MULTI_GET, Op.LIST_KEYS, Op.QUEUE_LEN, Op.WATCH, Op.CANCEL)
 )
-"""What changes nothing, and so may be done twice."""
+"""Operations that change nothing, and so may be done twice."""
 
 
 @unique
 class Status(IntEnum):
-    """How an answer ended. Every status but OK comes with a sentence that says what was wrong."""
+    """Results of a request. Every status but OK comes with a sentence that says what was wrong."""
 
     OK = 0
     TIMEOUT = 1
@@ -128,7 +128,7 @@ class Decoder:
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
         self.num_missing_bytes = 0
-        """How many bytes, at least, the frame that has begun still needs; 0: none has begun."""
+        """The number of bytes, at least, that the frame that has begun still needs; 0: none has begun."""
         self._rest = bytearray()
         self._wanted_bytes = HEADER_BYTES
 

@@ -35,7 +35,7 @@ HANDSHAKE_S: Final = 5.0
 _LATE_S: Final = 0.5
 
 _CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
-"""Which operations change something; those that concern the session are missing."""
+"""Operations by whether they change something; those that concern the session are missing."""
 
 
 class _Connection:
@@ -83,7 +83,7 @@ class Hub:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `tick` wants to be called."""
+        """The next time to call `tick`."""
         unproved = next(iter(self._unproved.values()), None)
         deadlines = (self.state.next_deadline_s, self._sessions.next_deadline_s, unproved, self._lead.deadline_s)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -103,7 +103,7 @@ class Hub:
         return actions
 
     def is_proved(self, connection: int) -> bool:
-        """Whether this is a client; False for a peer that may still have to prove that it knows the token."""
+        """True for a client; False for a peer that may still have to prove that it knows the token."""
         peer = self._connections.get(connection)
         return peer is not None and peer.session is not None
 
@@ -123,8 +123,8 @@ class Hub:
         return actions if self._lead.journal is None else self._lead.after(actions, now_s)
 
     def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
-        """What a client's requests bring it and others."""
-        own: list[bytes] = []
+        """Actions that follow from a client's requests, for it and for others."""
+        encoded: list[bytes] = []
         actions: list[Action] = []
         farewell: list[Action] = []
         for message in messages:
@@ -134,9 +134,9 @@ class Hub:
                 break
             changes = _changes(message)
             if changes is None:
-                told = self._special(connection, session, message, now_s)
-                if told is not None:
-                    own.append(told)
+                special = self._special(connection, session, message, now_s)
+                if special is not None:
+                    encoded.append(special)
                     if connection not in self._connections:
                         break
                     continue
@@ -152,11 +152,11 @@ class Hub:
             reply = replies[0][1]
             if changes:
                 session.keep(reply)
-            own.append(self._encode(reply))
+            encoded.append(self._encode(reply))
             if len(replies) > 1:
                 actions += map(self._woken, replies[1:])
-        if own:
-            actions.append((connection, own[0] if len(own) == 1 else b"".join(own), ""))
+        if encoded:
+            actions.append((connection, encoded[0] if len(encoded) == 1 else b"".join(encoded), ""))
         actions += farewell
         return actions
 
@@ -189,7 +189,7 @@ class Hub:
 
     @property
     def is_deposed(self) -> bool:
-        """Whether the standby may have taken over: nothing is to be answered any more."""
+        """True if the standby may have taken over: nothing is to be answered any more."""
         return self._lead.is_deposed
 
     def close(self) -> None:
@@ -220,14 +220,15 @@ class Hub:
         return actions
 
     def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
-        """What concerns the session; its reply, or b"", if that is all, None where the state must be asked."""
+        """Handles a message that concerns the session; returns its reply, or b"", if that is all, None where the state
+        must be asked."""
         request_id, op = message[:2]
         if type(request_id) is not int or type(op) is not int:
             return None
         if op < 0:
             message[1] = op = -op
-            if op not in READING and (told := session.told(request_id)) is not None:
-                return self._encode(told)
+            if op not in READING and (remembered := session.told(request_id)) is not None:
+                return self._encode(remembered)
         if op == Op.LEAVE:
             self._lead.left(connection, now_s)
             self._sessions.end(session)
@@ -324,7 +325,7 @@ class Hub:
 
 
 def _changes(message: Message) -> bool | None:
-    """Whether the request may change something; None: it concerns the session, or is no operation."""
+    """True if the request may change something; None: it concerns the session, or is no operation."""
     try:
         return _CHANGES.get(message[1])
     except (IndexError, TypeError):

@@ -1,4 +1,5 @@
-"""What a server does for its standby's sake: tells it what happens, holds answers, asks electors when it is gone.
+"""A server's duties as leader: it tells its standby what happens, holds answers, asks electors when the standby is
+gone.
 
 It stands between the hub, which says who comes, asks and goes, and the journal of the standby that there is at present.
 """
@@ -20,7 +21,7 @@ ABSENT_S: Final = 10.0
 
 
 MOST_PATIENCE_S: Final = 60.0
-"""How long a standby may ask to be borne with: nobody is answered meanwhile."""
+"""The longest time that a standby may ask for, while nobody is answered."""
 
 
 class Lead:
@@ -51,12 +52,12 @@ class Lead:
 
     @property
     def standby(self) -> Address | None:
-        """Where clients are to look if this server is gone."""
+        """The address for clients if this server is gone."""
         return self.journal.standby if self.journal is not None and self._is_announced else None
 
     @property
     def deadline_s(self) -> float | None:
-        """When `tick` wants to be called."""
+        """The next time to call `tick`."""
         deadlines = [*list(self._absent.values())[:1], *([] if self.journal is None else [self.journal.deadline_s])]
         return min(deadlines, default=None)
 
@@ -148,16 +149,16 @@ class Lead:
                     self._tell_electors()
                 if self.journal is None:
                     return encode([message[0], int(Status.OK), [self._term, False]])
-                told = self.journal.elect(session, for_leader, for_standby)
+                outcome = self.journal.elect(session, for_leader, for_standby)
                 self._term = self.journal.term
-                self.journal.unheld.append((connection, encode([message[0], int(Status.OK), told]), ""))
+                self.journal.unheld.append((connection, encode([message[0], int(Status.OK), outcome]), ""))
                 return b""
         return encode([message[0], int(Status.REFUSED), "elect takes two terms."])
 
     # What goes out.
 
     def after(self, actions: list[Action], now_s: float) -> list[Action]:
-        """What of `actions`, and of earlier ones, may go out, with what the standby is told."""
+        """The actions that may go out, of these and of earlier ones, with the messages to the standby."""
         journal = self.journal
         if journal is None:
             return actions

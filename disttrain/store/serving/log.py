@@ -12,7 +12,7 @@ MAX_LINES: Final = 50
 
 
 class Log:
-    """Where the server says whom it hung up on, and why."""
+    """Logs the peers that the server hung up on, and why."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor = descriptor

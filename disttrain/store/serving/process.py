@@ -63,7 +63,7 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended."""
+        """True if the process has not ended."""
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -107,7 +107,8 @@ def limits_from_settings() -> Limits:
 
 
 def certificates_from_settings() -> Certificates | None:
-    """What the environment's settings name; None: no TLS. Raises SettingError for a part without the others."""
+    """The certificates that the environment's settings name; None: no TLS. Raises SettingError for a part without the
+    others."""
     ca_file, cert_file, key_file = STORE_TLS_CA.read(), STORE_TLS_CERT.read(), STORE_TLS_KEY.read()
     asks_clients = STORE_TLS_ASK_CLIENTS.read()
     if ca_file is None:
@@ -116,8 +117,8 @@ def certificates_from_settings() -> Certificates | None:
                 raise _incomplete(setting.name, STORE_TLS_CA.name, "the store would go without TLS")
         return None
     if (cert_file is None) != (key_file is None):
-        given, missing = (STORE_TLS_CERT, STORE_TLS_KEY) if key_file is None else (STORE_TLS_KEY, STORE_TLS_CERT)
-        raise _incomplete(given.name, missing.name, "one is of no use without the other")
+        present, missing = (STORE_TLS_CERT, STORE_TLS_KEY) if key_file is None else (STORE_TLS_KEY, STORE_TLS_CERT)
+        raise _incomplete(present.name, missing.name, "one is of no use without the other")
     if cert_file is None or key_file is None:
         return Certificates(_absolute(ca_file))
     return Certificates(_absolute(ca_file), _absolute(cert_file), _absolute(key_file), asks_clients)
@@ -128,8 +129,8 @@ def _absolute(path: Path) -> str:
     return str(path.absolute())
 
 
-def _incomplete(given: str, missing: str, reason: str) -> SettingError:
-    return SettingError("settings", f"{given} is set and {missing} is not; {reason}.", f"Set {missing} too.")
+def _incomplete(present: str, missing: str, reason: str) -> SettingError:
+    return SettingError("settings", f"{present} is set and {missing} is not; {reason}.", f"Set {missing} too.")
 
 
 def spawn_server(

@@ -1,4 +1,4 @@
-"""What the two libuv shells share: who is connected, what to do with the hub's actions, when to stop.
+"""Parts that the two libuv shells share: connections, the hub's actions, the end.
 
 A shell subclasses `Shell` with five methods (run, stop, stop listening, timer, call) and hands it a `Peer` for each
 connection.
@@ -23,7 +23,7 @@ LONGEST_TIMER_S: Final = 3600.0
 
 
 class AnyHub(Protocol):
-    """What a shell asks of a hub: `Hub`, or one behind TLS."""
+    """The methods of a hub that a shell calls: `Hub`, or one behind TLS."""
 
     has_new_deadline: bool
 

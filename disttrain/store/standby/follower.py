@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from disttrain.store.tls.socket import ClientTls
 
 PATIENCE_S: Final = 4.0
-"""How long a leader bears with a standby that says nothing."""
+"""The time for which a leader waits for a standby that says nothing."""
 
 _BEATS: Final = 8
 """In that time."""
@@ -39,10 +39,10 @@ _VOTES: Final = 2
 """So many times as long a vote counts."""
 
 _ATTEMPT_S: Final = 1.0
-"""How long one attempt to reach a silent leader may take."""
+"""The time for one attempt to reach a silent leader."""
 
 _LOOK_S: Final = 60.0
-"""How long a leader is looked for that does not answer."""
+"""The time for which a leader is looked for that does not answer."""
 
 _PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.5
@@ -76,7 +76,7 @@ class Follower:
         self._lease_s = float("-inf")
         """Until when the leader cannot have gone on alone."""
         self._heard_s = float("-inf")
-        """When it has said something last: it may answer alone for a while (see `journal`)."""
+        """The time of its last message: it may answer alone for a while (see `journal`)."""
 
     def run(self) -> Replica | None:
         """All that the leader knew when it died; None: `close` was called.

@@ -1,4 +1,5 @@
-"""What a store's standby is told, and which answers wait until it knows. No I/O: entries and actions in, actions out.
+"""Replicates a server to its standby, and holds answers until the standby knows of them. No I/O: entries and actions
+in, actions out.
 
 A hub answers by what it was asked, in which order, and by nothing else. So a standby that is told all requests that
 change something, and when sessions begin and end, has the same keys, values, queues and sessions. A new one is first
@@ -29,7 +30,7 @@ Action = tuple[int, bytes, str]
 """(connection, bytes to write, why to hang up afterwards or "")."""
 
 WINDOW_BYTES: Final = 4 << 20
-"""How much of the present state is sent before an acknowledgement is waited for."""
+"""Bytes of the present state that are sent before an acknowledgement is waited for."""
 
 FRESH: Final = 0.5
 """Of the standby's patience: for so long after an entry was made that it has acknowledged, it follows."""
@@ -40,7 +41,7 @@ LATE_S: Final = 0.5
 
 @unique
 class Entry(IntEnum):
-    """What a standby is told; the comment shows what follows."""
+    """Kinds of entries for a standby; the comment shows what follows."""
 
     LIMITS = 0  # limits, term: those of the leader, first of all
     REQUEST = 1  # session, message: a client's request that may change something
@@ -88,7 +89,7 @@ class Journal:
         self.term = term
         """The last one that has begun, or is about to."""
         self.unheld: list[Action] = []
-        """What need not wait, since it tells nothing of the state."""
+        """Actions that need not wait, since they tell nothing of the state."""
         self._electors = [*electors]
         self._consent: Consent | None = None
         self._has_resigned = False
@@ -110,7 +111,7 @@ class Journal:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the standby is known to have all that it needs to take over."""
+        """True if the standby is known to have all that it needs to take over."""
         return self._synced is not None and self._num_acknowledged >= self._synced
 
     @property
@@ -175,7 +176,7 @@ class Journal:
 
     @property
     def may_go_alone(self) -> bool:
-        """Whether the standby does not take over, now that the deadline is over."""
+        """True if the standby does not take over, now that the deadline is over."""
         return self._has_resigned or self._consent is None or self._consent.may_go_alone
 
     def bear(self, now_s: float, is_closing: bool) -> bool:
@@ -189,7 +190,8 @@ class Journal:
         return not (self.asks and self.may_go_alone)
 
     def actions(self, actions: list[Action], now_s: float) -> list[Action]:
-        """What may go out now: what waited for acknowledgements that have come, entries, and of `actions` what may."""
+        """The actions that may go out now: those whose acknowledgements have come, entries, and of `actions` what
+        may."""
         if now_s > self._fresh_s and self.is_ready and any(data for _, data, _ in actions):
             self._ask(now_s)
         out, self.unheld = self.unheld, []

@@ -65,14 +65,14 @@ def _request(op: Op, *arguments: Any) -> Message:
 
 
 class Replica:
-    """What a standby knows."""
+    """A standby's copy of its leader's state."""
 
     def __init__(self) -> None:
         self.state = StoreState()
         self.sessions = Sessions()
         self.num_entries = 0
         self.is_synced = False
-        """Whether this is the leader's state, as it was at the last entry."""
+        """True if this is the leader's state, as it was at the last entry."""
         self.term = 0
         self.electors: list[bytes] = []
         self.beat = 0

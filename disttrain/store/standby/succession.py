@@ -1,4 +1,4 @@
-"""Who may go on alone when a leader and its standby lose each other: never both. Pure: no clock, no I/O.
+"""Decides who may go on alone when a leader and its standby lose each other: never both. Pure: no clock, no I/O.
 
 Electors are clients with a say, one for each node of a job. In each term each of them sides at most once: with the
 leader, that it may go on without this standby, or with the standby, that it may take over from this leader. The leader
@@ -53,12 +53,12 @@ class Consent:
 
     @property
     def wants_renewal(self) -> bool:
-        """Whether somebody has sided, and no new term is on its way."""
+        """True if somebody has sided, and no new term is on its way."""
         return bool(self._with_us or self._against_us) and self._renewed is None
 
     @property
     def may_go_alone(self) -> bool:
-        """Whether the standby can never have enough in this term."""
+        """True if the standby can never have enough in this term."""
         return all(2 * len(self._with_us & electors) >= len(electors) for _, electors in self._sets)
 
 

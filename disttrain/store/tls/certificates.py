@@ -1,4 +1,5 @@
-"""Which files TLS takes its certificates from. Nothing here reads them, or loads `ssl`: that is done where they serve.
+"""Names the files that TLS takes its certificates from. Nothing here reads them, or loads `ssl`: that is done where
+they serve.
 
 All of a job's processes trust one certificate authority, and nothing else: the machine's own list plays no part. A
 server shows a certificate; clients show theirs where the server asks for it.

@@ -21,7 +21,7 @@ from disttrain.store.tls.certificates import Certificates
 from disttrain.store.tls.records import Tunnel, digest_of, make_context, reason_of
 
 HANDSHAKE_BYTES: Final = 32 << 10
-"""What a peer may send, certificates and all, until it has proved that it knows the token."""
+"""The bytes that a peer may send, certificates and all, until it has proved that it knows the token."""
 
 
 class TlsHub:
@@ -104,7 +104,7 @@ class TlsHub:
         self._hub.close()
 
     def _counted(self, connection: int, tunnel: Tunnel, num_bytes: int) -> bool:
-        """Whether a peer may send so many bytes more; counts no further once it has proved who it is."""
+        """True if a peer may send so many bytes more; counts no further once it has proved who it is."""
         tunnel.num_bytes += num_bytes
         if tunnel.num_bytes <= HANDSHAKE_BYTES:
             return True

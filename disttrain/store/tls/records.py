@@ -30,7 +30,7 @@ _END: Final = "-----END CERTIFICATE-----"
 
 
 def make_context(certificates: Certificates, *, is_server: bool) -> ssl.SSLContext:
-    """How this side speaks TLS. Raises SettingError for files that cannot be used."""
+    """The TLS configuration of this side. Raises SettingError for files that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -64,7 +64,7 @@ def _no_password() -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """What OpenSSL, or the file system, has to say, in a few words."""
+    """The reason of OpenSSL, or of the file system, in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, ssl.SSLError):
@@ -99,7 +99,7 @@ class Tunnel:
 
     @property
     def has_more(self) -> bool:
-        """Whether `read` may have something without more bytes from the wire."""
+        """True if `read` may have something without more bytes from the wire."""
         return bool(self._incoming.pending or self._tls.pending())
 
     def write_wire(self, data: bytes) -> None:
@@ -132,7 +132,7 @@ class Tunnel:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def seal(self, data: bytes) -> bytes:
-        """What goes over the wire for `data`, with all that waited before; b"" until the handshake is over."""
+        """The bytes on the wire for `data`, with all that waited before; b"" until the handshake is over."""
         if not self.is_open:
             self._held += data
             return self.flush()
@@ -149,7 +149,7 @@ class Tunnel:
         return b"".join(parts)
 
     def flush(self) -> bytes:
-        """What TLS itself has to say."""
+        """The bytes that TLS itself has to send."""
         return self._outgoing.read()
 
     def peer_digest(self) -> bytes:

@@ -97,7 +97,7 @@ class TlsSocket:
 
 
 class ClientTls:
-    """How one client, and its clones, put their links into TLS; `where`, in what follows, is the server's address."""
+    """Puts the links of one client, and of its clones, into TLS; `where`, in what follows, is the server's address."""
 
     def __init__(self, certificates: Certificates) -> None:
         """Reads the files; raises SettingError for those that cannot be used."""
@@ -129,7 +129,7 @@ class ClientTls:
         return TlsSocket(connection, tunnel), tunnel.peer_digest()
 
     def refusal(self, error: BaseException, where: str) -> StoreAuthError | None:
-        """What to raise in place of `error`, when it says that the certificates don't fit."""
+        """The error to raise in place of `error`, when it says that the certificates don't fit."""
         if isinstance(error, ssl.SSLCertVerificationError):
             problem = f"the server's certificate is not one of the job's: {error.verify_message}."
         elif isinstance(error, ssl.SSLError) and error.reason and "ALERT" in error.reason:
