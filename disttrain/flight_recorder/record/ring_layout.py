@@ -1,4 +1,4 @@
-"""Where what lies in a ring file: a head of fixed size that is written in place, then entries that are appended.
+"""The layout of a ring file: a head of fixed size that is written in place, then entries that are appended.
 
     0     MAGIC, padded with zeros to 32 bytes
     32    version, number of slots, number of counters, where the entries begin: four u32

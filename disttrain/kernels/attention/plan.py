@@ -55,11 +55,11 @@ class Call(NamedTuple):
 
 def candidates(machine: Machine, call: Call) -> tuple[str, ...]:
     """Names of what is worth measuring for the call; never empty. The first is the rule's choice."""
-    found = serving(machine, call)
-    if len(found) > 1 and FLEX in found and call.window in _PLAIN and not call.has_changes:
+    names = serving(machine, call)
+    if len(names) > 1 and FLEX in names and call.window in _PLAIN and not call.has_changes:
         # It would have to be compiled to be compared, and is behind where the others serve.
-        return tuple(name for name in found if name != FLEX)
-    return found
+        return tuple(name for name in names if name != FLEX)
+    return names
 
 
 def serving(machine: Machine, call: Call) -> tuple[str, ...]:
