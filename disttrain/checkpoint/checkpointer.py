@@ -15,7 +15,7 @@ from disttrain.checkpoint.async_saving.pending import PendingSave
 from disttrain.checkpoint.async_saving.saver import AsyncSaver, WhenBusy
 from disttrain.checkpoint.loading.fits import LoadReport, Misfit, Rename, Rules
 from disttrain.checkpoint.loading.load import load_folder
-from disttrain.checkpoint.memory.loading import kept_saves, load_kept
+from disttrain.checkpoint.memory.loading import load_replica, replicated_saves
 from disttrain.checkpoint.memory.peer_memory import PeerMemory
 from disttrain.checkpoint.saving.commit import retire_old
 from disttrain.checkpoint.saving.consensus import Consensus
@@ -143,7 +143,7 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest step with a whole save; None where there is none."""
         consensus = Consensus("Checkpointer.latest")
-        with kept_saves(consensus, self._memory) as replicas:
+        with replicated_saves(consensus, self._memory) as replicas:
             return max((*self._agreed_steps(consensus), *(save.step for save in replicas)), default=None)
 
     def load(
@@ -163,12 +163,12 @@ class Checkpointer:
         """
         rules = Rules.of(allow, convert, rename)
         consensus = Consensus("Checkpointer.load")
-        with kept_saves(consensus, self._memory) as replicas:
+        with replicated_saves(consensus, self._memory) as replicas:
             steps = self._agreed_steps(consensus)
             for save in replicas:
                 if save.step < max(steps, default=0) if step is None else save.step != step:
                     continue
-                report = load_kept(consensus, state, save, rules)
+                report = load_replica(consensus, state, save, rules)
                 if report is not None:
                     self.report = report
                     return save.step

@@ -82,7 +82,7 @@ def is_as_traced(module: nn.Module, assumed: tuple[Assumed, ...], values: tuple[
     return True
 
 
-class _Untold(Exception):
+class _Untraceable(Exception):
     """Something is done that a graph does not tell."""
 
 
@@ -91,12 +91,12 @@ class _Watch:
 
     def __init__(self, module: nn.Module) -> None:
         self.assumed: dict[tuple[tuple[str, ...], str], Any] = {}
-        self.is_untold = False
+        self.is_untraceable = False
         self.paths = {id(child): tuple(path.split(".")) if path else () for path, child in module.named_modules()}
 
     def refuse(self) -> None:
-        self.is_untold = True
-        raise _Untold
+        self.is_untraceable = True
+        raise _Untraceable
 
     def read(self, module: nn.Module, name: str, value: Any) -> None:
         path = self.paths[id(module)]
@@ -149,10 +149,10 @@ class _Tracer(fx.Tracer):
 
 def _trace(module: nn.Module) -> Trace:
     watch = _Watch(module)
-    with _TRACING, _watched(module, watch), _own_gradients_refused(watch):
+    with _TRACING, _watched(module, watch), _refusing_own_gradients(watch):
         graph = _Tracer(watch).trace(module)
-    if watch.is_untold:
-        raise _Untold
+    if watch.is_untraceable:
+        raise _Untraceable
     return Trace(graph, tuple(Assumed(*path, value) for path, value in watch.assumed.items()))
 
 
@@ -188,7 +188,7 @@ def _watched_class(kind: type[nn.Module], watch: _Watch) -> Any:
 
 
 @contextmanager
-def _own_gradients_refused(watch: _Watch) -> Iterator[None]:
+def _refusing_own_gradients(watch: _Watch) -> Iterator[None]:
     """Within, an autograd.Function of a stand-in is refused: operators of its forward don't tell its backward."""
     original: Any = vars(torch.autograd.Function)["apply"]
 

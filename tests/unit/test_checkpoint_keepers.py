@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.checkpoint.memory.replica_placement import Holding, KeptName, WholeSave, keeper_of, nodes_of, whole_saves
+from disttrain.checkpoint.memory.replica_placement import (
+    CompleteSave,
+    Holding,
+    ReplicaName,
+    complete_saves,
+    keeper_of,
+    nodes_of,
+)
 from disttrain.errors import CheckpointError
 
 WORLDS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -57,13 +64,13 @@ def test_a_save_is_whole_without_any_one_node(num_ranks: list[int], data: st.Dat
             if rank == 0:
                 has["manifest.json"] = 7
     lost = data.draw(st.integers(0, len(nodes) - 1)) if len(nodes) > 1 else None
-    name = KeptName(5, 1, "a")
+    name = ReplicaName(5, 1, "a")
     found = {
         node.start: [Holding(name, has, files if "manifest.json" in has else None)]
         for number, (node, has) in enumerate(zip(nodes, on_node, strict=True))
         if number != lost
     }
-    (whole,) = whole_saves(found)
+    (whole,) = complete_saves(found)
     assert whole.name == name
     assert all(whole.holders[name] for name in files)
 
@@ -72,7 +79,7 @@ NEEDED = {"manifest.json": 1, "x": 10, "y": 20}
 
 
 def test_the_newest_comes_first_and_what_lacks_a_file_not_at_all() -> None:
-    a, b, c, d, e = (KeptName(*row) for row in ((1, 1, "a"), (2, 2, "b"), (3, 3, "c"), (4, 4, "d"), (3, 5, "e")))
+    a, b, c, d, e = (ReplicaName(*row) for row in ((1, 1, "a"), (2, 2, "b"), (3, 3, "c"), (4, 4, "d"), (3, 5, "e")))
     found = {
         0: [
             Holding(a, {"manifest.json": 1, "x": 10}, NEEDED),
@@ -86,20 +93,20 @@ def test_the_newest_comes_first_and_what_lacks_a_file_not_at_all() -> None:
             Holding(e, {"y": 20}, None),  # another save of the same step
         ],
     }
-    assert whole_saves(found) == [
-        WholeSave(b, {"manifest.json": [0], "x": [0], "y": [0]}),
-        WholeSave(a, {"manifest.json": [0], "x": [0, 2], "y": [2]}),
+    assert complete_saves(found) == [
+        CompleteSave(b, {"manifest.json": [0], "x": [0], "y": [0]}),
+        CompleteSave(a, {"manifest.json": [0], "x": [0, 2], "y": [2]}),
     ]
 
 
 def test_what_was_made_before_training_went_back_is_not_newer() -> None:
     """Steps 10, 20 and 30 are saved; training goes back to 10, and saves 20 again."""
     rows = [(10, 1, "f"), (20, 2, "e"), (30, 3, "d"), (20, 4, "c")]
-    found = {0: [Holding(KeptName(*row), NEEDED, NEEDED) for row in rows]}
-    assert [save.name for save in whole_saves(found)] == [KeptName(20, 4, "c"), KeptName(10, 1, "f")]
+    found = {0: [Holding(ReplicaName(*row), NEEDED, NEEDED) for row in rows]}
+    assert [save.name for save in complete_saves(found)] == [ReplicaName(20, 4, "c"), ReplicaName(10, 1, "f")]
 
 
 def test_a_copy_less_leaves_the_others() -> None:
-    save = WholeSave(KeptName(1, 1, "a"), {"x": [0, 2], "y": [2]})
-    assert save.without([["x", 0]]) == WholeSave(save.name, {"x": [2], "y": [2]})
+    save = CompleteSave(ReplicaName(1, 1, "a"), {"x": [0, 2], "y": [2]})
+    assert save.without([["x", 0]]) == CompleteSave(save.name, {"x": [2], "y": [2]})
     assert save.without([["x", 0], ["y", 2]]) is None

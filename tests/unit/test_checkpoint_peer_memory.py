@@ -17,12 +17,12 @@ from disttrain.checkpoint import Checkpointer, PeerMemory
 from disttrain.checkpoint.memory import exchange
 from disttrain.checkpoint.memory.exchange import Address, FileServer, RemoteFile, put_file, remote_file
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
-from disttrain.checkpoint.memory.replica_placement import KeptName
+from disttrain.checkpoint.memory.replica_placement import ReplicaName
 from disttrain.errors import CheckpointError
 from disttrain.store import FileStore, PrefixStore
 
 A, B, C, D = (
-    KeptName(step, order, digit * 32).folder
+    ReplicaName(step, order, digit * 32).folder
     for step, order, digit in ((1, 1, "f"), (2, 2, "e"), (3, 3, "d"), (2, 4, "c"))
 )
 
@@ -65,7 +65,7 @@ def test_what_was_loaded_stays_and_newer_ones_do_not(memory: NodeMemory) -> None
     for save in (A, B, C):
         put(memory, save)
     memory.keep(C)  # whose copies turned out to be damaged
-    loaded = KeptName.of(B)
+    loaded = ReplicaName.of(B)
     assert loaded is not None
     memory.go_on_from(loaded)
     assert memory.make_room() == 3

@@ -155,7 +155,7 @@ class AsyncSaver:
         except Exception as error:  # noqa: BLE001  all ranks must hear of it, and this one's next call raises it
             self._finisher.submit(session.refuse, pending.number, as_ours(error))
         untold, self._untold = self._untold, []
-        _tell_of(untold, consensus.rank)
+        _warn_of(untold, consensus.rank)
         return pending
 
     def finish(self) -> None:
@@ -171,10 +171,10 @@ class AsyncSaver:
         failures, ended = self._failures(), list(self._under_way)
         rank = 0 if self._session is None else self._session.rank
         self._reset(joins=True)
-        _tell_of([*self._untold, *ended], rank)
+        _warn_of([*self._untold, *ended], rank)
         self._untold.clear()
         if failures:
-            raise _told(failures)
+            raise _combined(failures)
 
     def let_go(self) -> None:
         """Take no more saves; what is under way goes on."""
@@ -328,7 +328,7 @@ class _Described:
         return Digests(self.tree.taken_as_alike(self.outline) if self._has_others else {})
 
 
-def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> CheckpointError:
+def _combined(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> CheckpointError:
     """One error for all saves that have failed."""
     (first, error), *others = failures
     combined = CheckpointError(
@@ -339,7 +339,7 @@ def _told(failures: Sequence[tuple[PendingSave, CheckpointError]]) -> Checkpoint
     return combined
 
 
-def _tell_of(ended: Sequence[PendingSave], rank: int) -> None:
+def _warn_of(ended: Sequence[PendingSave], rank: int) -> None:
     for save in ended:
         if rank == 0:
             warn_of_copies(save.differing, are_mixed=True)

@@ -72,13 +72,15 @@ class Stager:
         events = []
         for device in {*by_device, *last}:
             if device.type == "cuda":
-                events.append(self._copy_beside(device, by_device.get(device, []), last.get(device, []), optimizers))
+                events.append(
+                    self._copy_on_side_stream(device, by_device.get(device, []), last.get(device, []), optimizers)
+                )
             else:
                 for target, source in (*by_device.get(device, []), *last.get(device, [])):
                     target.copy_(source)
         return events
 
-    def _copy_beside(
+    def _copy_on_side_stream(
         self,
         device: torch.device,
         others: Sequence[tuple[torch.Tensor, torch.Tensor]],

@@ -14,7 +14,7 @@ from disttrain.checkpoint.loading.fits import LoadReport, Rules
 from disttrain.checkpoint.loading.load import load_source, open_save
 from disttrain.checkpoint.memory.exchange import Address, FileServer, remote_file
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
-from disttrain.checkpoint.memory.replica_placement import Holding, WholeSave, nodes_of, whole_saves
+from disttrain.checkpoint.memory.replica_placement import CompleteSave, Holding, complete_saves, nodes_of
 from disttrain.checkpoint.saving.consensus import Consensus
 from disttrain.checkpoint.storage.base import LocalStorage, ReadableFile
 from disttrain.errors import CheckpointCorruptError
@@ -30,10 +30,10 @@ class _Replicas:
     speaker: int
 
 
-class KeptSave:
+class ReplicatedSave:
     """A save that is whole in memory; satisfies `Readable`. What cannot be read counts as damaged: there are copies."""
 
-    def __init__(self, save: WholeSave, replicas: _Replicas) -> None:
+    def __init__(self, save: CompleteSave, replicas: _Replicas) -> None:
         self._save = save
         self._replicas = replicas
         self._damaged: list[tuple[str, int]] = []
@@ -92,7 +92,7 @@ class KeptSave:
         return remote_file(replicas.addresses[holder], folder, name)
 
 
-def load_kept(consensus: Consensus, state: dict[str, Any], save: KeptSave, rules: Rules) -> LoadReport | None:
+def load_replica(consensus: Consensus, state: dict[str, Any], save: ReplicatedSave, rules: Rules) -> LoadReport | None:
     """`load` from memory; None when no copies are left that are not damaged. Collective."""
     while True:
         try:
@@ -107,16 +107,16 @@ def load_kept(consensus: Consensus, state: dict[str, Any], save: KeptSave, rules
 
 
 @contextmanager
-def kept_saves(consensus: Consensus, memory: NodeMemory | None) -> Iterator[list[KeptSave]]:
+def replicated_saves(consensus: Consensus, memory: NodeMemory | None) -> Iterator[list[ReplicatedSave]]:
     """The saves that are whole in memory, newest first, to be read within the block; none without `memory`.
 
     Collective. Nodes serve their files to each other for as long as the block runs.
     """
     with ExitStack() as stack:
-        yield [] if memory is None else _found(consensus, memory, stack)
+        yield [] if memory is None else _find_saves(consensus, memory, stack)
 
 
-def _found(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> list[KeptSave]:
+def _find_saves(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> list[ReplicatedSave]:
     def first_ranks(sizes: list[int]) -> list[int]:
         return [ranks.start for ranks in nodes_of(sizes)]
 
@@ -140,9 +140,9 @@ def _found(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> list[K
         holdings = {
             rank: [Holding.from_plain(row) for row in node_holdings] for rank, (_, node_holdings) in enumerate(rows)
         }
-        return [[address for address, _ in rows], [save.to_plain() for save in whole_saves(holdings)]]
+        return [[address for address, _ in rows], [save.to_plain() for save in complete_saves(holdings)]]
 
     addresses, saves = consensus.agree(look, decide)
     address_of = {rank: Address(*address) for rank, address in enumerate(addresses) if address is not None}
     replicas = _Replicas(memory, address_of, consensus.rank, speaker)
-    return [KeptSave(WholeSave.from_plain(row), replicas) for row in saves]
+    return [ReplicatedSave(CompleteSave.from_plain(row), replicas) for row in saves]

@@ -18,7 +18,7 @@ import xxhash
 
 from disttrain.checkpoint.format.manifest import MANIFEST, plain_name
 from disttrain.checkpoint.format.reading import decode
-from disttrain.checkpoint.memory.replica_placement import Holding, KeptName
+from disttrain.checkpoint.memory.replica_placement import Holding, ReplicaName
 from disttrain.errors import CheckpointError
 from disttrain.settings import LOCAL_WORLD_SIZE, MEMORY_DIR
 
@@ -106,7 +106,7 @@ class NodeMemory:
         with suppress(FileNotFoundError):  # a node that has nothing of it
             (self.root / save / _KEPT).touch(mode=0o600)
 
-    def go_on_from(self, save: KeptName) -> None:
+    def go_on_from(self, save: ReplicaName) -> None:
         """It was loaded: it stays until there is a newer one, though its writers may not have lived to know it whole.
 
         What is newer than it was of no use.
@@ -144,8 +144,8 @@ class NodeMemory:
             return None
         return {MANIFEST: len(data), **{name: file.num_bytes for name, file in manifest.files.items()}}
 
-    def _saves(self) -> list[KeptName]:
+    def _saves(self) -> list[ReplicaName]:
         try:
-            return [save for folder in os.listdir(self.root) if (save := KeptName.of(folder)) is not None]
+            return [save for folder in os.listdir(self.root) if (save := ReplicaName.of(folder)) is not None]
         except FileNotFoundError:
             return []

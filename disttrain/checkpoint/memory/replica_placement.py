@@ -49,7 +49,7 @@ def keeper_of(rank: int, nodes: Sequence[range]) -> int | None:
     return next_node[(rank - nodes[number].start) % len(next_node)]
 
 
-class KeptName(NamedTuple):
+class ReplicaName(NamedTuple):
     """A save in memory; `order` grows from save to save, also when an earlier step is saved again."""
 
     step: int
@@ -61,7 +61,7 @@ class KeptName(NamedTuple):
         return f"step-{self.step:08d}.{self.order:06d}.{self.save_id}"
 
     @classmethod
-    def of(cls, folder: str) -> KeptName | None:
+    def of(cls, folder: str) -> ReplicaName | None:
         """None for what is no save's."""
         match = _FOLDER.fullmatch(folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
@@ -71,7 +71,7 @@ class KeptName(NamedTuple):
 class Holding:
     """The files that one node has of one save; `needed`: all of the save's files, where the node has its manifest."""
 
-    name: KeptName
+    name: ReplicaName
     has: Holdings
     needed: Holdings | None
 
@@ -81,43 +81,43 @@ class Holding:
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Holding:
         name, has, needed = plain
-        return cls(KeptName(*name), has, needed)
+        return cls(ReplicaName(*name), has, needed)
 
 
 @dataclass(frozen=True)
-class WholeSave:
+class CompleteSave:
     """A save of which every file is on some node; `holders`: by file, the ranks that speak for those nodes."""
 
-    name: KeptName
+    name: ReplicaName
     holders: Mapping[str, Sequence[int]]
 
     def to_plain(self) -> list[Any]:
         return [list(self.name), dict(self.holders)]
 
     @classmethod
-    def from_plain(cls, plain: list[Any]) -> WholeSave:
+    def from_plain(cls, plain: list[Any]) -> CompleteSave:
         name, holders = plain
-        return cls(KeptName(*name), holders)
+        return cls(ReplicaName(*name), holders)
 
-    def without(self, copies: Sequence[Sequence[Any]]) -> WholeSave | None:
+    def without(self, copies: Sequence[Sequence[Any]]) -> CompleteSave | None:
         """The same save without these copies, (file, rank); None when it is not whole then."""
         bad = {tuple(copy) for copy in copies}
         holders = {name: [rank for rank in ranks if (name, rank) not in bad] for name, ranks in self.holders.items()}
-        return WholeSave(self.name, holders) if all(holders.values()) else None
+        return CompleteSave(self.name, holders) if all(holders.values()) else None
 
 
-def whole_saves(holdings: Mapping[int, Sequence[Holding]]) -> list[WholeSave]:
+def complete_saves(holdings: Mapping[int, Sequence[Holding]]) -> list[CompleteSave]:
     """The saves that are whole among the nodes, newest first; `found`: by the rank that speaks for a node.
 
     A save of the same step or a later one that was made earlier is not among them: training has gone back since.
     """
     needed = {save.name: save.needed for saves in holdings.values() for save in saves if save.needed is not None}
-    whole: list[WholeSave] = []
+    whole: list[CompleteSave] = []
     for name, files in sorted(needed.items(), key=lambda item: item[0].order, reverse=True):
         on = {rank: save.has for rank, saves in holdings.items() for save in saves if save.name == name}
         holders = {
             file: [rank for rank, has in on.items() if has.get(file) == num_bytes] for file, num_bytes in files.items()
         }
         if all(holders.values()) and (not whole or name.step < whole[-1].name.step):
-            whole.append(WholeSave(name, holders))
+            whole.append(CompleteSave(name, holders))
     return whole

@@ -15,7 +15,7 @@ from disttrain.checkpoint.format.image import Image, Written, file_name
 from disttrain.checkpoint.format.manifest import MANIFEST, encode
 from disttrain.checkpoint.memory.exchange import Address, FileServer, put_file
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
-from disttrain.checkpoint.memory.replica_placement import KeptName, keeper_of, nodes_of
+from disttrain.checkpoint.memory.replica_placement import ReplicaName, keeper_of, nodes_of
 from disttrain.checkpoint.saving.commit import Contents, Target, make_manifest
 from disttrain.store import Store
 
@@ -97,7 +97,7 @@ class Copies:
 
     def _name(self, target: Target) -> str:
         """The save's folder in memory."""
-        return KeptName(int(target.path.name.rpartition("-")[2]), self._order, target.save_id).folder
+        return ReplicaName(int(target.path.name.rpartition("-")[2]), self._order, target.save_id).folder
 
     def _serve(self) -> None:
         self._server = FileServer(self._memory, self._store)

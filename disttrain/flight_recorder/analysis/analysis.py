@@ -42,7 +42,7 @@ def analyze(path: Path, job: str | None = None) -> Analysis:
     """
     read, notes = _read([file for file in _files(path) if job is None or f".{job}." in file.name])
     chosen = _newest_job(read, notes)
-    dumps = _one_for_each_rank(chosen, notes)
+    dumps = _dump_of_each_rank(chosen, notes)
     return Analysis(tuple(judge(match(dumps))), tuple(dumps), tuple(notes))
 
 
@@ -108,7 +108,7 @@ def _newest_job(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
     return chosen
 
 
-def _one_for_each_rank(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
+def _dump_of_each_rank(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
     latest: dict[int, Dump] = {}
     for dump in sorted(dumps, key=lambda dump: dump.dumped_s):
         if dump.rank in latest and RING not in (dump.reason, latest[dump.rank].reason):

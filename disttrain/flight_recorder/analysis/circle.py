@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from disttrain.flight_recorder.analysis.waits import Wait, circle_of
-from disttrain.flight_recorder.analysis.wording import call_text, capitalized, place
+from disttrain.flight_recorder.analysis.wording import call_text, capitalized, location
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, ranks_text
 
 
@@ -18,7 +18,7 @@ def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
         return []
     evidence = tuple(
         f"rank {wait.rank} waits for {ranks_text(wait.for_ranks)} in {call_text(wait.record)} at "
-        f"{place(matched.dumps[wait.rank], wait.record.site.stack)}"
+        f"{location(matched.dumps[wait.rank], wait.record.site.stack)}"
         for wait in circle
     )
     messages = [wait for wait in circle if wait.is_message]
@@ -32,7 +32,7 @@ def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     if operations == {SEND, RECEIVE}:
         summary = f"{capitalized(ranks_text(everybody))} wait for each other's messages in a circle."
         return [Verdict(Kind.WAIT_CYCLE, tuple(sorted(everybody)), summary, evidence)]
-    return [_of_one_end(matched, circle, messages, evidence)]
+    return [_of_one_side(matched, circle, messages, evidence)]
 
 
 def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
@@ -57,7 +57,9 @@ def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdic
     return Verdict(Kind.WRONG_ORDER, tuple(to_blame), summary, evidence)
 
 
-def _of_one_end(matched: Match, circle: Sequence[Wait], messages: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
+def _of_one_side(
+    matched: Match, circle: Sequence[Wait], messages: Sequence[Wait], evidence: tuple[str, ...]
+) -> Verdict:
     in_message = {wait.rank for wait in messages}
     # Who is itself held up in a message may get to its own part yet; who is past that in a collective has left it out.
     guilty = [wait for wait in messages if set(wait.for_ranks) - in_message] or list(messages)
@@ -67,5 +69,7 @@ def _of_one_end(matched: Match, circle: Sequence[Wait], messages: Sequence[Wait]
     kind = Kind.MISSING_RECEIVE if record.site.operation == SEND else Kind.MISSING_SEND
     everybody = ranks_text(wait.rank for wait in circle)
     summary = f"{capitalized(ranks_text(to_blame))} did not {verb} what {ranks_text(w.rank for w in guilty)} waited to "
-    summary += f"{end} at {place(matched.dumps[guilty[0].rank], record.site.stack)}; {everybody} wait for each other."
+    summary += (
+        f"{end} at {location(matched.dumps[guilty[0].rank], record.site.stack)}; {everybody} wait for each other."
+    )
     return Verdict(kind, tuple(to_blame), summary, evidence)

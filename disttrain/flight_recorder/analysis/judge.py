@@ -13,12 +13,19 @@ from disttrain.flight_recorder.analysis.circle import find_circle
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.membership import find_different_groups
 from disttrain.flight_recorder.analysis.mismatch import divergence, find_mismatches, other_shapes
-from disttrain.flight_recorder.analysis.missing_ranks import broke, is_victim, lifeless, raised, what_became_of
+from disttrain.flight_recorder.analysis.missing_ranks import broke, cause_of_absence, is_victim, lifeless, raised
 from disttrain.flight_recorder.analysis.straggler import find_straggler
-from disttrain.flight_recorder.analysis.together import find_gone_together, never_started, records_in
+from disttrain.flight_recorder.analysis.together import find_all_entered, never_started, records_in
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
 from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S, Wait, ends_of, find_waits
-from disttrain.flight_recorder.analysis.wording import call_text, came_lines, capitalized, place, stack_line, waited_s
+from disttrain.flight_recorder.analysis.wording import (
+    arrival_lines,
+    call_text,
+    capitalized,
+    location,
+    stack_line,
+    waited_s,
+)
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import SEND, Record, ranks_text
 
@@ -31,7 +38,7 @@ def judge(matched: Match) -> list[Verdict]:
     if not matched.dumps:
         return [Verdict(Kind.NOT_ENOUGH_DATA, (), "There is no dump that can be used.")]
     waits = find_waits(matched, {*lifeless(matched), *raised(matched)})
-    for find in (_contradictions, _unconnected, find_gone_together, _raised, _incomplete):
+    for find in (_contradictions, _unconnected, find_all_entered, _raised, _incomplete):
         if verdicts := find(matched, waits):
             return verdicts
     summary = f"All {matched.world_size} ranks agree, and none waits for another."
@@ -57,14 +64,14 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
             first = min(not_begun, key=lambda record: record.enqueued_s)
             queued.setdefault((first.site.group_name, first.site.operation, first.sequence), {})[rank] = first
             continue
-        cause, why = what_became_of(matched, rank, was_broken=was_broken)
+        cause, why = cause_of_absence(matched, rank, was_broken=was_broken)
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in direct)
         kind = _missing_end(direct[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, why), []).append(rank)
     verdicts = [_absent(matched, waits, *finding, ranks) for finding, ranks in alike.items()]
     for records in queued.values():
         others = {wait.rank: wait.record for wait in waits if records.keys() & set(wait.for_ranks)}
-        verdicts.append(never_started(matched, records, came_lines(matched.dumps, others | records)))
+        verdicts.append(never_started(matched, records, arrival_lines(matched.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
 
@@ -87,7 +94,7 @@ def _absent(matched: Match, waits: Sequence[Wait], kind: Kind, cause: Cause, why
     longest = max(direct, key=lambda wait: waited_s(matched.dumps[wait.rank], wait.record))
     record = longest.record
     who, others = ranks_text(ranks), ranks_text(wait.rank for wait in direct)
-    evidence = came_lines(matched.dumps, {wait.rank: wait.record for wait in direct})
+    evidence = arrival_lines(matched.dumps, {wait.rank: wait.record for wait in direct})
     for rank in ranks[:4]:
         if (dump := matched.dumps.get(rank)) is not None:
             evidence += _traces(dump, record)
@@ -102,7 +109,7 @@ def _absent(matched: Match, waits: Sequence[Wait], kind: Kind, cause: Cause, why
     did = "came to" if arrived else "did not come to"
     call = f"{call_text(record)} but did not leave it" if arrived else call_text(record)
     summary = f"{capitalized(who)} {did} {call}, where {others} waited at "
-    summary += f"{place(matched.dumps[longest.rank], record.site.stack)}: {why}."
+    summary += f"{location(matched.dumps[longest.rank], record.site.stack)}: {why}."
     return Verdict(kind, tuple(ranks), summary, tuple(evidence), cause)
 
 
@@ -111,7 +118,7 @@ def _traces(dump: Dump, record: Record) -> list[str]:
     lines = [stack_line(dump)] if dump.threads or dump.failure else []
     if dump.records:
         last = dump.records[-1]
-        lines.append(f"rank {dump.rank}: last was {call_text(last)} at {place(dump, last.site.stack)}, {last.state}")
+        lines.append(f"rank {dump.rank}: last was {call_text(last)} at {location(dump, last.site.stack)}, {last.state}")
     age_s = record.enqueued_s - dump.dumped_s
     if dump.failure is None and age_s >= MIN_WAIT_S:
         lines.append(f"rank {dump.rank}: its dump is {age_s:.1f} s older than this call, or the clocks differ")
@@ -127,11 +134,11 @@ def _unconnected(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     if not connecting or not others:
         return []
     evidence = [
-        f"rank {rank} is inside a collective that is not on record yet, at {place(dump, dump.main_stack)}"
+        f"rank {rank} is inside a collective that is not on record yet, at {location(dump, dump.main_stack)}"
         for rank in connecting
         for dump in [matched.dumps[rank]]
     ]
-    became = [what_became_of(matched, rank, was_broken=False) for rank in others]
+    became = [cause_of_absence(matched, rank, was_broken=False) for rank in others]
     whys = {why if rank in matched.dumps else "it has no dump" for rank, (_, why) in zip(others, became, strict=True)}
     evidence += [stack_line(matched.dumps[rank]) for rank in others[:4] if rank in matched.dumps]
     summary = f"{capitalized(ranks_text(others))} did not come to the first collective of a group, for which "
@@ -144,7 +151,7 @@ def _raised(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
     ranks = tuple(raised(matched) or [rank for rank, dump in matched.dumps.items() if dump.failure is not None])
     if not ranks:
         return []
-    cause, why = what_became_of(matched, ranks[0], was_broken=False)
+    cause, why = cause_of_absence(matched, ranks[0], was_broken=False)
     summary = f"{capitalized(ranks_text(ranks))} ended early: {why}."
     return [
         Verdict(Kind.RANK_ABSENT, ranks, summary, tuple(stack_line(matched.dumps[rank]) for rank in ranks[:4]), cause)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from disttrain.flight_recorder.analysis.waits import Wait
-from disttrain.flight_recorder.analysis.wording import capitalized, place, stack_line
+from disttrain.flight_recorder.analysis.wording import capitalized, location, stack_line
 from disttrain.flight_recorder.dumps.dump import RING
 from disttrain.flight_recorder.dumps.words import EXIT
 from disttrain.flight_recorder.record.record import State, ranks_text
@@ -55,12 +55,12 @@ def _never_made(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
             others = f"; of the same ranks it has made {', '.join(alike)}" if alike else ""
             evidence.append(
                 f"rank {wait.rank} waits for rank {rank} in group {wait.record.site.group_title} at "
-                f"{place(matched.dumps[wait.rank], wait.record.site.stack)}; rank {rank} has not made that group"
+                f"{location(matched.dumps[wait.rank], wait.record.site.stack)}; rank {rank} has not made that group"
                 f"{others}"
             )
             made = waiting[rank].record.site if rank in waiting else None
             if made is not None:
-                where = place(dump, made.stack)
+                where = location(dump, made.stack)
                 evidence.append(f"rank {rank} waits in {made.operation} of group {made.group_title} at {where}")
             else:
                 evidence.append(stack_line(dump))

@@ -9,7 +9,7 @@ from typing import Final
 
 from disttrain.flight_recorder.analysis.match import Collective, Match, Message
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.wording import came_lines, place
+from disttrain.flight_recorder.analysis.wording import arrival_lines, location
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import CallSite, Record, State, ranks_text
 
@@ -43,7 +43,7 @@ def find_mismatches(matched: Match) -> list[Verdict]:
     signatures: dict[int, Hashable] = {}
     for collectives in matched.collectives.values():
         for collective in collectives.values():
-            if _is_one_site(collective):
+            if _has_one_site(collective):
                 continue
             if len({_signature(record[0], signatures) for record in collective.records.values()}) > 1:
                 verdict = _collective(matched, collective)
@@ -96,7 +96,7 @@ def _parts(matched: Match, collective: Collective) -> Verdict | None:
                 summary += "; ".join(
                     _call(matched.dumps, collective, [rank]) for rank in dict.fromkeys((sender, receiver))
                 )
-                evidence = came_lines(matched.dumps, collective.records)
+                evidence = arrival_lines(matched.dumps, collective.records)
                 blamed = tuple(sorted({sender, receiver}))
                 return Verdict(Kind.MISMATCHED_SIZES, blamed, f"{summary}.", tuple(evidence))
     return None
@@ -119,11 +119,11 @@ def divergence(matched: Match, collective: Collective) -> list[str]:
     for earlier in matched.collectives[collective.group_name].values():
         if earlier.sequence >= collective.sequence:
             break
-        if _is_one_site(earlier):
+        if _has_one_site(earlier):
             continue
         for rank, record in earlier.records.items():
             if id(record[0]) not in lines:
-                lines[id(record[0])] = place(matched.dumps[rank], record.site.stack)
+                lines[id(record[0])] = location(matched.dumps[rank], record.site.stack)
         if len({lines[id(record[0])] for record in earlier.records.values()}) > 1:
             ranks_at: dict[str, list[int]] = {}
             for rank, record in earlier.records.items():
@@ -133,7 +133,7 @@ def divergence(matched: Match, collective: Collective) -> list[str]:
     return []
 
 
-def _is_one_site(collective: Collective) -> bool:
+def _has_one_site(collective: Collective) -> bool:
     """True when all ranks called the same from the same line; ranks whose dumps were read together share call sites."""
     return len(set(map(id, map(_SITE_OF, collective.records.values())))) == 1
 
@@ -159,11 +159,11 @@ def _collective(matched: Match, full: Collective) -> Verdict | None:
     ways: dict[Hashable, list[int]] = {}
     for rank, record in sorted(collective.records.items()):
         ways.setdefault(field(record.site), []).append(rank)
-    to_blame = _odd_ones(matched, collective, list(ways.values()))
+    to_blame = _minority(matched, collective, list(ways.values()))
     if _is_swapped(matched, collective):
         kind, difference = Kind.WRONG_ORDER, "the same collectives in different order"
     calls = "; ".join(_call(matched.dumps, collective, ranks) for ranks in ways.values())
-    evidence = came_lines(matched.dumps, collective.records) + divergence(matched, collective)
+    evidence = arrival_lines(matched.dumps, collective.records) + divergence(matched, collective)
     return Verdict(kind, tuple(to_blame), f"Ranks called {difference} as {collective.title}: {calls}.", tuple(evidence))
 
 
@@ -171,10 +171,10 @@ def _call(dumps: Mapping[int, Dump], collective: Collective, ranks: list[int]) -
     site = collective.records[ranks[0]].site
     root = "" if site.peer_rank is None else f" from rank {site.peer_rank}"
     call = f"{site.title}{root}{f' of {site.tensors}' if site.tensors else ''}"
-    return f"{ranks_text(ranks)} {call} at {place(dumps[ranks[0]], site.stack)}"
+    return f"{ranks_text(ranks)} {call} at {location(dumps[ranks[0]], site.stack)}"
 
 
-def _odd_ones(matched: Match, collective: Collective, ways: list[list[int]]) -> list[int]:
+def _minority(matched: Match, collective: Collective, ways: list[list[int]]) -> list[int]:
     """The minority. Where there is none: those whose call is new to the group while the others' is not; else all."""
     by_size = sorted(ways, key=len)
     if len(by_size[-1]) == len(by_size[-2]):
@@ -218,5 +218,5 @@ def _message(matched: Match, message: Message) -> Verdict | None:
         tuple(sorted(ends)),
         f"Different {difference}: rank {message.src_rank} sends {send.site.tensors} where rank {message.dst_rank} "
         f"receives {receive.site.tensors}.",
-        tuple(came_lines(matched.dumps, ends)),
+        tuple(arrival_lines(matched.dumps, ends)),
     )

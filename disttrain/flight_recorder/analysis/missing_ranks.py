@@ -12,7 +12,7 @@ from typing import Final
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Cause
 from disttrain.flight_recorder.analysis.waits import Wait
-from disttrain.flight_recorder.analysis.wording import place
+from disttrain.flight_recorder.analysis.wording import location
 from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.dumps.words import EXIT
 from disttrain.flight_recorder.record.process_state import GONE, STOPPED
@@ -66,7 +66,7 @@ def lifeless(matched: Match) -> list[int]:
     ]
 
 
-def what_became_of(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
+def cause_of_absence(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
     """Of `rank`, with half a sentence: `it is in Python at train.py:33 in load`; `was_broken` when connections were."""
     dump = matched.dumps.get(rank)
     if dump is None:
@@ -78,7 +78,7 @@ def what_became_of(matched: Match, rank: int, *, was_broken: bool) -> tuple[Caus
         )
     if dump.failure is not None:
         failure = dump.failure
-        return Cause.RAISED, f"it ended with {failure.kind} ({failure.message}) at {place(dump, failure.stack)}"
+        return Cause.RAISED, f"it ended with {failure.kind} ({failure.message}) at {location(dump, failure.stack)}"
     if dump.reason == RING:
         return _without_word(dump, was_broken)
     if dump.reason == EXIT:
@@ -92,7 +92,7 @@ def _without_word(dump: Dump, was_broken: bool) -> tuple[Cause, str]:
     if dump.process == STOPPED:
         return Cause.STOPPED, "it left no dump but its last records, and its process is stopped"
     if dump.threads:
-        where = place(dump, dump.main_stack)
+        where = location(dump, dump.main_stack)
         return Cause.HOLDS_LOCK, f"it holds the interpreter's lock, or is stopped, at {where}"
     if was_broken:
         return (
@@ -107,7 +107,7 @@ def _at_work(dump: Dump) -> tuple[Cause, str]:
     main = next((thread for thread in dump.threads if thread.is_main), None)
     if main is None:
         return Cause.UNKNOWN, "it dumped, but not where it was"
-    where = place(dump, main.stack)
+    where = location(dump, main.stack)
     innermost = main.stack[0].file if main.stack else ""
     if dump.is_in_transport:
         return Cause.CONNECTING, f"it is inside an operation that is not on record, perhaps connecting, at {where}"

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from disttrain.flight_recorder.analysis.match import Match, message_key
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S, Wait
-from disttrain.flight_recorder.analysis.wording import call_text, came_lines, capitalized, place, waited_s
+from disttrain.flight_recorder.analysis.wording import arrival_lines, call_text, capitalized, location, waited_s
 from disttrain.flight_recorder.record.record import Record, State, ranks_text
 
 
-def find_gone_together(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
+def find_all_entered(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """At most one verdict."""
     # What others have not come to yet is no operation that all have entered.
     together = [wait for wait in waits if not wait.for_ranks]
@@ -21,7 +21,7 @@ def find_gone_together(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     first = min(together, key=lambda wait: wait.record.enqueued_s + (matched.dumps[wait.rank].clock_offset_s or 0.0))
     record = first.record
     records = records_in(matched, first)
-    evidence = tuple(came_lines(matched.dumps, records))
+    evidence = tuple(arrival_lines(matched.dumps, records))
     late = _late(matched, records)
     if late:
         times_s = {rank: waited_s(matched.dumps[rank], record) for rank, record in records.items()}
@@ -46,7 +46,7 @@ def never_started(matched: Match, queued: Mapping[int, Record], evidence: Sequen
     """Of one operation's records, by rank, to which the devices of these ranks have not come."""
     record = next(iter(queued.values()))
     summary = f"{call_text(record)} has not begun on the device of {ranks_text(queued)}: what was queued before does "
-    summary += f"not end. It was called at {place(matched.dumps[min(queued)], record.site.stack)}"
+    summary += f"not end. It was called at {location(matched.dumps[min(queued)], record.site.stack)}"
     lines = list(evidence)
     for rank, queued_record in list(queued.items())[:4]:
         records = matched.dumps[rank].records
@@ -54,7 +54,7 @@ def never_started(matched: Match, queued: Mapping[int, Record], evidence: Sequen
         come = [earlier for earlier in before if earlier.device is not None and earlier.device.came_s is not None]
         if come:
             last = come[-1]
-            where = place(matched.dumps[rank], last.site.stack)
+            where = location(matched.dumps[rank], last.site.stack)
             lines.append(f"rank {rank}: the last that its device has come to before is {call_text(last)} at {where}")
     return Verdict(Kind.NEVER_STARTED, tuple(sorted(queued)), f"{capitalized(summary)}.", tuple(lines))
 

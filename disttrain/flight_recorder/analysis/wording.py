@@ -24,7 +24,7 @@ def user_stack(dump: Dump, stack: Stack) -> Stack:
     return user_frames or others or stack
 
 
-def place(dump: Dump, stack: Stack) -> str:
+def location(dump: Dump, stack: Stack) -> str:
     """The innermost line of the user's: `train.py:17 in step`."""
     frames = user_stack(dump, stack)
     return str(frames[0]) if frames else "an unknown place"
@@ -65,11 +65,11 @@ def waited_s(dump: Dump, record: Record) -> float:
     return max(0.0, (dump.dumped_s if ended_s is None else ended_s) - began_s)
 
 
-def came_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> list[str]:
+def arrival_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> list[str]:
     """A line for all ranks that came alike: what they called, where, and how long the longest of them waited."""
     alike: dict[tuple[str, str, State, bool], list[int]] = {}
     for rank, record in sorted(records.items()):
-        where = place(dumps[rank], record.site.stack)
+        where = location(dumps[rank], record.site.stack)
         alike.setdefault((call_text(record), where, record.state, record.is_queued), []).append(rank)
     lines = []
     for (call, where, *_), ranks in alike.items():

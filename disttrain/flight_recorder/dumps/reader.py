@@ -168,7 +168,7 @@ class _Reader:
         """Oldest first. Nearly all that a dump has are records: their types are looked at all together."""
         raw = self.raw_records[::-1]
         if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
-            return self._records_one_by_one()
+            return self._records_singly()
         columns: list[Any] = list(zip(*raw, strict=True))
         _, sites, _, states, *_, labels, devices, _ = columns
         if (
@@ -177,18 +177,18 @@ class _Reader:
             or not 0 <= min(labels) <= max(labels) < len(self.labels)
             or not _STATES.keys() >= set(states)
         ):
-            return self._records_one_by_one()
+            return self._records_singly()
         actions, modules = [label[0] for label in self.labels], [label[1] for label in self.labels]
         columns[1] = map(self.sites.__getitem__, sites)
         columns[3] = map(_STATES.__getitem__, states)
         try:
             columns[8] = _all_device_times(devices) if any(devices) else devices
         except _WRONG:
-            return self._records_one_by_one()
+            return self._records_singly()
         columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
         return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
 
-    def _records_one_by_one(self) -> list[Record]:
+    def _records_singly(self) -> list[Record]:
         """Those of other versions too; what cannot be is left out."""
         records: list[Record] = []
         for item in self.raw_records[::-1]:

@@ -57,7 +57,7 @@ def enable(world: World | None = None) -> FlightRecorder:
         return world.recorder
     soft_limit_s = FLIGHT_SOFT_LIMIT_S.read() or min(max(world.timeout_s / 4, _MIN_SOFT_LIMIT_S), _MAX_SOFT_LIMIT_S)
     ends_job = FLIGHT_ENDS_JOB.read()
-    asked_folder = _made_asked_folder()
+    asked_folder = _made_requested_folder()
     recorder = FlightRecorder(marks_device=FLIGHT_MARKS.read())
     try:
         rings = _attach_in_folder(recorder, world, asked_folder)
@@ -98,7 +98,7 @@ def _leave_private_folder(recorder: FlightRecorder) -> None:
         private_folder().rmdir()
 
 
-def _made_asked_folder() -> Path | None:
+def _made_requested_folder() -> Path | None:
     """DISTTRAIN_FLIGHT_DIR; None when it is unset, or cannot be made: one rank must not fail for that."""
     folder = FLIGHT_DIR.read()
     try:

@@ -173,7 +173,7 @@ class Watchdog:
     def _waited_s(self, now_s: float) -> float:
         activity, device = self._recorder.ring.activity(), self._recorder.world.device
         waited_s = self._inside.look(activity, _is_inside(), now_s)
-        stuck_s = self._on_device.look((activity, _main_place()), activity > 0 and device.type == "cuda", now_s)
+        stuck_s = self._on_device.look((activity, _main_position()), activity > 0 and device.type == "cuda", now_s)
         # Asked late only: a query may spoil the capture of a CUDA graph, which does not take so long.
         if stuck_s >= self._soft_limit_s and self._is_busy(device) is not False:
             return max(waited_s, stuck_s)
@@ -257,7 +257,7 @@ class Watchdog:
             return True
 
 
-def _main_place() -> tuple[int, int]:
+def _main_position() -> tuple[int, int]:
     """The position of the main thread: its innermost frame, and the instruction there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return (id(frame), frame.f_lasti) if frame is not None else (0, 0)

@@ -12,7 +12,7 @@ from html import escape
 from typing import Final
 
 from disttrain.flight_recorder.analysis.waits import Wait
-from disttrain.flight_recorder.analysis.wording import call_text, place, waited_s
+from disttrain.flight_recorder.analysis.wording import call_text, location, waited_s
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import ranks_text
 from disttrain.flight_recorder.views.words import call_name, doing
@@ -49,7 +49,7 @@ def boxes_of(waits: Sequence[Wait], dumps: Mapping[int, Dump], blamed: Collectio
         record = rank_waits[0].record
         more = f" and {len(rank_waits) - 1} more" if len(rank_waits) > 1 else ""
         text = "; ".join(
-            f"{call_text(wait.record)} at {place(dumps[rank], wait.record.site.stack)}" for wait in rank_waits[:4]
+            f"{call_text(wait.record)} at {location(dumps[rank], wait.record.site.stack)}" for wait in rank_waits[:4]
         )
         others = frozenset(other for wait in rank_waits for other in wait.for_ranks)
         alike.setdefault((call_name(record) + more, text, others, rank in blamed), []).append(rank)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from disttrain.flight_recorder.analysis.match import MessageKey, message_key
-from disttrain.flight_recorder.analysis.wording import place
+from disttrain.flight_recorder.analysis.wording import location
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.private_file import private_file
 from disttrain.flight_recorder.record.record import SEND, CallSite, Record, State
@@ -106,7 +106,7 @@ class _SiteTexts:
         # By identity: the dump holds it, and a hash goes through all that it holds.
         texts = self.texts.get(id(site))
         if texts is None:
-            texts = self.texts[id(site)] = site.tensors, place(self.dump, site.stack)
+            texts = self.texts[id(site)] = site.tensors, location(self.dump, site.stack)
         return texts
 
 

@@ -115,11 +115,11 @@ def _aligned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With heads of a multiple of 8 elements, zeros behind, each in one piece that begins at 16 bytes."""
-    return _aligned_one(query), _aligned_one(key), _aligned_one(value)
+    return _aligned_tensor(query), _aligned_tensor(key), _aligned_tensor(value)
 
 
 @as_one_call
-def _aligned_one(tensor: torch.Tensor) -> torch.Tensor:
+def _aligned_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """One call in a graph, as Dynamo does not tell where in memory a tensor begins."""
     rest = tensor.shape[-1] % _ALIGNMENT
     if rest:

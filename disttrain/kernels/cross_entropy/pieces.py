@@ -52,7 +52,7 @@ def statistics_of_classes(
     if not logits.shape[1]:
         statistics[0] = float("-inf")
         return statistics
-    column, is_absent = _own_column(logits, target, terms)
+    column, is_absent = _target_column(logits, target, terms)
     picked = _capped(logits.gather(1, column).squeeze(1).to(statistics.dtype), terms).masked_fill(is_absent, 0.0)
     part_weight = _part_of(weight, logits, terms)
     if is_traced():
@@ -133,7 +133,7 @@ def gradient_of_classes(
     grad = torch.empty_like(logits) if out is None else out
     if not logits.shape[1]:
         return grad
-    column, is_absent = _own_column(logits, target, terms)
+    column, is_absent = _target_column(logits, target, terms)
     taken = at_target.masked_fill(is_absent, 0.0).neg_().unsqueeze(1)
     buffer = None if grad.dtype == spread.dtype else _buffer(logits)
     for rows in _pieces(logits):
@@ -254,7 +254,7 @@ def _part_of(weight: torch.Tensor | None, logits: torch.Tensor, terms: LossTerms
     return None if weight is None else weight.narrow(0, terms.first_class, logits.shape[1])
 
 
-def _own_column(logits: torch.Tensor, target: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+def _target_column(logits: torch.Tensor, target: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
     """The column of each row's target in this part, (rows, 1), and the rows whose target is elsewhere, (rows,)."""
     local_target = target - terms.first_class
     is_absent = (local_target < 0) | (local_target >= logits.shape[1])
